@@ -1,0 +1,130 @@
+"""Configuration: parsed once, frozen, unknown keys refused. Files, flags and code all make these objects."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.errors import ConfigError
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("must be HOST:PORT, for example 127.0.0.1:7070 (port 0 takes a free one)")
+    return value
+
+
+SectionT = TypeVar("SectionT", bound="Section")
+Address = Annotated[str, AfterValidator(_address)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RedisConfig(Section):
+    """Where session state lives."""
+
+    url: str | None = None  # None: REDIS_URL, else an embedded server
+    data: Path | None = None  # the embedded server's directory; None: a private one, removed at the end
+
+
+class RouterConfig(Section):
+    """One router."""
+
+    listen: Address = "127.0.0.1:7070"
+    models: dict[str, Path] = Field(min_length=1)  # model name -> folder that holds its tokenizer.json
+    policy: Literal["ema", "fixed", "off"] = "ema"
+    depth: int = Field(default=8, ge=0, le=64)  # ceiling on gamma
+    width: int = Field(default=4, ge=1, le=64)
+    nodes: int = Field(default=16, ge=0, le=1024)  # ceiling on one session's nodes in a step
+    wait_us: int = Field(default=50_000, ge=0, le=10_000_000)
+    overlap: bool = False
+    drafters_per_session: int = Field(default=1, ge=0, le=16)
+    max_sessions: int = Field(default=256, ge=1)
+    window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
+    session_ttl_s: int = Field(default=3600, ge=1)
+    lease_s: float = Field(default=10.0, gt=0)
+
+
+class WorkerConfig(Section):
+    """What verifiers and drafters share."""
+
+    model: Path  # checkpoint folder in Hugging Face format
+    name: str | None = None  # the model's name; None: the folder's name
+    listen: Address = "127.0.0.1:0"
+    advertise: str | None = None  # address that others reach this worker at; None: the listening one
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: int = Field(default=1, ge=1)
+    slots: int = Field(default=8, ge=1)  # sessions at once
+    context: int | None = Field(default=None, ge=2)  # None: the checkpoint's
+    prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt between two steps
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    drain_s: float = Field(default=5.0, ge=0)
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests ask for."""
+        return self.name or self.model.resolve().name
+
+
+class VerifierConfig(WorkerConfig):
+    """One verifier."""
+
+    max_nodes: int = Field(default=64, ge=0, le=1024)  # tree nodes in one step, over all sessions
+
+
+class DrafterConfig(WorkerConfig):
+    """One drafter."""
+
+    level_nodes: int = Field(default=4, ge=1, le=256)  # nodes of a session expanded in one level
+
+
+class ClusterConfig(Section):
+    """A whole cluster on one machine, as `outrider up` starts it."""
+
+    redis: RedisConfig = RedisConfig()
+    router: RouterConfig
+    verifier: list[VerifierConfig] = Field(min_length=1)
+    drafter: list[DrafterConfig] = []
+
+
+def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT:
+    """A checked section. Raises ConfigError with one line for each wrong key: where, what, what is allowed."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{source}: {'.'.join(map(str, entry['loc']))}: "
+            + ("unknown key" if entry["type"] == "extra_forbidden" else entry["msg"])
+            for entry in error.errors()
+        ]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Reads a cluster's TOML file; relative paths in it are relative to the file. Raises ConfigError."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    cluster = parse(ClusterConfig, values, str(path))
+    base = path.resolve().parent
+    router = cluster.router.model_copy(
+        update={"models": {name: base / folder for name, folder in cluster.router.models.items()}}
+    )
+    return cluster.model_copy(
+        update={
+            "router": router,
+            "verifier": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.verifier],
+            "drafter": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.drafter],
+        }
+    )

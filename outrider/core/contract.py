@@ -1,0 +1,74 @@
+"""What a generation promises, and the ceilings that speculation for it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.errors import InvalidRequest
+
+SHARED_NOISE = "shared-noise"
+MAX_STOP_IDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The immutable terms of one generation. Raises InvalidRequest, naming the field, when one is absurd."""
+
+    seed: int  # 0 .. 2**64 - 1
+    max_tokens: int  # new tokens at most
+    choice: int = 0  # which of several samples, 0 .. 2**32 - 1
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
+    stop_ids: tuple[int, ...] = ()  # ids that end the generation
+    rule: str = SHARED_NOISE
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("seed", 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
+            ("choice", 0 <= self.choice < 2**32, "an integer from 0 to 2**32 - 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (all) or a positive integer"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
+            ("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
+            ("rule", self.rule == SHARED_NOISE, f"'{SHARED_NOISE}'"),
+        )
+        for field, holds, allowed in checks:
+            if not holds:
+                raise InvalidRequest(field, f"is {getattr(self, field)!r}, must be {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ceilings on speculation for one session. A higher version replaces a lower one."""
+
+    version: int = 0
+    depth: int = 0  # gamma: tokens beyond the root; 0 is no speculation
+    width: int = 4  # children of one node
+    nodes: int = 32  # nodes of the session in one verifier step
+    wait_us: int = 50_000  # longest deliberate hold of a step
+    overlap: bool = False  # draft on below nodes that may be in verification
+
+    def __post_init__(self) -> None:
+        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000))
+        for field, most in limits:
+            if not 0 <= getattr(self, field) <= most:
+                raise InvalidRequest(f"plan.{field}", f"is {getattr(self, field)}, must be 0 to {most}")
+
+
+OFF = Plan(depth=0, nodes=0, wait_us=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one verifier step did for one session."""
+
+    verified: int = 0  # nodes verified
+    accepted: int = 0  # of these, committed
+    verified_depth: int = 0  # depth of the deepest verified node
+    waited_us: int = 0
+    forward_us: int = 0
+    wire_bytes: int = 0  # on drafters' streams since the last report, both directions
+    plan_version: int = 0
+    drafters: int = 0

@@ -1,0 +1,40 @@
+"""The rolling digest over a session's tokens, and the digest of a tokenizer.
+
+    d(0) = mix64(SALT);  d(n + 1) = mix64(d(n) + PHI * (token + 1))      (mod 2**64)
+
+It detects copies that drifted, not forgeries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+
+MASK = 2**64 - 1
+PHI = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
+SALT = int.from_bytes(b"outrider", "big")
+
+
+def mix64(value: int) -> int:
+    """The finalizer of splitmix64 (Steele et al., 2014): a bijection of 64-bit integers."""
+    value &= MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+EMPTY = mix64(SALT)
+
+
+def extend(digest: int, tokens: Iterable[int]) -> int:
+    """Digest of a text whose digest so far is `digest`, with `tokens` appended."""
+    for token in tokens:
+        digest = mix64(digest + PHI * (token + 1))
+    return digest
+
+
+def tokenizer_digest(tokenizer_json: bytes) -> bytes:
+    """16 bytes that name a tokenizer: SHA-256 of its tokenizer.json, whatever its spacing and key order."""
+    canonical = json.dumps(json.loads(tokenizer_json), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()[:16]

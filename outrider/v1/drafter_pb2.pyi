@@ -1,0 +1,212 @@
+from outrider.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftUp(_message.Message):
+    __slots__ = ("hello", "subscribe", "unsubscribe", "delta", "heartbeat")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    subscribe: Subscribe
+    unsubscribe: Unsubscribe
+    delta: TreeDelta
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary")
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    tokenizer_digest: bytes
+    vocabulary: int
+    def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ("session_id", "epoch", "attachment", "ticket")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    attachment: int
+    ticket: bytes
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class Unsubscribe(_message.Message):
+    __slots__ = ("session_id", "attachment")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    attachment: int
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ...) -> None: ...
+
+class TreeDelta(_message.Message):
+    __slots__ = ("session_id", "epoch", "attachment", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    attachment: int
+    root_position: int
+    root_digest: int
+    first_id: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    edges: bytes
+    plan_version: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+
+class DraftDown(_message.Message):
+    __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    snapshot: Snapshot
+    commit: Commit
+    closed: Closed
+    heartbeat: Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("upstream_id",)
+    UPSTREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    upstream_id: str
+    def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("session_id", "epoch", "attachment", "position", "tokens", "last", "digest", "contract", "plan", "credit")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    attachment: int
+    position: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    last: bool
+    digest: int
+    contract: _types_pb2.Contract
+    plan: _types_pb2.Plan
+    credit: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("session_id", "epoch", "attachment", "position", "tokens", "digest", "plan", "price", "credit", "dropped")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PRICE_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    attachment: int
+    position: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    digest: int
+    plan: _types_pb2.Plan
+    price: float
+    credit: int
+    dropped: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Closed(_message.Message):
+    __slots__ = ("session_id", "attachment", "reason")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    attachment: int
+    reason: str
+    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("session_id", "epoch", "upstream", "ticket")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    upstream: str
+    ticket: bytes
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ("session_id", "epoch")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DetachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrafterDescription(_message.Message):
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEVELS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    model: str
+    tokenizer_digest: bytes
+    vocabulary: int
+    context: int
+    slots: int
+    sessions: int
+    levels: int
+    nodes: int
+    refused_frames: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,81 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+    FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+FINISH_REASON_DEADLINE: FinishReason
+
+class Contract(_message.Message):
+    __slots__ = ("seed", "choice", "temperature", "top_k", "top_p", "rule", "max_tokens", "stop_ids")
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    seed: int
+    choice: int
+    temperature: float
+    top_k: int
+    top_p: float
+    rule: str
+    max_tokens: int
+    stop_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., rule: _Optional[str] = ..., max_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("version", "depth", "width", "nodes", "wait_us", "overlap")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    depth: int
+    width: int
+    nodes: int
+    wait_us: int
+    overlap: bool
+    def __init__(self, version: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[int] = ..., wait_us: _Optional[int] = ..., overlap: _Optional[bool] = ...) -> None: ...
+
+class StepReport(_message.Message):
+    __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters")
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    WAITED_US_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_US_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    verified: int
+    accepted: int
+    verified_depth: int
+    waited_us: int
+    forward_us: int
+    wire_bytes: int
+    plan_version: int
+    drafters: int
+    def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

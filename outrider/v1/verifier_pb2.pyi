@@ -1,0 +1,126 @@
+from outrider.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("start", "plan", "durable", "cancel")
+    START_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    start: DecodeStart
+    plan: _types_pb2.Plan
+    durable: int
+    cancel: CancelDecode
+    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., durable: _Optional[int] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ...) -> None: ...
+
+class DecodeStart(_message.Message):
+    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    epoch: int
+    model: str
+    tokenizer_digest: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    digest: int
+    answer_position: int
+    contract: _types_pb2.Contract
+    plan: _types_pb2.Plan
+    window: int
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class CancelDecode(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DecodeResponse(_message.Message):
+    __slots__ = ("started", "commit", "finished")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    started: DecodeStarted
+    commit: DecodeCommit
+    finished: DecodeFinished
+    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+
+class DecodeStarted(_message.Message):
+    __slots__ = ("cached",)
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    cached: int
+    def __init__(self, cached: _Optional[int] = ...) -> None: ...
+
+class DecodeCommit(_message.Message):
+    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    position: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    gaps: _containers.RepeatedScalarFieldContainer[float]
+    digest: int
+    report: _types_pb2.StepReport
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ...) -> None: ...
+
+class DecodeFinished(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: _types_pb2.FinishReason
+    def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+
+class VerifierDescription(_message.Message):
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    model: str
+    tokenizer_digest: bytes
+    vocabulary: int
+    context: int
+    slots: int
+    sessions: int
+    drafters: int
+    steps: int
+    dtype: str
+    parameters: int
+    step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
+    refused_frames: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("tokens", "microseconds")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    microseconds: int
+    def __init__(self, tokens: _Optional[int] = ..., microseconds: _Optional[int] = ...) -> None: ...
