@@ -77,7 +77,7 @@ class WorkerConfig(Section):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    max_nodes: int = Field(default=64, ge=0, le=1024)  # tree nodes in one step, over all sessions
+    max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
 
 
 class DrafterConfig(WorkerConfig):

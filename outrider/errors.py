@@ -1,18 +1,18 @@
 """The errors of Outrider, one tree. `outrider.rpc.status` maps each to one gRPC status, there and back.
 
-    OutriderError
-    ├── InvalidRequest        a field of a request is wrong: names the field and what is allowed
-    ├── NotFound              no such model or session
-    ├── TokenizerMismatch     two parts of the cluster use different tokenizers
-    ├── Superseded            somebody with a higher epoch owns the session now
-    ├── Conflict              the log already says something else, or would get a gap
-    ├── Overloaded            no room; `retry_after` says when to come back
-    ├── Unavailable           a part of the cluster cannot be reached
-    ├── DeadlineExceeded      the caller's time ran out
-    ├── Cancelled             somebody cancelled the generation
-    ├── CheckpointError       a model folder is missing, incomplete or of an unknown kind
-    ├── ConfigError           a configuration file or a flag is wrong
-    └── InternalError         a bug; everything not listed above
+OutriderError
+├── InvalidRequest        a field of a request is wrong: names the field and what is allowed
+├── NotFound              no such model or session
+├── TokenizerMismatch     two parts of the cluster use different tokenizers
+├── Superseded            somebody with a higher epoch owns the session now
+├── Conflict              the log already says something else, or would get a gap
+├── Overloaded            no room; `retry_after` says when to come back
+├── Unavailable           a part of the cluster cannot be reached
+├── DeadlineExceeded      the caller's time ran out
+├── Cancelled             somebody cancelled the generation
+├── CheckpointError       a model folder is missing, incomplete or of an unknown kind
+├── ConfigError           a configuration file or a flag is wrong
+└── InternalError         a bug; everything not listed above
 """
 
 from __future__ import annotations

@@ -1,0 +1,192 @@
+"""The drafter's loop over all its sessions: choose, forward, propose, send; one level a turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from outrider.engine.native import Engine
+
+from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.upstream import Attachment, Update
+from outrider.core.contract import Contract
+from outrider.core.growth import Candidates, ScaleFit, candidates
+from outrider.core.tree import Delta, Node
+from outrider.engine.batch import Segment
+
+
+@dataclass(slots=True)
+class Member:
+    """A session in the loop, and what its upstream said since the last level."""
+
+    slot: int
+    news: deque[Snapshot | Update] = field(default_factory=deque)
+    session: DraftSession | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One session's part of a level."""
+
+    key: Attachment
+    session: DraftSession
+    segment: Segment
+    nodes: list[Node]  # that its last rows expand
+
+
+class Grower:
+    """Owns the engine and the sessions. `send` takes new nodes; `resync` is asked for a snapshot when a copy drifted.
+
+    Commits wait at most for the level that is running: they are applied before the next one is chosen.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        level_nodes: int,
+        prefill_chunk: int,
+        send: Callable[[Attachment, Delta, int], None],
+        resync: Callable[[Attachment], None],
+    ) -> None:
+        self.members: dict[Attachment, Member] = {}
+        self.levels = 0
+        self.nodes = 0
+        self._engine = engine
+        self._level_nodes = level_nodes
+        self._prefill_chunk = prefill_chunk
+        self._send = send
+        self._resync = resync
+        self._free_slots = list(range(engine.slots - 1, -1, -1))
+        self._fits: dict[str, ScaleFit] = {}
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "forward")
+
+    @property
+    def full(self) -> bool:
+        """Whether no further session fits."""
+        return not self._free_slots
+
+    def opened(self, key: Attachment, snapshot: Snapshot) -> None:
+        """A session begins, or begins anew. Ignored when no slot is free."""
+        member = self.members.get(key)
+        if member is None:
+            if not self._free_slots:
+                return
+            member = self.members[key] = Member(self._free_slots.pop())
+        member.news.append(snapshot)
+        self._changed.set()
+
+    def updated(self, key: Attachment, update: Update) -> None:
+        """A session's upstream committed tokens or changed the terms."""
+        member = self.members.get(key)
+        if member is not None:
+            member.news.append(update)
+            self._changed.set()
+
+    def closed(self, key: Attachment) -> None:
+        """A session is over."""
+        member = self.members.pop(key, None)
+        if member is not None:
+            self._free_slots.append(member.slot)
+
+    async def run(self) -> None:
+        """Grows until cancelled."""
+        try:
+            while True:
+                turns = await self._choose()
+                logits = await self._forward(turns)
+                self._propose(turns, logits)
+        finally:
+            self._thread.shutdown(wait=True)
+
+    async def _choose(self) -> list[Turn]:
+        """Catches up with the upstreams; waits until there is something worth growing."""
+        while True:
+            self._changed.clear()
+            turns = []
+            for key, member in list(self.members.items()):
+                self._catch_up(key, member)
+                if member.session is None:
+                    continue
+                chosen = member.session.next_segment(
+                    chunk=self._prefill_chunk,
+                    limit=self._level_nodes,
+                    context=self._engine.context,
+                    rows=self._engine.rows,
+                )
+                if chosen is not None:
+                    turns.append(Turn(key, member.session, *chosen))
+            if turns:
+                return turns
+            await self._changed.wait()
+
+    def _catch_up(self, key: Attachment, member: Member) -> None:
+        while member.news:
+            news = member.news.popleft()
+            if isinstance(news, Snapshot):
+                first_id = member.session.next_id if member.session else 1
+                member.session = DraftSession(news, member.slot, self._engine.vocabulary, first_id)
+                if member.session.tree.digest == news.digest:
+                    continue
+            elif member.session is None or self._apply(member.session, news):
+                continue
+            member.session = None
+            member.news.clear()
+            self._resync(key)
+
+    def _apply(self, session: DraftSession, update: Update) -> bool:
+        """False when the copy turns out to be another one than the upstream's."""
+        if update.position != len(session.tokens):
+            return False
+        if update.tokens:
+            move = session.commit(update.tokens)
+            if move is not None:
+                self._engine.move(session.slot, move.source, move.target)
+        session.plan = update.plan or session.plan
+        session.price = update.price
+        session.credit = update.credit
+        session.abandon(update.dropped)
+        return session.tree.digest == update.digest
+
+    async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
+        """The packed pass, in its own thread; noise and lessons are dealt with meanwhile."""
+        loop = asyncio.get_running_loop()
+        passing = loop.run_in_executor(self._thread, self._engine.forward, [turn.segment for turn in turns])
+        for turn in turns:
+            for node in turn.nodes:
+                turn.session.noise.row(node.position + 1)
+            turn.session.learn(self._fit(turn.session.contract))
+        logits = await passing
+        self.levels += 1
+        return logits
+
+    def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
+        first = 0
+        for turn in turns:
+            rows = logits[first : first + len(turn.nodes)]
+            first += len(rows)
+            member = self.members.get(turn.key)
+            if member is None or member.session is not turn.session:
+                continue  # it ended while the pass ran
+            turn.session.advance(turn.segment, turn.nodes)
+            found = [_candidates(turn.session, node, row) for node, row in zip(turn.nodes, rows, strict=True)]
+            delta = turn.session.expand(turn.nodes, found, self._fit(turn.session.contract))
+            if delta is not None:
+                self.nodes += len(delta.tokens)
+                self._send(turn.key, delta, turn.session.plan.version)
+
+    def _fit(self, contract: Contract) -> ScaleFit:
+        """Scores are fitted per class of temperature; greedy has its own."""
+        heat = contract.temperature
+        name = "greedy" if heat == 0 else "cool" if heat <= 0.5 else "warm" if heat <= 0.8 else "hot"
+        return self._fits.setdefault(name, ScaleFit())
+
+
+def _candidates(session: DraftSession, node: Node, row: NDArray[np.float32]) -> Candidates:
+    return candidates(row, session.contract, session.noise.row(node.position + 1))

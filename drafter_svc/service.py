@@ -1,0 +1,163 @@
+"""The Drafter service, and how a drafter starts: loads its model, serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+from outrider.engine.native import Engine
+
+from drafter_svc.grower import Grower
+from drafter_svc.upstream import Attachment, Upstream
+from outrider.config import DrafterConfig
+from outrider.core.tree import Delta
+from outrider.errors import InvalidRequest, Overloaded
+from outrider.rpc.server import serving
+from outrider.rpc.status import translated
+from outrider.store.registry import Worker, keep_announced
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
+
+Context = grpc.aio.ServicerContext
+
+
+class Roster(DrafterServicer):
+    """Which sessions to draft for, as the routers say, and the stream to each upstream."""
+
+    def __init__(self, config: DrafterConfig, worker_id: str, engine: Engine) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._engine = engine
+        self._refused = 0
+        self._upstreams: dict[str, Upstream] = {}
+        self.grower = Grower(
+            engine,
+            level_nodes=config.level_nodes,
+            prefill_chunk=config.prefill_chunk,
+            send=self._send,
+            resync=self._resync,
+        )
+
+    async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
+        """Drafts for a session. Repeating it changes nothing; a higher epoch replaces a lower one."""
+        async with translated(context):
+            if not request.session_id or not request.upstream:
+                raise InvalidRequest("session_id", "and upstream must both be given")
+            upstream, present = self._find(request.session_id)
+            if present and upstream and request.epoch <= present.epoch:
+                return pb.AttachResponse()
+            if present and upstream:
+                self._drop(upstream, present)
+            if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._engine.slots:
+                raise Overloaded(f"all {self._engine.slots} slots of this drafter are in use")
+            attachment = Attachment(request.session_id, request.epoch, request.ticket)
+            self._upstream(request.upstream).attach(attachment)
+            return pb.AttachResponse()
+
+    async def Detach(self, request: pb.DetachRequest, context: Context[Any, Any]) -> pb.DetachResponse:
+        """Stops drafting for a session."""
+        upstream, present = self._find(request.session_id)
+        if present and upstream and present.epoch <= request.epoch:
+            self._drop(upstream, present)
+        return pb.DetachResponse()
+
+    async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.DrafterDescription:
+        """What this drafter is and does."""
+        return pb.DrafterDescription(
+            worker_id=self._worker_id,
+            model=self._config.model_name,
+            tokenizer_digest=self._engine.tokenizer_digest,
+            vocabulary=self._engine.vocabulary,
+            context=self._engine.context,
+            slots=self._engine.slots,
+            sessions=len(self.grower.members),
+            levels=self.grower.levels,
+            nodes=self.grower.nodes,
+            refused_frames=self._refused,
+        )
+
+    def describe(self, address: str) -> Worker:
+        """The entry in the registry."""
+        return Worker(
+            worker_id=self._worker_id,
+            role="drafter",
+            address=self._config.advertise or address,
+            model=self._config.model_name,
+            tokenizer_digest=self._engine.tokenizer_digest,
+            vocabulary=self._engine.vocabulary,
+            context=self._engine.context,
+            slots=self._engine.slots,
+            sessions=len(self.grower.members),
+            parameters=self._engine.parameters,
+        )
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        for upstream in self._upstreams.values():
+            await upstream.close()
+
+    def _find(self, session_id: str) -> tuple[Upstream | None, Attachment | None]:
+        for upstream in self._upstreams.values():
+            if attachment := upstream.attachments.get(session_id):
+                return upstream, attachment
+        return None, None
+
+    def _drop(self, upstream: Upstream, attachment: Attachment) -> None:
+        upstream.detach(attachment)
+        self.grower.closed(attachment)
+
+    def _upstream(self, address: str) -> Upstream:
+        if address not in self._upstreams:
+            hello = pb.Hello(
+                drafter_id=self._worker_id,
+                tokenizer_digest=self._engine.tokenizer_digest,
+                vocabulary=self._engine.vocabulary,
+            )
+            self._upstreams[address] = Upstream(
+                address, hello, self._engine.vocabulary, self.grower, self._count_refusal
+            )
+        return self._upstreams[address]
+
+    def _send(self, attachment: Attachment, delta: Delta, plan_version: int) -> None:
+        upstream, _ = self._find(attachment.session_id)
+        if upstream:
+            upstream.send(attachment, delta, plan_version)
+
+    def _resync(self, attachment: Attachment) -> None:
+        upstream, _ = self._find(attachment.session_id)
+        if upstream:
+            self._refused += 1
+            upstream.attach(attachment)
+
+    def _count_refusal(self) -> None:
+        self._refused += 1
+
+
+async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serves until cancelled. `announce` hears the bound address once calls are answered.
+
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    """
+    engine = await asyncio.to_thread(
+        Engine.load, config.model, dtype=config.dtype, slots=config.slots, threads=config.threads
+    )
+    roster = Roster(config, f"drafter-{secrets.token_hex(4)}", engine)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_DrafterServicer_to_server(roster, server)
+        return [pb.DESCRIPTOR.services_by_name["Drafter"].full_name]
+
+    try:
+        async with (
+            serving(config.listen, register, drain_s=config.drain_s) as address,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(roster.grower.run())
+            tasks.create_task(keep_announced(redis_url, lambda: roster.describe(address), config.heartbeat_s))
+            announce(address)
+    finally:
+        await roster.close()

@@ -1,0 +1,190 @@
+"""One session on a drafter: its copy of the committed tokens, the tree it grows, and which KV its model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.contract import Contract, Plan
+from outrider.core.growth import Candidates, ScaleFit, frontier, propose
+from outrider.core.noise import NoiseRows
+from outrider.core.tree import Delta, Node, TokenTree
+from outrider.engine.batch import Segment
+
+OWN = 0  # the drafter's own name as a sender, in its own tree
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a drafter needs to start: what is committed, and under which terms to draft."""
+
+    tokens: tuple[int, ...]
+    digest: int
+    contract: Contract
+    plan: Plan
+    credit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Cache rows that go somewhere else after a commit."""
+
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+
+
+class DraftSession:
+    """Grows one session's tree. Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the
+    rows behind them hold, oldest first. A node has KV if and only if it is expanded."""
+
+    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, first_id: int = 1) -> None:
+        contract = snapshot.contract
+        self.slot = slot
+        self.contract = contract
+        self.plan = snapshot.plan
+        self.credit = snapshot.credit
+        self.price = 0.0
+        self.tokens = list(snapshot.tokens)
+        self.tree = TokenTree(self.tokens)
+        self.cached = 0
+        self.scratch: list[Node] = []
+        self.next_id = first_id
+        self.noise = NoiseRows(contract.seed, contract.choice, vocabulary, greedy=contract.temperature == 0.0)
+        self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
+        self._lessons: list[tuple[Candidates, int]] = []
+
+    def commit(self, tokens: Sequence[int]) -> Move | None:
+        """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
+        self._note_lessons(tokens)
+        self.tokens.extend(tokens)
+        matched = self.tree.commit(tokens)
+        self.noise.forget_below(len(self.tokens))
+        kept = [node for node in matched if node.expanded]
+        survivors = kept + self._expanded_below(self.tree.root)
+        rows = np.array([node.row for node in survivors], dtype=np.int64)
+        target = self.cached + np.arange(len(survivors), dtype=np.int64)
+        for node, row in zip(survivors, target, strict=True):
+            node.row = int(row)
+        self.cached += len(kept)
+        self.scratch = survivors[len(kept) :]
+        alive = set(self.scratch)
+        if self.tree.root.expanded:
+            alive.add(self.tree.root)
+        self._rows = {node: row for node, row in self._rows.items() if node in alive}
+        moved = rows != target
+        return Move(rows[moved], target[moved]) if moved.any() else None
+
+    def next_segment(self, *, chunk: int, limit: int, context: int, rows: int) -> tuple[Segment, list[Node]] | None:
+        """What to run next: a chunk of committed tokens, then the root's candidates, then a level of the tree.
+
+        Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing.
+        """
+        pending = len(self.tokens) - self.cached
+        if len(self.tokens) >= context or self.plan.depth == 0:
+            return None
+        if pending > chunk:
+            return self._chain(chunk, wanted=0), []
+        if pending:
+            return (self._chain(pending, wanted=1), [self.tree.root]) if self._may_send() else None
+        nodes = frontier(self.tree, self.plan, self.price, limit) if self._may_send() else []
+        nodes = [node for node in nodes if node.position + 1 < context]
+        if not nodes or self.cached + len(self.scratch) + len(nodes) > rows:
+            return None
+        return self._level(nodes), nodes
+
+    def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:
+        """The pass over `segment` is done: its rows hold KV now."""
+        if segment.mask is None:
+            self.cached += len(segment.tokens)
+            return
+        for node in nodes:
+            node.row = self.cached + len(self.scratch)
+            self.scratch.append(node)
+
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fit: ScaleFit) -> Delta | None:
+        """Proposes the children of `nodes`. Returns what is new, as the upstream is to hear it."""
+        added: list[Node] = []
+        for node, row in zip(nodes, rows, strict=True):
+            self._rows[node] = row
+            added += propose(self.tree, node, row, fit, self.plan, self.price)
+        if not added:
+            return None
+        first = self.next_id
+        for node in added:
+            self.tree.name(node, OWN, self.next_id)
+            self.next_id += 1
+        return Delta(
+            root_position=self.tree.root.position,
+            root_digest=self.tree.digest,
+            first_id=first,
+            parents=tuple(self._identity(node.parent) for node in added if node.parent),
+            tokens=tuple(node.token for node in added),
+            edges=tuple(node.edge for node in added),
+        )
+
+    def abandon(self, identities: Sequence[int]) -> None:
+        """The upstream dropped these nodes: so does this copy. Their KV rows stay until the next commit."""
+        for identity in identities:
+            node = self.tree.node(OWN, identity)
+            if node is not None:
+                self.tree.remove(node)
+
+    def learn(self, fit: ScaleFit) -> None:
+        """Fits the scores to what the target said."""
+        for row, token in self._lessons:
+            fit.observe(row, token)
+        self._lessons.clear()
+
+    def _may_send(self) -> bool:
+        return self.next_id + self.plan.width <= self.credit
+
+    def _identity(self, node: Node) -> int:
+        return 0 if node is self.tree.root else node.names[0][1]
+
+    def _note_lessons(self, tokens: Sequence[int]) -> None:
+        node: Node | None = self.tree.root
+        for token in tokens:
+            row = self._rows.get(node) if node else None
+            if node is None or row is None:
+                return
+            self._lessons.append((row, token))
+            node = node.children.get(token)
+
+    def _expanded_below(self, root: Node) -> list[Node]:
+        """Expanded nodes of the kept subtree in the order of their cache rows: ancestors come before descendants."""
+        found = []
+        stack = [child for child in root.children.values() if child.expanded]
+        while stack:
+            node = stack.pop()
+            found.append(node)
+            stack.extend(child for child in node.children.values() if child.expanded)
+        return sorted(found, key=_row_of)
+
+    def _chain(self, count: int, wanted: int) -> Segment:
+        tokens = np.array(self.tokens[self.cached : self.cached + count], dtype=np.int64)
+        positions = np.arange(self.cached, self.cached + count, dtype=np.int64)
+        return Segment(self.slot, self.cached, tokens, positions, None, wanted)
+
+    def _level(self, nodes: Sequence[Node]) -> Segment:
+        held = len(self.scratch)
+        mask = np.zeros((len(nodes), held + len(nodes)), dtype=np.bool_)
+        for row, node in enumerate(nodes):
+            mask[row, held + row] = True
+            if node.parent is not self.tree.root and node.parent:
+                for ancestor in node.parent.ancestors(self.tree.root):
+                    mask[row, ancestor.row - self.cached] = True
+        return Segment(
+            self.slot,
+            self.cached,
+            np.array([node.token for node in nodes], dtype=np.int64),
+            np.array([node.position for node in nodes], dtype=np.int64),
+            mask,
+            len(nodes),
+        )
+
+
+def _row_of(node: Node) -> int:
+    return node.row

@@ -1,0 +1,231 @@
+"""The stream to one upstream: all sessions drafted for it, multiplexed; reconnected while any is attached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc.aio
+
+from drafter_svc.session import Snapshot
+from outrider.core.contract import Plan
+from outrider.core.tree import Delta
+from outrider.errors import OutriderError
+from outrider.rpc.channels import open_channel
+from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, plan_from_pb
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1.drafter_pb2_grpc import TreeSinkStub
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2  # between two attempts to reach an upstream
+LARGEST_SNAPSHOT = 2**20  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an upstream's Commit frame says."""
+
+    position: int
+    tokens: tuple[int, ...]
+    digest: int
+    plan: Plan | None
+    price: float
+    credit: int
+    dropped: tuple[int, ...]
+
+
+class Listener(Protocol):
+    """Hears what an upstream says of a session."""
+
+    def opened(self, key: Attachment, snapshot: Snapshot) -> None:
+        """The committed tokens and the terms: start to draft, or start anew."""
+
+    def updated(self, key: Attachment, update: Update) -> None:
+        """New committed tokens, or new terms."""
+
+    def closed(self, key: Attachment) -> None:
+        """Nothing more is wanted for this session until it is opened again."""
+
+
+@dataclass(eq=False, slots=True)
+class Attachment:
+    """One session drafted for one upstream."""
+
+    session_id: str
+    epoch: int
+    ticket: bytes
+    number: int = 0  # of the last subscription
+    parts: list[int] = field(default_factory=list)  # tokens of a snapshot that is still coming
+
+
+class Upstream:
+    """Keeps the Draft stream to one upstream open while it has attachments.
+
+    When the stream breaks, its sessions are closed for the listener; when it is back they are subscribed anew.
+    """
+
+    def __init__(
+        self, address: str, hello: pb.Hello, vocabulary: int, listener: Listener, refuse: Callable[[], None]
+    ) -> None:
+        self.address = address
+        self.attachments: dict[str, Attachment] = {}
+        self._hello = hello
+        self._vocabulary = vocabulary
+        self._listener = listener
+        self._refuse = refuse
+        self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
+        self._numbers = 0
+        self._open = False
+        self._task = asyncio.create_task(self._run())
+
+    def attach(self, attachment: Attachment) -> None:
+        """Starts drafting for a session."""
+        self.attachments[attachment.session_id] = attachment
+        if self._open:
+            self._subscribe(attachment)
+
+    def detach(self, attachment: Attachment) -> None:
+        """Stops drafting for a session."""
+        if self.attachments.get(attachment.session_id) is attachment:
+            del self.attachments[attachment.session_id]
+            self._say(
+                pb.DraftUp(unsubscribe=pb.Unsubscribe(session_id=attachment.session_id, attachment=attachment.number))
+            )
+
+    def send(self, attachment: Attachment, delta: Delta, plan_version: int) -> None:
+        """Sends new nodes. The credit that the upstream grants bounds what may wait here."""
+        self._say(
+            pb.DraftUp(
+                delta=delta_to_pb(
+                    delta,
+                    session_id=attachment.session_id,
+                    epoch=attachment.epoch,
+                    attachment=attachment.number,
+                    plan_version=plan_version,
+                )
+            )
+        )
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _say(self, frame: pb.DraftUp) -> None:
+        if self._open:
+            self._outgoing.put_nowait(frame)
+
+    def _subscribe(self, attachment: Attachment) -> None:
+        self._numbers += 1
+        attachment.number = self._numbers
+        attachment.parts.clear()
+        self._say(
+            pb.DraftUp(
+                subscribe=pb.Subscribe(
+                    session_id=attachment.session_id,
+                    epoch=attachment.epoch,
+                    attachment=attachment.number,
+                    ticket=attachment.ticket,
+                )
+            )
+        )
+
+    async def _run(self) -> None:
+        reachable = True
+        async with open_channel(self.address) as channel:
+            while True:
+                try:
+                    await self._converse(channel)
+                    reachable = True
+                except grpc.aio.AioRpcError as error:
+                    if reachable:
+                        log.warning("upstream %s: %s", self.address, from_rpc_error(error))
+                    reachable = False
+                finally:
+                    self._open = False
+                    for attachment in self.attachments.values():
+                        self._listener.closed(attachment)
+                await asyncio.sleep(RETRY_S)
+
+    async def _converse(self, channel: grpc.aio.Channel) -> None:
+        self._outgoing = asyncio.Queue()
+        self._open = True
+        self._say(pb.DraftUp(hello=self._hello))
+        for attachment in self.attachments.values():
+            self._subscribe(attachment)
+        call = TreeSinkStub(channel).Draft()
+        writing = asyncio.create_task(self._write(call))
+        try:
+            async for frame in call:
+                self._hear(frame)
+        finally:
+            writing.cancel()
+            call.cancel()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader hears why
+            while True:
+                await call.write(await self._outgoing.get())
+
+    def _hear(self, frame: pb.DraftDown) -> None:
+        kind = frame.WhichOneof("frame")
+        if kind not in ("snapshot", "commit", "closed"):
+            return
+        message = getattr(frame, kind)
+        attachment = self.attachments.get(message.session_id)
+        if attachment is None or message.attachment != attachment.number:
+            return  # of a subscription that has ended
+        try:
+            if kind == "closed":
+                del self.attachments[attachment.session_id]
+                self._listener.closed(attachment)
+            elif message.epoch != attachment.epoch:
+                self._refuse()
+            elif kind == "snapshot":
+                self._take_part(attachment, message)
+            else:
+                self._listener.updated(attachment, self._update(message))
+        except OutriderError as error:
+            self._refuse()
+            log.warning("upstream %s sent a malformed frame: %s", self.address, error)
+            self._listener.closed(attachment)
+            self._subscribe(attachment)
+
+    def _take_part(self, attachment: Attachment, part: pb.Snapshot) -> None:
+        check_tokens(part.tokens, self._vocabulary)
+        if part.position == 0:
+            attachment.parts.clear()
+        if part.position != len(attachment.parts) or part.position > LARGEST_SNAPSHOT:
+            self._refuse()
+            self._subscribe(attachment)
+            return
+        attachment.parts.extend(part.tokens)
+        if part.last:
+            snapshot = Snapshot(
+                tuple(attachment.parts),
+                part.digest,
+                contract_from_pb(part.contract),
+                plan_from_pb(part.plan),
+                part.credit,
+            )
+            attachment.parts.clear()
+            self._listener.opened(attachment, snapshot)
+
+    def _update(self, commit: pb.Commit) -> Update:
+        check_tokens(commit.tokens, self._vocabulary)
+        return Update(
+            commit.position,
+            tuple(commit.tokens),
+            commit.digest,
+            plan_from_pb(commit.plan) if commit.HasField("plan") else None,
+            commit.price,
+            commit.credit,
+            tuple(commit.dropped),
+        )

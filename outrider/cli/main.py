@@ -1,0 +1,20 @@
+"""The command `outrider`. Commands import what they need when they run, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import typer
+
+from outrider.cli.demo import demo
+from outrider.cli.generate import generate
+from outrider.cli.pad import pad
+from outrider.cli.serve import drafter, router, verifier
+from outrider.cli.up import up
+
+app = typer.Typer(
+    help="Distributed speculative decoding that never changes a token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, up, generate, router, verifier, drafter, pad):
+    app.command()(command)

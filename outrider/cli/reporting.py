@@ -1,0 +1,22 @@
+"""How commands speak: errors as one message and an exit status, never a traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.errors import InternalError, OutriderError
+
+MISTAKE = 2  # the user can mend it
+FAILURE = 1  # the user cannot
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Around a command: its OutriderErrors go to stderr and become the exit status."""
+    try:
+        yield
+    except OutriderError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        raise SystemExit(FAILURE if isinstance(error, InternalError) else MISTAKE) from None

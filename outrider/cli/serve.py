@@ -1,0 +1,190 @@
+"""`outrider router`, `outrider verifier`, `outrider drafter`: one server in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from outrider.cli.reporting import reported
+from outrider.rpc.lifecycle import run_until_signal
+
+if TYPE_CHECKING:
+    from outrider.config import Section
+
+PARENT = "OUTRIDER_PARENT"  # environment: the process that this one must not outlive
+
+_PR_SET_PDEATHSIG = 1
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+Redis = Annotated[
+    str,
+    typer.Option(
+        envvar="REDIS_URL",
+        show_envvar=True,
+        help="redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH. Give a password by the environment.",
+    ),
+]
+Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free one.")]
+Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Face format.")]
+Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
+Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
+Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16. [default: bfloat16]")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the forward pass. [default: 1]")]
+Slots = Annotated[int | None, typer.Option(help="Sessions at once. [default: 8]")]
+Context = Annotated[
+    int | None, typer.Option("--context", help="Longest session, in tokens. [default: the checkpoint's]")
+]
+PrefillChunk = Annotated[int | None, typer.Option(help="Tokens of a prompt between two steps. [default: 128]")]
+Heartbeat = Annotated[float | None, typer.Option(help="Seconds between signs of life in Redis. [default: 1]")]
+Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get at the end. [default: 5]")]
+
+
+def router(
+    context: typer.Context,
+    redis: Redis,
+    models: Annotated[list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer; may be repeated.")],
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
+    policy: Annotated[str | None, typer.Option(help="ema, fixed or off. [default: ema]")] = None,
+    depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 8]")] = None,
+    width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 16]")] = None,
+    wait_us: Annotated[int | None, typer.Option(help="Longest hold of a step, µs. [default: 50000]")] = None,
+    overlap: Annotated[bool | None, typer.Option(help="Draft on below nodes in verification.")] = None,
+    drafters_per_session: Annotated[int | None, typer.Option(help="0 to 16. [default: 1]")] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
+    session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
+    lease_s: Annotated[float | None, typer.Option(help="Seconds an owner may be silent. [default: 10]")] = None,
+) -> None:
+    """Serve clients: tokenize, place sessions, keep their state in Redis, steer speculation."""
+    from outrider.config import RouterConfig
+
+    folders = dict(entry.partition("=")[::2] for entry in models)
+    config = _section(RouterConfig, context, models=folders)
+    with _process("router", threads=1, loads="tokenizers") as announce:
+        from router.service import run
+
+        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+
+
+def verifier(
+    context: typer.Context,
+    redis: Redis,
+    model: Checkpoint,
+    name: Name = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    slots: Slots = None,
+    context_tokens: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    heartbeat_s: Heartbeat = None,
+    drain_s: Drain = None,
+    max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
+) -> None:
+    """Hold the target model: verify token trees, commit what the target says."""
+    from outrider.config import VerifierConfig
+
+    config = _section(VerifierConfig, context)
+    with _process("verifier", threads=config.threads, loads=str(model)) as announce:
+        from verifier_svc.service import run
+
+        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+
+
+def drafter(
+    context: typer.Context,
+    redis: Redis,
+    model: Checkpoint,
+    name: Name = None,
+    listen: Listen = None,
+    advertise: Advertise = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    slots: Slots = None,
+    context_tokens: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    heartbeat_s: Heartbeat = None,
+    drain_s: Drain = None,
+    level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 4]")] = None,
+) -> None:
+    """Run ahead of a target with a small model: grow token trees, stream them to the verifier."""
+    from outrider.config import DrafterConfig
+
+    config = _section(DrafterConfig, context)
+    with _process("drafter", threads=config.threads, loads=str(model)) as announce:
+        from drafter_svc.service import run
+
+        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+
+
+def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> SectionT:
+    """The configuration that the flags make; what was not given keeps its default."""
+    from outrider.config import parse
+
+    given = {name: value for name, value in context.params.items() if value is not None and name != "redis"}
+    if "context_tokens" in given:
+        given["context"] = given.pop("context_tokens")
+    with reported():
+        return parse(kind, given | values, "flags")
+
+
+@contextmanager
+def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str], None]]:
+    """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
+    _die_with_parent()
+    # Read when torch loads. OpenMP's threads would otherwise spin for milliseconds after every operation and
+    # take the cores from the other servers of this machine.
+    os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with ExitStack() as stack:
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            stack.enter_context(Console(stderr=True).status(f"{role}: loading {loads} ..."))
+
+        def announce(address: str) -> None:
+            stack.close()
+            print(f"outrider {role}: listening on {address}", flush=True)
+
+        yield announce
+
+
+async def _reachable_first(redis_url: str, service: Coroutine[Any, Any, None]) -> None:
+    """The service, unless there is no Redis: a server that nobody can find must not look well."""
+    from outrider.store.client import connect, translated
+
+    try:
+        client = connect(redis_url)
+        try:
+            with translated(client):
+                await client.ping()
+        finally:
+            await client.aclose()
+    except BaseException:
+        service.close()
+        raise
+    await service
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process with the one named in the environment, however that one dies."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before we asked
+        raise SystemExit(1)

@@ -1,0 +1,23 @@
+"""The SDK: talks to a router. Needs grpcio and protobuf, nothing else.
+
+    with outrider.Client("127.0.0.1:7070") as client:
+        print(client.generate("def add(a, b):", max_tokens=32).text)
+
+`Client` is for ordinary code and may be shared between threads; `AsyncClient` is the same for asyncio.
+"""
+
+from outrider.client._async import AsyncClient, AsyncStream
+from outrider.client._sync import Client, Stream
+from outrider.client._types import Chunk, FinishReason, Generation, Model, Usage
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "FinishReason",
+    "Generation",
+    "Model",
+    "Stream",
+    "Usage",
+]

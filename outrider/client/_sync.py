@@ -1,0 +1,146 @@
+"""The client for ordinary code: an AsyncClient on a private event-loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from outrider.client._async import AsyncClient, AsyncStream
+from outrider.client._types import Chunk, Generation, Model
+from outrider.client._wire import Options
+from outrider.errors import Cancelled
+
+ResultT = TypeVar("ResultT")
+
+
+class Client:
+    """A connection to the router at `address` ("host:port"), made with the first call.
+
+    Threads may share it. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
+    Overloaded, Unavailable, DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on.
+    Use it as a context manager or with `close`. A bad address raises ConfigError.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:7070") -> None:
+        self._client = AsyncClient(address)
+        self._thread = _LoopThread(self._client)
+        self._finalizer = weakref.finalize(self, self._thread.close)  # also at interpreter exit
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Generation:
+        """The whole answer to a prompt, given as text or as token ids. See `Options` for the keywords."""
+        return self._thread.run(self._client.generate(prompt, timeout=timeout, **options))
+
+    def stream(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Stream:
+        """The answer as it comes. The call starts with the first chunk that is asked for."""
+        return Stream(self._thread, self._client.stream(prompt, timeout=timeout, **options))
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        """The models that can be asked for right now."""
+        return self._thread.run(self._client.models(timeout=timeout))
+
+    def close(self) -> None:
+        """Breaks off what still runs and disconnects. Closing twice is fine."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Stream:
+    """A running generation: iterate over its chunks, then read `result`.
+
+    Leaving the loop early, leaving a `with` block, or `cancel` (from any thread) ends it on the server too.
+    """
+
+    def __init__(self, thread: _LoopThread, stream: AsyncStream) -> None:
+        self._thread = thread
+        self._stream = stream
+
+    @property
+    def result(self) -> Generation:
+        """The whole generation, once the last chunk has come. Raises RuntimeError before."""
+        return self._stream.result
+
+    def __iter__(self) -> Iterator[Chunk]:
+        chunks = aiter(self._stream)
+
+        async def advance() -> Chunk | None:
+            return await anext(chunks, None)
+
+        try:
+            while (chunk := self._thread.run(advance())) is not None:
+                yield chunk
+        finally:
+            self._thread.finish(chunks.aclose())
+
+    def cancel(self) -> None:
+        """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
+        self._thread.finish(self._stream.cancel())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class _LoopThread:
+    """An event loop on its own thread, and the client that lives there."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """The result of `work`; an interrupt here (Ctrl-C) cancels it there."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise Cancelled("the client was closed during the call") from None
+        finally:
+            future.cancel()
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` if there still is a loop for it. The garbage collector may call this on any thread."""
+        if self._loop.is_closed():
+            work.close()
+        elif threading.current_thread() is self._thread:
+            self._loop.create_task(work)
+        else:
+            self.run(work)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _shut_down(self) -> None:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()  # streams that were left half read tell the server
+        await self._client.close()

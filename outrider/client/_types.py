@@ -1,0 +1,88 @@
+"""What the SDK gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"  # the model's end of text, or a stop string
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New durable tokens and the text that they complete."""
+
+    text: str  # never splits a character; may be empty
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]  # for each token, the lead of its log-probability plus noise over the next best
+    next_position: int  # position after the last token, counted from the first token of the prompt
+    text_offset: int  # characters of the answer so far, this chunk included
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a generation cost, and what speculation brought."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int  # verifier steps that committed the answer
+    verified: int  # drafted nodes that were verified
+    accepted: int  # of these, committed
+    reached_by_depth: tuple[int, ...]  # steps whose accepted path reached depth d, at index d - 1
+    tried_by_depth: tuple[int, ...]  # steps that verified a node at depth d, at index d - 1
+    wire_bytes: int  # on drafters' streams, both directions
+    first_token_s: float  # from the request's arrival at the router to the first token
+    total_s: float  # from the request's arrival at the router to the end
+    decode_s: float  # from the first token to the last
+
+    @property
+    def acceptance_length(self) -> float:
+        """Committed tokens per verifier step; 1 without speculation, 0 when there was no step."""
+        return self.completion_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> tuple[float, ...]:
+        """For depth d, at index d - 1: steps whose path reached d / steps that verified a node at d."""
+        return tuple(
+            reached / tried
+            for reached, tried in zip(self.reached_by_depth, self.tried_by_depth, strict=False)
+            if tried
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode speed: the tokens after the first one, over the time from the first to the last."""
+        return (self.completion_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished generation. The same seed, prompt and parameters give the same text again."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]  # as in Chunk
+    finish_reason: FinishReason
+    seed: int
+    model: str
+    session_id: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that can be asked for right now."""
+
+    name: str
+    context: int  # prompt and answer together may not be longer, in tokens
+    vocabulary: int
+    tokenizer_digest: bytes
+    verifiers: int
+    drafters: int

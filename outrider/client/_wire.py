@@ -1,0 +1,153 @@
+"""Between the SDK's values and the wire's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from outrider.client._types import Chunk, FinishReason, Model, Usage
+from outrider.core.contract import Contract
+from outrider.errors import InternalError, InvalidRequest
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import types_pb2
+
+Policy = Literal["ema", "fixed", "off"]
+
+_REASONS: dict[int, FinishReason] = {
+    types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    types_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    types_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+}
+
+
+class Options(TypedDict, total=False):
+    """What `generate` and `stream` take beside the prompt, all by keyword, all optional."""
+
+    model: str  # its name; may be left out where the cluster serves one model
+    temperature: float  # 0 (greedy) to 100; 1
+    top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
+    top_p: float  # nucleus, above 0 and at most 1; 1
+    seed: int | None  # 0 to 2**64 - 1; drawn by the router when left out, and part of the result
+    choice: int  # which of several samples of one prompt and seed; 0
+    max_tokens: int  # 128
+    stop: str | Sequence[str]  # strings that end the text and are not part of it
+    ignore_eos: bool  # go on after the model's end of text; False
+    speculation: Policy | None  # changes the speed, never the text; None takes the router's default
+    depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
+    tokenizer_digest: bytes  # with a prompt of token ids: refuse them if the model's tokenizer is another
+
+
+def request_to_pb(
+    prompt: str | Sequence[int],
+    *,
+    model: str = "",
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    choice: int = 0,
+    max_tokens: int = 128,
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    speculation: Policy | None = None,
+    depth: int | None = None,
+    tokenizer_digest: bytes = b"",
+) -> pb.GenerateRequest:
+    """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
+    Contract(
+        seed=0 if seed is None else seed,
+        max_tokens=max_tokens,
+        choice=choice,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    if max_tokens >= 2**32:
+        raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
+    if depth is not None and not 1 <= depth <= 64:
+        raise InvalidRequest("depth", f"is {depth}, must be 1 to 64; speculation='off' turns it off")
+    request = pb.GenerateRequest(
+        model=model,
+        sampling=pb.Sampling(
+            seed=seed,
+            choice=choice,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            stop=[_encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
+            ignore_eos=ignore_eos,
+        ),
+        speculation=pb.Speculation(policy=speculation or "", depth=depth or 0),
+    )
+    if isinstance(prompt, str):
+        request.text = _encodable("prompt", prompt)
+    else:
+        request.token_ids.CopyFrom(_token_ids(prompt, tokenizer_digest))
+    return request
+
+
+def _encodable(field: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"is not valid Unicode: {error.reason} at {error.start}") from None
+    return text
+
+
+def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
+    try:
+        return pb.TokenIds(ids=ids, tokenizer_digest=tokenizer_digest)
+    except ValueError:
+        raise InvalidRequest("prompt", "token ids must be from 0 to the vocabulary's size - 1") from None
+
+
+def chunk_from_pb(message: pb.Chunk) -> Chunk:
+    """The chunk."""
+    return Chunk(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        gaps=tuple(message.gaps),
+        next_position=message.next_position,
+        text_offset=message.text_offset,
+    )
+
+
+def reason_from_pb(reason: int) -> FinishReason:
+    """The reason. Raises InternalError for one that this version does not know."""
+    try:
+        return _REASONS[reason]
+    except KeyError:
+        raise InternalError(
+            f"the router gave the unknown finish reason {reason}; update this client"
+        ) from None
+
+
+def usage_from_pb(message: pb.Usage) -> Usage:
+    """The figures, durations in seconds."""
+    return Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        steps=message.steps,
+        verified=message.verified,
+        accepted=message.accepted,
+        reached_by_depth=tuple(message.reached_by_depth),
+        tried_by_depth=tuple(message.tried_by_depth),
+        wire_bytes=message.wire_bytes,
+        first_token_s=message.first_token_us / 1e6,
+        total_s=message.total_us / 1e6,
+        decode_s=message.decode_us / 1e6,
+    )
+
+
+def model_from_pb(message: pb.Model) -> Model:
+    """The model."""
+    return Model(
+        name=message.name,
+        context=message.context,
+        vocabulary=message.vocabulary,
+        tokenizer_digest=message.tokenizer_digest,
+        verifiers=message.verifiers,
+        drafters=message.drafters,
+    )

@@ -1,0 +1,126 @@
+"""How much of the trees at hand one verifier step takes, and how long it waits for more.
+
+Both maximise goodput: expected tokens over the time the step takes (DESIGN, section 6; TurboSpec, arXiv 2406.14066).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+OVERHEAD_S = 0.0008  # of a step outside the forward pass
+SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged: the cost is stepped
+
+
+class CostModel:
+    """t(n): seconds that a pass over n tokens takes. Swept at start, kept up by what steps took since."""
+
+    def __init__(self, sweep: Sequence[tuple[int, float]]) -> None:
+        """`sweep`: pairs of (tokens, seconds), at least one."""
+        self._tokens = [tokens for tokens, _ in sorted(sweep)]
+        self._measured = [seconds for _, seconds in sorted(sweep)]
+        self._fit()
+
+    def seconds(self, tokens: int) -> float:
+        """Expected duration of a pass; never falls with more tokens."""
+        if tokens > self._tokens[-1]:
+            return float(self._fitted[-1] * tokens / self._tokens[-1])
+        return float(np.interp(tokens, self._tokens, self._fitted))
+
+    def observe(self, tokens: int, seconds: float, weight: float = 0.05) -> None:
+        """A pass over `tokens` took `seconds`. Outliers (a preempted step) count as at most twice the expected."""
+        if tokens > self._tokens[-1]:
+            return
+        ratio = min(2.0, seconds / self.seconds(tokens))
+        above = bisect_left(self._tokens, tokens)
+        for index in {max(0, above - 1), above}:
+            self._measured[index] *= 1 + weight * (ratio - 1)
+        self._fit()
+
+    def points(self) -> list[tuple[int, float]]:
+        """The fitted curve at the swept points."""
+        return list(zip(self._tokens, map(float, self._fitted), strict=True))
+
+    def _fit(self) -> None:
+        self._fitted = np.maximum.accumulate(self._measured)
+
+
+class Budget(NamedTuple):
+    """What a step takes."""
+
+    nodes: int  # how many of the scores, best first
+    expected: float  # tokens that the step is expected to commit
+    seconds: float  # that it is expected to take
+    price: float  # path score below which a node would not be worth verifying
+
+
+def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostModel) -> Budget:
+    """Picks n to maximise (certain + scores[:n].sum()) / (t(base + n) + overhead).
+
+    scores: path scores of all candidates over all sessions, best first. base: tokens in the pass whatever is
+    chosen. certain: tokens it commits whatever is chosen, one a session.
+    """
+    best = Budget(0, float(certain), cost.seconds(base) + OVERHEAD_S, 1.0)
+    expected = float(certain)
+    for count, score in enumerate(scores, 1):
+        expected += score
+        seconds = cost.seconds(base + count) + OVERHEAD_S
+        if expected * best.seconds > best.expected * seconds:
+            best = Budget(count, expected, seconds, score)
+    here = base + best.nodes
+    slope = (cost.seconds(here + SLOPE_SPAN) - cost.seconds(here)) / SLOPE_SPAN
+    return best._replace(price=min(1.0, slope * best.expected / best.seconds))
+
+
+class Arrivals:
+    """Learns what one session's deltas bring after a commit: the k-th one's delay and gain in expected tokens."""
+
+    DEPTH = 16
+
+    def __init__(self) -> None:
+        self._delay: list[float] = []  # seconds since the one before (the first: since the commit was sent)
+        self._gain: list[float] = []
+        self.count = 0
+        self._last = 0.0
+        self._expected = 0.0
+
+    def restart(self, now: float, expected: float) -> None:
+        """A commit went out; the tree that was left is worth `expected` tokens."""
+        if self._delay and self.count < len(self._delay):
+            self._gain[self.count] *= 0.9  # the step did not see it, so it brought nothing
+        self.count = 0
+        self._last = now
+        self._expected = expected
+
+    def arrived(self, now: float, expected: float) -> None:
+        """A delta came and made the tree worth `expected` tokens."""
+        delay, gain = now - self._last, max(0.0, expected - self._expected)
+        self._last, self._expected = now, expected
+        if self.count < len(self._delay):
+            self._delay[self.count] += 0.2 * (delay - self._delay[self.count])
+            self._gain[self.count] += 0.2 * (gain - self._gain[self.count])
+        elif self.count < self.DEPTH:
+            self._delay.append(delay)
+            self._gain.append(gain)
+        self.count += 1
+
+    def patience(self, now: float, expected: float, seconds: float) -> float:
+        """How much longer to wait for the next delta, in seconds; 0: start the step.
+
+        Waiting pays if some number of further deltas raises expected tokens over time:
+        (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
+        """
+        passed = now - self._last
+        if self.count >= len(self._delay) or passed > 2 * self._delay[self.count]:
+            return 0.0
+        gain = 0.0
+        delay = -min(passed, self._delay[self.count])
+        for index in range(self.count, len(self._delay)):
+            gain += self._gain[index]
+            delay += self._delay[index]
+            if (expected + gain) * seconds > expected * (seconds + delay):
+                return 2 * self._delay[self.count] - passed
+        return 0.0

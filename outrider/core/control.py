@@ -1,0 +1,100 @@
+"""Gamma policies: how far drafting may run ahead, decided from what verifier steps report.
+
+A policy sets ceilings. Within them the verifier takes the nodes that are worth a step, so a ceiling that is a
+little too high costs drafting that nobody reads, and one that is too low costs accepted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from outrider.core.contract import OFF, Plan, StepReport
+from outrider.errors import InvalidRequest
+
+
+class GammaPolicy(Protocol):
+    """Sees every step of one session in order. The version rises when, and only when, the plan changes."""
+
+    def observe(self, report: StepReport) -> None:
+        """Takes one step's figures."""
+
+    def plan(self) -> Plan:
+        """The ceilings from here on."""
+
+
+class FixedGamma:
+    """The same ceilings for the whole generation."""
+
+    def __init__(self, ceilings: Plan) -> None:
+        self._plan = replace(ceilings, version=1)
+
+    def observe(self, report: StepReport) -> None:
+        """Changes nothing."""
+
+    def plan(self) -> Plan:
+        """The ceilings."""
+        return self._plan
+
+
+class NoSpeculation(FixedGamma):
+    """Plain decoding."""
+
+    def __init__(self) -> None:
+        super().__init__(OFF)
+
+
+class AcceptanceEMA:
+    """Depth from a moving average of the accepted length: twice the average plus two, up to the ceiling.
+
+    The depth lies above what is accepted on average, so it follows acceptance upward too. Steps that verified
+    nothing say nothing about acceptance and are passed over. Against flipping on noise, a depth holds for at
+    least `dwell` steps, and until the average asks for one that is a third of it away (two at least), or for
+    the ceiling. It starts at the ceiling.
+
+    Source: the acceptance-length average of SGLang's adaptive speculation, with hysteresis and dwell.
+    """
+
+    def __init__(self, ceilings: Plan, *, alpha: float = 0.05, dwell: int = 32) -> None:
+        self._ceiling = ceilings.depth
+        self._plan = replace(ceilings, version=1)
+        self._alpha = alpha
+        self._dwell = dwell
+        self._average = max(0.0, (ceilings.depth - 2) / 2)  # the average that the first depth is right for
+        self._steps = 0  # since the depth changed
+
+    def observe(self, report: StepReport) -> None:
+        """Moves the average, and the depth when it is time."""
+        if not report.verified:
+            return
+        self._average += self._alpha * (report.accepted - self._average)
+        self._steps += 1
+        wanted = max(1, min(self._ceiling, round(2 * self._average) + 2))
+        far = abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 3)
+        if self._steps >= self._dwell and wanted != self._plan.depth and (far or wanted == self._ceiling):
+            self._plan = replace(self._plan, version=self._plan.version + 1, depth=wanted)
+            self._steps = 0
+
+    def plan(self) -> Plan:
+        """The ceilings, with the present depth."""
+        return self._plan
+
+
+POLICIES: dict[str, Callable[[Plan], GammaPolicy]] = {
+    "ema": AcceptanceEMA,
+    "fixed": FixedGamma,
+    "off": lambda _: NoSpeculation(),
+}
+
+
+def policy(name: str, ceilings: Plan) -> GammaPolicy:
+    """A new policy for one session. Ceilings without depth or nodes allow no speculation, whatever its name.
+
+    Raises InvalidRequest for a name that is not in POLICIES.
+    """
+    if name not in POLICIES:
+        raise InvalidRequest("speculation.policy", f"is {name!r}, must be one of {', '.join(sorted(POLICIES))}")
+    if not ceilings.depth or not ceilings.nodes:
+        return NoSpeculation()
+    return POLICIES[name](ceilings)

@@ -1,0 +1,108 @@
+"""How a drafter grows a tree: which nodes to expand, which children to propose, and how much to believe itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.contract import Contract, Plan
+from outrider.core.filters import filtered
+from outrider.core.noise import FloatRow
+from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
+
+CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
+SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
+LOWEST_SCORE = 0.003  # path scores below this are never worth a node
+MEMORY = 0.98  # weight of the past at each observation
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best tokens of one row, best first."""
+
+    tokens: NDArray[np.int64]  # [c]
+    scores: FloatRow  # [c] log q + g up to a constant, falling
+
+
+def candidates(logits: NDArray[np.float32], contract: Contract, noise: FloatRow | None) -> Candidates:
+    """The leading tokens by log q + g from one row of the draft's logits [vocabulary]."""
+    scores = filtered(logits, contract)
+    if noise is not None:
+        scores += noise
+    count = min(CANDIDATES, scores.size)
+    best = np.argpartition(scores, scores.size - count)[scores.size - count :]
+    best = best[np.argsort(-scores[best], kind="stable")]
+    best = best[np.isfinite(scores[best])]
+    return Candidates(best, scores[best])
+
+
+class ScaleFit:
+    """Fits s of softmax((log q + g) / s), the chance that a candidate is the target's token.
+
+    It is the posterior if target and draft logits differ by Gumbel noise of scale s. s is chosen on a grid by the
+    exponentially weighted likelihood of what the target then said (DESIGN, section 2, "Scores").
+    """
+
+    def __init__(self, first: float = 0.75) -> None:
+        self._likelihood = np.array([-abs(math.log(scale / first)) for scale in SCALES])
+        self.scale = first
+
+    def observe(self, row: Candidates, token: int) -> None:
+        """The target said `token` after a node whose candidates were `row`."""
+        hit = np.flatnonzero(row.tokens == token)
+        if not hit.size:
+            return
+        relative = (row.scores - row.scores[0])[None, :] / np.array(SCALES)[:, None]
+        chance = relative[:, hit[0]] - np.log(np.exp(relative).sum(axis=1))
+        self._likelihood = MEMORY * self._likelihood + chance
+        self.scale = SCALES[int(self._likelihood.argmax())]
+
+    def edges(self, row: Candidates, width: int) -> list[tuple[int, float]]:
+        """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it."""
+        relative = (row.scores - row.scores[0]) / self.scale
+        normalizer = math.log(float(np.exp(relative).sum()))
+        return [
+            (int(token), edge_from_code(edge_code(float(score) - normalizer)))
+            for token, score in zip(row.tokens[:width], relative[:width], strict=True)
+        ]
+
+
+def frontier(tree: TokenTree, plan: Plan, price: float, limit: int) -> list[Node]:
+    """The nodes to expand next: the root if it is not expanded, else the best unexpanded ones worth it.
+
+    Best first by path score (OPT-Tree, arXiv 2406.17276), at most `limit`. A node at the plan's depth is a leaf.
+    """
+    if plan.depth == 0:
+        return []
+    if not tree.root.expanded:
+        return [tree.root]
+    floor = max(price, LOWEST_SCORE)
+    return list(islice(_open_nodes(tree, plan, floor), limit))
+
+
+def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
+    for count, (score, node) in enumerate(tree.best_first(depth=plan.depth - 1, width=plan.width)):
+        if score < floor or (not plan.overlap and count >= plan.nodes):
+            return
+        if not node.expanded:
+            yield node
+
+
+def propose(tree: TokenTree, node: Node, row: Candidates, fit: ScaleFit, plan: Plan, price: float) -> list[Node]:
+    """Expands `node`: adds the children whose path score is worth sending. Returns the new ones."""
+    node.expanded = True
+    floor = math.log(max(price, LOWEST_SCORE)) - (node.log_score - tree.root.log_score)
+    added = []
+    for token, edge in fit.edges(row, plan.width):
+        if edge < floor:
+            break
+        size = tree.size
+        child = tree.add(node, token, edge)
+        if tree.size > size:
+            added.append(child)
+    return added

@@ -1,0 +1,79 @@
+"""Shared noise: Gumbel noise that every party computes alike from (seed, choice, position, token).
+
+The target's token at position t is argmax(log p_t + g_t), whoever drafted what. Two parties that hold the
+same logits therefore say the same, and a drafter that ranks by log q_t + g_t guesses well. See Daliri et al.,
+"Coupling without Communication and Drafter-Invariant Speculative Decoding", arXiv 2408.07978.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.digest import MASK, PHI, mix64
+
+FloatRow = NDArray[np.float64]
+
+_LARGEST_U = 1.0 - 2.0**-24  # bounds the noise from below at about -2.8
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """The 64-bit key of one position's row of noise."""
+    return mix64(mix64(seed + choice * PHI) + position * PHI)
+
+
+def noise_bits(key: int, first: int, count: int) -> NDArray[np.uint64]:
+    """For tokens first .. first + count: 32 random bits each, identical on every machine. [count] uint64"""
+    value = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    value *= np.uint64(PHI)
+    value += np.uint64(key & MASK)
+    value ^= value >> np.uint64(30)
+    value *= np.uint64(0xBF58476D1CE4E5B9)
+    value ^= value >> np.uint64(27)
+    value *= np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    value >>= np.uint64(32)
+    return value
+
+
+def gumbel_row(seed: int, choice: int, position: int, vocabulary: int) -> FloatRow:
+    """Standard Gumbel noise of one position, g = -log(-log(1 - u)). [vocabulary] float64, about -2.8 to 22.9
+
+    u carries 32 bits and is small where the noise is large, so rare tokens keep their resolution; log1p keeps
+    it through the logarithm.
+    """
+    u = noise_bits(noise_key(seed, choice, position), 0, vocabulary).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-32
+    np.minimum(u, _LARGEST_U, out=u)
+    np.negative(u, out=u)
+    np.log1p(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    return u
+
+
+class NoiseRows:
+    """One generation's rows of noise, each computed once. Greedy generations have none."""
+
+    def __init__(self, seed: int, choice: int, vocabulary: int, *, greedy: bool) -> None:
+        self._seed = seed
+        self._choice = choice
+        self._vocabulary = vocabulary
+        self._greedy = greedy
+        self._rows: dict[int, FloatRow] = {}
+
+    def row(self, position: int) -> FloatRow | None:
+        """Noise of `position`, [vocabulary] float64; None at temperature 0, where it is zero."""
+        if self._greedy:
+            return None
+        row = self._rows.get(position)
+        if row is None:
+            row = self._rows[position] = gumbel_row(self._seed, self._choice, position, self._vocabulary)
+        return row
+
+    def forget_below(self, position: int) -> None:
+        """Frees the rows of positions that are committed."""
+        for known in [known for known in self._rows if known < position]:
+            del self._rows[known]

@@ -1,0 +1,351 @@
+"""The token tree: what may come next after the last committed token, held by drafters and their upstreams alike.
+
+A node's path score is the product of the edge scores from the root to it: by the drafter's judgement the chance
+that the target says exactly this path. All holders keep the sum of logarithms from an arbitrary origin and subtract
+the root's, so that re-rooting costs nothing for the nodes that stay.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import InvalidRequest
+
+ALIAS_SPAN = 256  # positions for which late nodes may still turn out to be committed tokens
+EDGE_STEPS = 16  # steps of an edge's natural logarithm
+LARGEST_EDGE_CODE = 255
+
+
+def edge_code(log_score: float) -> int:
+    """An edge score as the wire carries it: one byte, minus sixteen times its logarithm."""
+    return min(LARGEST_EDGE_CODE, max(0, round(-log_score * EDGE_STEPS)))
+
+
+def edge_from_code(code: int) -> float:
+    """The logarithm that a code stands for."""
+    return -code / EDGE_STEPS
+
+
+class Node:
+    """One token that may come next. Compared by identity."""
+
+    __slots__ = ("children", "edge", "expanded", "log_score", "names", "parent", "position", "row", "token")
+
+    def __init__(self, token: int, position: int, parent: Node | None, edge: float) -> None:
+        self.token = token
+        self.position = position  # absolute, in tokens from the session's first
+        self.parent = parent
+        self.edge = edge  # log of the chance that this is the target's token if the parent is
+        self.log_score: float = edge + (parent.log_score if parent else 0.0)  # from an arbitrary origin
+        self.children: dict[int, Node] = {}
+        self.names: list[tuple[int, int]] = []  # (sender, id): one for each drafter that sent it
+        self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
+        self.expanded = False  # whether that model has proposed its children
+
+    def ancestors(self, root: Node) -> Iterator[Node]:
+        """The node itself, its parent, and so on, without `root`."""
+        node = self
+        while node is not root:
+            yield node
+            assert node.parent is not None
+            node = node.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New nodes under one root, parents before children."""
+
+    root_position: int
+    root_digest: int
+    first_id: int  # ids count up from here
+    parents: tuple[int, ...]  # id of each node's parent; 0 is the root
+    tokens: tuple[int, ...]
+    edges: tuple[float, ...]  # logarithms, each a multiple of 1/16
+
+
+class Grafted(NamedTuple):
+    """What became of a delta's nodes. Those in neither list were known, or contradict what is committed."""
+
+    added: int  # nodes that were new to the tree or that raised a score
+    dropped: list[int]  # the sender's ids that are not in the tree although they might be right
+
+
+class Drifted(Exception):
+    """The sender's copy of the committed tokens is another one. It needs a snapshot."""
+
+
+@dataclass(slots=True)
+class _Sender:
+    """What the tree knows of one drafter's ids."""
+
+    nodes: dict[int, Node] = field(default_factory=dict)
+    committed: dict[int, int] = field(default_factory=dict)  # id -> position of the committed token it equals
+    last_id: int = 0
+    settled: int = 0  # every id up to here that has no entry is dead
+    dead: set[int] = field(default_factory=set)  # dead ids above `settled`
+
+
+class TokenTree:
+    """One session's tree over its committed tokens.
+
+    `capacity` bounds the nodes; beyond it the lowest scores go first.
+    """
+
+    def __init__(self, tokens: Sequence[int], *, capacity: int = 1024) -> None:
+        """Starts over `tokens`, the session's committed tokens. Raises InvalidRequest when there are none."""
+        if not tokens:
+            raise InvalidRequest("tokens", "a session needs at least one token before it can be continued")
+        self.capacity = capacity
+        self.size = 0
+        self.root = Node(tokens[-1], len(tokens) - 1, None, 0.0)
+        self._senders: dict[int, _Sender] = {}
+        self._aliases: deque[tuple[int, int, int]] = deque()  # (position, sender, id), oldest first
+        recent = tokens[-ALIAS_SPAN - 1 :]
+        digest = extend(EMPTY, tokens[: len(tokens) - len(recent)])
+        self._tokens: dict[int, int] = {}
+        self._digests: dict[int, int] = {}
+        for position, token in enumerate(recent, len(tokens) - len(recent)):
+            digest = extend(digest, (token,))
+            self._tokens[position] = token
+            self._digests[position] = digest
+
+    @property
+    def digest(self) -> int:
+        """Digest over all committed tokens."""
+        return self._digests[self.root.position]
+
+    @property
+    def length(self) -> int:
+        """How many tokens are committed."""
+        return self.root.position + 1
+
+    def score(self, node: Node) -> float:
+        """The node's path score, 0 to 1."""
+        return math.exp(node.log_score - self.root.log_score)
+
+    def depth(self, node: Node) -> int:
+        """How far below the root the node is."""
+        return node.position - self.root.position
+
+    def add(self, parent: Node, token: int, edge: float) -> Node:
+        """A child of `parent`; the one that is there already if it has that token, with the larger edge score."""
+        child = parent.children.get(token)
+        if child is None:
+            child = parent.children[token] = Node(token, parent.position + 1, parent, edge)
+            self.size += 1
+        elif edge > child.edge:
+            _raise_score(child, edge)
+        return child
+
+    def name(self, node: Node, sender: int, identity: int) -> None:
+        """Records that `sender` calls the node `identity`."""
+        node.names.append((sender, identity))
+        entry = self._sender(sender)
+        entry.nodes[identity] = node
+        entry.last_id = max(entry.last_id, identity)
+
+    def graft(self, sender: int, delta: Delta) -> Grafted:
+        """Adds a drafter's nodes. A replayed delta changes nothing.
+
+        A node that equals a token committed meanwhile becomes an alias of it, so that its children are still good.
+        Raises Drifted when the delta's root is not what is committed there, InvalidRequest when the delta
+        contradicts itself: ids that repeat others than known ones, parents after children, a root that is not
+        committed.
+        """
+        self._check_root(delta)
+        entry = self._sender(sender)
+        added = 0
+        dropped: list[int] = []
+        for identity, parent_id, token, edge in zip(
+            range(delta.first_id, delta.first_id + len(delta.tokens)),
+            delta.parents,
+            delta.tokens,
+            delta.edges,
+            strict=True,
+        ):
+            if parent_id >= identity or parent_id < 0:
+                raise InvalidRequest("parents", f"node {identity} names parent {parent_id}, which is not older")
+            if identity <= entry.last_id:
+                continue
+            entry.last_id = identity
+            parent: Node | int | None
+            if parent_id == 0:
+                parent = delta.root_position
+            else:
+                parent = entry.nodes.get(parent_id) or entry.committed.get(parent_id)
+            if parent == self.root.position:
+                parent = self.root
+            if isinstance(parent, int):
+                if self._tokens.get(parent + 1) == token:
+                    self._alias(sender, identity, parent + 1)
+                else:
+                    entry.dead.add(identity)
+            elif parent is None:
+                if parent_id <= entry.settled or parent_id in entry.dead:
+                    entry.dead.add(identity)
+                else:
+                    dropped.append(identity)
+            elif self.size >= self.capacity and token not in parent.children:
+                dropped.append(identity)
+            else:
+                before = self.size
+                child = self.add(parent, token, edge)
+                self.name(child, sender, identity)
+                added += self.size - before
+        return Grafted(added, dropped)
+
+    def commit(self, tokens: Sequence[int]) -> list[Node]:
+        """Re-roots at the last of `tokens`, which follow the present root. Returns the nodes that were on the path.
+
+        The subtree below the path lives on; every other node is gone. When the path leaves the tree, the list
+        ends there and the new root has no children.
+        """
+        matched: list[Node] = []
+        for token in tokens:
+            self._advance(token, matched)
+        for entry in self._senders.values():
+            entry.settled = entry.last_id
+            entry.dead.clear()
+        self._expire()
+        return matched
+
+    def forget(self, sender: int) -> None:
+        """Drops a drafter's ids; its nodes stay."""
+        entry = self._senders.pop(sender, None)
+        if entry:
+            for node in entry.nodes.values():
+                node.names = [name for name in node.names if name[0] != sender]
+
+    def last_id(self, sender: int) -> int:
+        """The largest id seen from a drafter."""
+        return self._sender(sender).last_id
+
+    def node(self, sender: int, identity: int) -> Node | None:
+        """The live node that a drafter calls `identity`."""
+        return self._sender(sender).nodes.get(identity)
+
+    def remove(self, node: Node) -> None:
+        """Removes a node and all below it."""
+        assert node.parent is not None
+        del node.parent.children[node.token]
+        self._bury(node)
+
+    def best_first(self, *, depth: int, width: int) -> Iterator[tuple[float, Node]]:
+        """Nodes and their path scores, best first, hence parents before children; within `depth` and `width`.
+
+        Source: OPT-Tree (Wang et al., arXiv 2406.17276), section 3: any prefix of this order maximises the sum of
+        path scores, which is the expected number of accepted tokens, among all trees of its size.
+        """
+        last = self.root.position + depth
+        origin = self.root.log_score
+        order = 0
+        heap: list[tuple[float, int, Node]] = []
+
+        def push(parent: Node) -> None:
+            nonlocal order
+            if parent.position >= last or not parent.children:
+                return
+            children = list(parent.children.values())
+            if len(children) > width:
+                children = heapq.nlargest(width, children, key=lambda child: child.edge)
+            for child in children:
+                order += 1
+                heapq.heappush(heap, (origin - child.log_score, order, child))
+
+        push(self.root)
+        while heap:
+            cost, _, node = heapq.heappop(heap)
+            yield math.exp(-cost), node
+            push(node)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the tree's own books disagree. For tests."""
+        count = 0
+        stack = [self.root]
+        live = set()
+        while stack:
+            node = stack.pop()
+            live.add(id(node))
+            for token, child in node.children.items():
+                count += 1
+                assert child.token == token
+                assert child.parent is node
+                assert child.position == node.position + 1
+                assert abs(child.log_score - node.log_score - child.edge) < 1e-9
+                for sender, identity in child.names:
+                    assert self._senders[sender].nodes[identity] is child
+                stack.append(child)
+        assert count == self.size
+        for entry in self._senders.values():
+            assert all(id(node) in live for node in entry.nodes.values())
+            assert all(self.root.position - ALIAS_SPAN <= at <= self.root.position for at in entry.committed.values())
+
+    def _sender(self, sender: int) -> _Sender:
+        return self._senders.setdefault(sender, _Sender())
+
+    def _check_root(self, delta: Delta) -> None:
+        if not 0 <= delta.root_position <= self.root.position:
+            raise InvalidRequest(
+                "root_position",
+                f"is {delta.root_position}, must be 0 to {self.root.position}, the last committed",
+            )
+        known = self._digests.get(delta.root_position)
+        if known is not None and known != delta.root_digest:
+            raise Drifted(f"at position {delta.root_position}")
+
+    def _advance(self, token: int, matched: list[Node]) -> None:
+        old = self.root
+        child = old.children.pop(token, None)
+        for sibling in old.children.values():
+            self._bury(sibling)
+        old.children.clear()
+        if child is None:
+            child = Node(token, old.position + 1, None, 0.0)
+        else:
+            self.size -= 1
+            matched.append(child)
+            for sender, identity in child.names:
+                del self._senders[sender].nodes[identity]
+                self._alias(sender, identity, child.position)
+            child.parent = None
+        self.root = child
+        self._tokens[child.position] = token
+        self._digests[child.position] = extend(self._digests[old.position], (token,))
+
+    def _alias(self, sender: int, identity: int, position: int) -> None:
+        self._senders[sender].committed[identity] = position
+        self._aliases.append((position, sender, identity))
+
+    def _bury(self, top: Node) -> None:
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            self.size -= 1
+            for sender, identity in node.names:
+                del self._senders[sender].nodes[identity]
+            stack.extend(node.children.values())
+
+    def _expire(self) -> None:
+        oldest = self.root.position - ALIAS_SPAN
+        while (position := next(iter(self._tokens))) < oldest:  # in order of insertion, hence of position
+            del self._tokens[position], self._digests[position]
+        while self._aliases and self._aliases[0][0] < oldest:
+            _, sender, identity = self._aliases.popleft()
+            if sender in self._senders:
+                self._senders[sender].committed.pop(identity, None)
+
+
+def _raise_score(node: Node, edge: float) -> None:
+    stack = [node]
+    difference = edge - node.edge
+    node.edge = edge
+    while stack:
+        below = stack.pop()
+        below.log_score += difference
+        stack.extend(below.children.values())

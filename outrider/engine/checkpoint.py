@@ -1,0 +1,217 @@
+"""Checkpoints in Hugging Face format: the configuration, checked, and the weights, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outrider.core.digest import tokenizer_digest
+from outrider.engine.rope import Rope
+from outrider.errors import CheckpointError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+STORED = (torch.bfloat16, torch.float16, torch.float32)
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model of the Llama family, as its config.json says."""
+
+    model_type: str
+    vocabulary: int
+    width: int  # of the residual stream
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # units of the feed-forward
+    context: int  # longest text, in tokens
+    eps: float  # of the RMS norms
+    rope: Rope
+    tied: bool  # the head is the embedding
+    qkv_bias: bool
+    output_bias: bool  # on the attention's output projection
+    ffn_bias: bool
+    head_norms: bool  # an RMS norm over each head's query and key
+    eos_ids: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; the folder must hold a checkpoint in Hugging Face format") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object; download it again")
+    return value
+
+
+def read_tokenizer_digest(folder: Path) -> bytes:
+    """Digest of the folder's tokenizer. Raises CheckpointError."""
+    path = folder / "tokenizer.json"
+    read_json(path)
+    return tokenizer_digest(path.read_bytes())
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of a checkpoint. Raises CheckpointError: names the file, the field and what is allowed."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
+    path = folder / "config.json"
+    raw = read_json(path)
+
+    def wrong(field: str, allowed: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {field} is {raw.get(field)!r}, must be {allowed}")
+
+    def count(field: str, default: int | None = None) -> int:
+        value = raw.get(field)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise wrong(field, "a positive integer")
+        return value
+
+    def flag(field: str, default: bool = False) -> bool:
+        value = raw.get(field, default)
+        if not isinstance(value, bool):
+            raise wrong(field, "true or false")
+        return value
+
+    kind = raw.get("model_type")
+    if kind not in SUPPORTED:
+        raise wrong("model_type", f"one of {', '.join(SUPPORTED)}: the engine runs the Llama family")
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError(f"{path}: the weights are quantized; take a checkpoint in bfloat16, float16 or float32")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise wrong("hidden_act", "'silu'")
+    width, heads = count("hidden_size"), count("num_attention_heads")
+    kv_heads = count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    head_dim = count("head_dim", width // heads)
+    if head_dim % 2:
+        raise wrong("head_dim", "even: RoPE turns pairs")
+    eps = raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(eps, float | int) or not 0 <= eps < 1:
+        raise wrong("rms_norm_eps", "a number from 0 to 1")
+    context = count("max_position_embeddings", 2048)
+    if raw.get("sliding_window") is not None and (kind == "mistral" or flag("use_sliding_window")):
+        # Up to the window's length a sliding window and full attention are the same.
+        context = min(context, count("sliding_window"))
+    biased = flag("attention_bias")
+    return ModelConfig(
+        model_type=kind,
+        vocabulary=count("vocab_size"),
+        width=width,
+        layers=count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=count("intermediate_size"),
+        context=context,
+        eps=float(eps),
+        rope=Rope.from_config(raw, head_dim, path),
+        tied=flag("tie_word_embeddings"),
+        qkv_bias=biased or kind == "qwen2",
+        output_bias=biased,
+        ffn_bias=flag("mlp_bias"),
+        head_norms=kind == "qwen3",
+        eos_ids=_eos_ids(folder, raw),
+    )
+
+
+def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end a text: the generation settings' where they say, else the configuration's."""
+    path, value = folder / "config.json", config.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.exists() and (chosen := read_json(generation).get("eos_token_id")) is not None:
+        path, value = generation, chosen
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and item >= 0 for item in ids):
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}, must be a token id or a list of them")
+    return tuple(ids)
+
+
+class Weights:
+    """The tensors of a checkpoint, in one safetensors file or several. A context manager."""
+
+    def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
+        """Opens all files; `progress` hears the fraction of bytes taken. Raises CheckpointError."""
+        self._stack = ExitStack()
+        self._files: dict[str, tuple[Path, Any]] = {}  # tensor name -> its file, opened
+        self._progress = progress
+        self._taken = self._total = 0
+        index = folder / INDEX
+        shards = [folder / SINGLE]
+        if index.exists():
+            listed = read_json(index).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+                raise CheckpointError(f"{index}: weight_map must name the file of each tensor; download it again")
+            shards = sorted({folder / name for name in listed.values()})
+        try:
+            for shard in shards:
+                self._open(shard)
+        except CheckpointError:
+            self._stack.close()
+            raise
+        self._index = index if index.exists() else shards[0]
+
+    def _open(self, shard: Path) -> None:
+        if not shard.is_file():
+            raise CheckpointError(f"{shard}: missing; the weights must be there in safetensors format")
+        try:
+            file = self._stack.enter_context(safe_open(str(shard), framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{shard}: truncated or corrupt ({error}); download it again") from None
+        self._files.update((name, (shard, file)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+        self._total += shard.stat().st_size
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A tensor as it is stored. Raises CheckpointError when it is missing or not of that shape."""
+        if name not in self._files:
+            raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
+        path, file = self._files[name]
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); download it again") from None
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; "
+                "the two files must belong together"
+            )
+        if tensor.dtype not in STORED:
+            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, must be bfloat16, float16 or float32")
+        self._taken += tensor.nbytes
+        if self._progress is not None:
+            self._progress(min(1.0, self._taken / self._total))
+        return tensor

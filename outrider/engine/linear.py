@@ -1,0 +1,47 @@
+"""A linear layer whose weight oneDNN has reordered once: two to three times as fast as `F.linear` on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows that the layout is chosen for. Measured from 1 to 32 rows, 8 is best or next to best everywhere.
+TYPICAL_ROWS = 8
+
+Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out], in the weight's dtype
+
+
+class _Pack(Protocol):
+    def __call__(self, weight: Tensor, rows: int, /) -> Tensor: ...
+
+
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Whether this machine's oneDNN has prepacked linears of that type."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """The layer `x @ weight.T + bias`. It keeps no reference to `weight` where it can prepack.
+
+    Prepacked, a row's result is the same bits for 2 to 256 rows and may differ for one: give it two or more.
+    """
+    weight = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if not can_prepack(dtype):
+        kept = weight.contiguous()
+        return lambda x: F.linear(x, kept, bias)
+    pack: _Pack = torch.ops.mkldnn._reorder_linear_weight.default
+    packed = pack(weight.contiguous(), TYPICAL_ROWS)
+    apply = torch.ops.mkldnn._linear_pointwise.default
+
+    def linear(x: Tensor) -> Tensor:
+        y: Tensor = apply(x, packed, bias, "none", [], "")
+        return y
+
+    return linear

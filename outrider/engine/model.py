@@ -1,0 +1,120 @@
+"""The weights of a Llama-family model, arranged for few operations a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outrider.engine.checkpoint import ModelConfig, Weights
+from outrider.engine.linear import Linear, make_linear
+from outrider.engine.rope import interleave
+
+
+class RMSNorm:
+    """`x / sqrt(mean(x**2) + eps) * weight` over the last dimension, in float32 (arXiv 1910.07467).
+
+    Written as `x / hypot(|x|, sqrt(n * eps)) * (weight * sqrt(n))`: four operations, where torch runs eight.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[0]
+        self._weight = weight.float() * size**0.5
+        self._floor = torch.tensor((size * eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, 2, -1, True)
+        return x.div(torch.hypot(norm, self._floor)).mul_(self._weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transformer layer.
+
+    `qkv` gives [rows, (heads + 2 * kv_heads) * head_dim]. Query heads are ordered group first, so that the queries
+    which share a KV head fold into the rows of one attention call without a copy, and `output` takes them so.
+    The dimensions of queries and keys are interleaved for RoPE.
+    """
+
+    attention_norm: RMSNorm
+    qkv: Linear
+    head_norms: tuple[RMSNorm, RMSNorm] | None  # of queries and keys
+    output: Linear
+    ffn_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """All weights of a model."""
+
+    embedding: Tensor  # [vocabulary, width], as the checkpoint stores it
+    layers: tuple[Layer, ...]
+    norm: RMSNorm
+    head: Linear  # [vocabulary, width], always float32
+    parameters: int
+
+
+def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Model:
+    """Reads and prepacks a checkpoint, one tensor after another. Raises CheckpointError."""
+    counted = 0
+
+    def take(name: str, *shape: int) -> Tensor:
+        nonlocal counted
+        tensor = weights.take(name, *shape)
+        counted += tensor.numel()
+        return tensor
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(take(f"{name}.weight", size), config.eps)
+
+    def parts(name: str, rows: int, columns: int, biased: bool) -> tuple[Tensor, Tensor | None]:
+        return take(f"{name}.weight", rows, columns), take(f"{name}.bias", rows) if biased else None
+
+    def group_first(rows: Tensor) -> Tensor:
+        """Rows ordered (kv head, group, dim), reordered to (group, kv head, dim)."""
+        shaped = rows.reshape(config.kv_heads, config.group, config.head_dim, *rows.shape[1:])
+        return shaped.transpose(0, 1).reshape(rows.shape)
+
+    def layer(index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        turned = [parts(f"{attention}.q_proj", queries, config.width, config.qkv_bias)]
+        turned.append(parts(f"{attention}.k_proj", keys, config.width, config.qkv_bias))
+        q, k = [tuple(None if t is None else interleave(t, config.head_dim) for t in pair) for pair in turned]
+        v = parts(f"{attention}.v_proj", keys, config.width, config.qkv_bias)
+        q = tuple(None if t is None else group_first(t) for t in q)
+        out = parts(f"{attention}.o_proj", config.width, queries, config.output_bias)
+        gate = parts(f"{ffn}.gate_proj", config.ffn, config.width, config.ffn_bias)
+        up = parts(f"{ffn}.up_proj", config.ffn, config.width, config.ffn_bias)
+        head_norms = None
+        if config.head_norms:
+            names = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
+            q_norm, k_norm = (interleave(take(name, config.head_dim), config.head_dim) for name in names)
+            head_norms = RMSNorm(q_norm, config.eps), RMSNorm(k_norm, config.eps)
+        return Layer(
+            attention_norm=norm(f"{prefix}.input_layernorm", config.width),
+            qkv=_fused((q, k, v), dtype),
+            head_norms=head_norms,
+            output=make_linear(group_first(out[0].T).T, out[1], dtype),
+            ffn_norm=norm(f"{prefix}.post_attention_layernorm", config.width),
+            gate_up=_fused((gate, up), dtype),
+            down=make_linear(*parts(f"{ffn}.down_proj", config.width, config.ffn, config.ffn_bias), dtype),
+        )
+
+    # A copy: what `take` gives may be a view of the file.
+    embedding = take("model.embed_tokens.weight", config.vocabulary, config.width).clone()
+    layers = tuple(layer(index) for index in range(config.layers))
+    last = norm("model.norm", config.width)
+    head = embedding if config.tied else take("lm_head.weight", config.vocabulary, config.width)
+    return Model(embedding, layers, last, make_linear(head, None, torch.float32), counted)
+
+
+def _fused(parts: tuple[tuple[Tensor, Tensor | None], ...], dtype: torch.dtype) -> Linear:
+    """Several linears over one input as one."""
+    biases = [bias for _, bias in parts if bias is not None]
+    weight = torch.cat([weight for weight, _ in parts])
+    return make_linear(weight, torch.cat(biases) if biases else None, dtype)

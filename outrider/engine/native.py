@@ -1,0 +1,209 @@
+"""The lean native forward for Llama-family checkpoints on a CPU: one packed pass over the rows of many sessions."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import Segment
+from outrider.engine.cache import KVCache
+from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.model import Layer, Model, load_model
+from outrider.engine.packing import Packed, pack
+
+SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Engine:
+    """A model and the KV of its sessions. One call at a time, from any thread.
+
+    Weights are float32 or bfloat16; residual stream, norms, attention, KV, head and logits are float32 in either
+    case. A row's linears give the same bits in every pass; its attention may differ in the last bits with the
+    pass's shape. A slot needs no opening: what lies beyond the rows that a segment names is never seen.
+    """
+
+    def __init__(
+        self, config: ModelConfig, model: Model, digest: bytes, *, dtype: str, slots: int, rows: int, threads: int
+    ) -> None:
+        self.vocabulary = config.vocabulary
+        self.context = config.context
+        self.rows = rows
+        self.slots = slots
+        self.parameters = model.parameters
+        self.dtype = dtype
+        self.tokenizer_digest = digest
+        self.eos_ids = config.eos_ids
+        self._config = config
+        self._model = model
+        self._weights_dtype = DTYPES[dtype]
+        self._cache = KVCache(config.layers, slots, config.kv_heads, rows, config.head_dim)
+        self._rope = config.rope.table(max(rows, config.context), config.head_dim)
+        self._threads = threads
+        self._prepared = threading.local()
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: Literal["float32", "bfloat16"],
+        slots: int,
+        rows: int | None = None,
+        threads: int | None = None,
+        progress: Callable[[float], None] | None = None,
+    ) -> Engine:
+        """Loads a checkpoint folder.
+
+        `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
+        `threads` for the operations (None: torch's own choice; the number is the process's); `progress` hears
+        the fraction done, 0 to 1. Raises CheckpointError for a checkpoint that is missing, corrupt or not supported:
+        it names the file and says what to do.
+        """
+        if slots < 1 or (rows is not None and rows < 2):
+            raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        config = read_config(path)
+        digest = read_tokenizer_digest(path)
+        with Weights(path, progress) as weights, torch.inference_mode():
+            model = load_model(weights, config, DTYPES[dtype])
+            return cls(
+                config,
+                model,
+                digest,
+                dtype=dtype,
+                slots=slots,
+                rows=config.context + SCRATCH if rows is None else rows,
+                threads=torch.get_num_threads(),
+            )
+
+    def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
+        """One pass. Writes the segments' KV rows; gives their logits: [total wanted, vocabulary], in order.
+
+        Raises ValueError when a segment does not fit the engine or two share a slot.
+        """
+        self._check(segments)
+        self._prepare_thread()
+        with torch.inference_mode():
+            packed = pack(segments, self._config.group)
+            hidden = self._run_layers(packed)
+            if not packed.outputs_used:
+                return np.empty((0, self.vocabulary), np.float32)
+            logits = self._model.head(self._model.norm(hidden.index_select(0, packed.outputs)))
+            return logits.numpy()[: packed.outputs_used]
+
+    def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
+        """Copies KV rows of a slot, in all layers: row source[i] to row destination[i].
+
+        The two may overlap: every row is read before one is written. Raises ValueError for a row or slot out of range.
+        """
+        if not 0 <= slot < self.slots or source.shape != destination.shape or source.ndim != 1:
+            raise ValueError(f"cannot move {source.shape} rows to {destination.shape} in slot {slot}")
+        if not len(source):
+            return
+        for name, index in (("source", source), ("destination", destination)):
+            if index.min() < 0 or index.max() >= self.rows:
+                raise ValueError(f"{name}: a row outside 0 .. {self.rows - 1}")
+        with torch.inference_mode():
+            self._cache.move(slot, torch.from_numpy(source), torch.from_numpy(destination))
+
+    def measure_costs(
+        self, tokens: Sequence[int], context: int = 256, repeats: int = 3
+    ) -> list[tuple[int, float]]:
+        """Seconds (median of `repeats`) of a pass over n rows of one session behind `context` rows, for each n.
+
+        Overwrites rows of the last slot. Where a slot has too few rows, `context` is taken shorter and an n that
+        does not fit at all is left out.
+        """
+        costs = []
+        for count in tokens:
+            if not 1 <= count < self.rows:
+                continue
+            prefix = min(context, self.rows - count, self.context - 1)
+            positions = np.full(count, prefix, np.int64)
+            segment = Segment(self.slots - 1, prefix, np.zeros(count, np.int64), positions)
+            self.forward([segment])  # oneDNN compiles its kernels for this size
+            seconds = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                self.forward([segment])
+                seconds.append(time.perf_counter() - start)
+            costs.append((count, statistics.median(seconds)))
+        return costs
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        if not segments:
+            raise ValueError("a pass needs at least one segment")
+        for segment in segments:
+            segment.check(
+                slots=self.slots, rows=self.rows, vocabulary=self.vocabulary, positions=self._rope.shape[0]
+            )
+        if len({segment.slot for segment in segments}) != len(segments):
+            raise ValueError("two segments of a pass share a slot")
+
+    def _prepare_thread(self) -> None:
+        """OpenMP counts threads for each calling thread, and oneDNN asks it before torch has set it there."""
+        if not hasattr(self._prepared, "done"):
+            torch.set_num_threads(self._threads)
+            self._prepared.done = True
+
+    def _run_layers(self, packed: Packed) -> Tensor:
+        """The residual stream after the last layer: [rows, width] float32."""
+        hidden = F.embedding(packed.tokens, self._model.embedding).float()
+        turns = self._rope.index_select(0, packed.positions).unsqueeze(1)  # [rows, 1, head_dim / 2] complex64
+        views = [self._cache.views(run) for run in packed.runs]
+        targets = self._cache.targets(packed.written) if len(packed.written) == 3 else None
+        for index, layer in enumerate(self._model.layers):
+            new = layer.qkv(layer.attention_norm(hidden).to(self._weights_dtype)).float()
+            query, key_value = self._turn(layer, new, turns)
+            if targets is not None:
+                targets[index].copy_(key_value[: packed.used])
+            else:
+                slots, rows = packed.written
+                self._cache.scatter(index, slots, rows, key_value[: packed.used])
+            seen = [(keys[index], values[index]) for keys, values in views]
+            attended = self._attend(query, packed, seen)
+            hidden.add_(layer.output(attended.to(self._weights_dtype)))
+            gate_up = layer.gate_up(layer.ffn_norm(hidden).to(self._weights_dtype))
+            gate, up = gate_up.split(self._config.ffn, 1)
+            hidden.add_(layer.down(F.silu(gate).mul_(up)))
+        return hidden
+
+    def _turn(self, layer: Layer, new: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Applies RoPE: queries [rows, heads * head_dim] contiguous, and keys with values [rows, 2, kv_heads, dim]."""
+        config = self._config
+        rows, heads, kv_heads, dim = new.shape[0], config.heads, config.kv_heads, config.head_dim
+        shaped = new.view(rows, heads + 2 * kv_heads, dim)
+        if layer.head_norms is not None:
+            of_query, of_key = layer.head_norms
+            shaped[:, :heads] = of_query(shaped[:, :heads])
+            shaped[:, heads : heads + kv_heads] = of_key(shaped[:, heads : heads + kv_heads])
+        pairs = torch.view_as_complex(new.view(rows, heads + 2 * kv_heads, dim // 2, 2))
+        pairs[:, : heads + kv_heads].mul_(turns)
+        key_value = shaped[:, heads:].view(rows, 2, kv_heads, dim)
+        return new[:, : heads * dim].contiguous(), key_value
+
+    def _attend(self, query: Tensor, packed: Packed, seen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Attention, one call a run: [rows, heads * head_dim]. The group of a KV head is folded into the queries."""
+        config = self._config
+        if packed.gather is not None:
+            query = query.index_select(0, packed.gather)
+        results = []
+        for run, (keys, values) in zip(packed.runs, seen, strict=True):
+            part = query if len(packed.runs) == 1 else query[run.start : run.stop]
+            folded = part.view(run.slots, -1, config.kv_heads, config.head_dim).transpose(1, 2)
+            result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=run.mask)
+            results.append(result.transpose(1, 2).reshape(part.shape))
+        attended = results[0] if len(results) == 1 else torch.cat(results)
+        return attended if packed.scatter is None else attended.index_select(0, packed.scatter)

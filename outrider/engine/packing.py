@@ -1,0 +1,168 @@
+"""From the segments of a pass to index tensors, masks and attention calls. Made once a pass, used by every layer.
+
+Rows are packed in the order that makes attention cheap: sessions of similar query and KV length whose slots are
+neighbours form a *run*, which is one attention call over a view of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import Segment
+
+# Added to the score of a hidden key. Finite: a block of keys that are all hidden must not become NaN.
+HIDDEN = np.float32(-1e30)
+EXACT_ROWS = 32  # passes of up to this many rows run at their own size
+ROW_TILE = 8  # larger ones at multiples of this, because oneDNN compiles a kernel for every size it meets
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One attention call: neighbouring slots, their queries padded to one length."""
+
+    slot: int  # the first
+    slots: int
+    keys: int  # cache rows [0, keys) of each slot are read
+    start: int  # its first query among all queries of the pass
+    stop: int
+    mask: Tensor | None  # [slots, 1, queries per slot * group, keys] float32, added to the scores; None: all visible
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pass: its rows, padded to a size that the linears like, and how attention and the head see them."""
+
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    used: int  # rows that are not padding; the first ones
+    runs: tuple[Run, ...]
+    gather: Tensor | None  # [queries] int64: row of each query; None: they are the same
+    scatter: Tensor | None  # [rows] int64: query of each row; None: they are the same
+    written: tuple[int, int, int] | tuple[Tensor, Tensor]  # slot, from row, to row; or a slot and a row for each
+    outputs: Tensor  # [at least outputs_used, at least two] int64: rows that want logits
+    outputs_used: int
+
+
+def padded_size(rows: int) -> int:
+    """Rows that a pass over `rows` rows computes. Never one: a single row is computed differently."""
+    return max(2, rows if rows <= EXACT_ROWS else -(-rows // ROW_TILE) * ROW_TILE)
+
+
+def pack(segments: Sequence[Segment], group: int) -> Packed:
+    """Lays out a pass. `group` is how many query heads share a KV head."""
+    members = [[segments[0]]] if len(segments) == 1 else _runs_of(segments)
+    used = sum(len(segment.tokens) for segment in segments)
+    rows = padded_size(used)
+    tokens, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    starts: dict[int, int] = {}  # slot -> its first row
+    runs: list[Run] = []
+    gather: list[NDArray[np.int64]] = []
+    scatter = np.zeros(rows, np.int64)
+    row = query = 0
+    for index, run in enumerate(members):
+        first, slots = run[0].slot, run[-1].slot - run[0].slot + 1
+        width = max(len(segment.tokens) for segment in run)
+        if index == len(members) - 1 and slots == 1:
+            width += rows - used  # the padding rows go along as queries, which saves moving rows about
+        sources = np.zeros((slots, width), np.int64)
+        for segment in run:
+            count = len(segment.tokens)
+            at = segment.slot - first
+            tokens[row : row + count] = segment.tokens
+            positions[row : row + count] = segment.positions
+            starts[segment.slot] = row
+            length = width if slots == 1 else count
+            sources[at, :length] = np.arange(row, row + length)
+            scatter[row : row + length] = np.arange(query + at * width, query + at * width + length)
+            row += count
+        keys = max(segment.prefix + segment.span for segment in run)
+        mask = _mask(run, slots, width, keys, group)
+        runs.append(Run(first, slots, keys, query, query + slots * width, mask))
+        gather.append(sources.reshape(-1))
+        query += slots * width
+    same = query == rows and bool((scatter == np.arange(rows)).all())
+    outputs = np.concatenate(
+        [
+            np.arange(starts[segment.slot] + len(segment.tokens) - segment.outputs, starts[segment.slot] + len(segment.tokens))
+            for segment in segments
+        ]
+    )
+    outputs_used = len(outputs)
+    if outputs_used:
+        outputs = np.pad(outputs, (0, padded_size(outputs_used) - outputs_used), mode="edge")
+    return Packed(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        used=used,
+        runs=tuple(runs),
+        gather=None if same else torch.from_numpy(np.concatenate(gather)),
+        scatter=None if same else torch.from_numpy(scatter),
+        written=_written(members),
+        outputs=torch.from_numpy(outputs),
+        outputs_used=outputs_used,
+    )
+
+
+def _length_class(segment: Segment) -> tuple[int, int]:
+    """Segments of one class may share an attention call: padding costs them at most a factor."""
+    return ((len(segment.tokens) - 1) >> 3).bit_length(), ((segment.prefix + segment.span - 1) >> 8).bit_length()
+
+
+def _runs_of(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Groups segments of one class and neighbouring slots; one unused slot between two is cheaper than a call."""
+    runs: list[list[Segment]] = []
+    last: tuple[int, int] | None = None
+    for kind, segment in sorted(((_length_class(s), s) for s in segments), key=lambda item: (item[0], item[1].slot)):
+        if kind == last and segment.slot - runs[-1][-1].slot <= 2:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+        last = kind
+    return runs
+
+
+@lru_cache(maxsize=64)
+def _chain(count: int) -> NDArray[np.float32]:
+    """What a causal chain adds to the scores: [count, count]."""
+    return np.triu(np.full((count, count), HIDDEN, np.float32), 1)
+
+
+def _mask(run: Sequence[Segment], slots: int, width: int, keys: int, group: int) -> Tensor | None:
+    """[slots, 1, width * group, keys] float32. Queries that are padding see the first key alone."""
+    if len(run) == slots and all(
+        len(segment.tokens) == 1
+        and segment.prefix + segment.span == keys
+        and (segment.mask is None or bool(segment.mask.all()))
+        for segment in run
+    ):
+        return None
+    mask = np.full((slots, width, keys), HIDDEN, np.float32)
+    mask[:, :, 0] = 0.0
+    for segment in run:
+        count, prefix = len(segment.tokens), segment.prefix
+        mine = mask[segment.slot - run[0].slot, :count]
+        mine[:, :prefix] = 0.0
+        seen = _chain(count) if segment.mask is None else np.where(segment.mask, np.float32(0.0), HIDDEN)
+        mine[:, prefix : prefix + segment.span] = seen
+    return torch.from_numpy(mask)[:, None, :, None].expand(-1, 1, -1, group, -1).reshape(slots, 1, -1, keys)
+
+
+def _written(members: Sequence[Sequence[Segment]]) -> tuple[int, int, int] | tuple[Tensor, Tensor]:
+    """Where the new rows' keys and values go, in packed order."""
+    if len(members) == 1 and len(members[0]) == 1:
+        segment = members[0][0]
+        end = segment.prefix + segment.span
+        return segment.slot, end - len(segment.tokens), end
+    packed = [segment for run in members for segment in run]
+    ends = [segment.prefix + segment.span for segment in packed]
+    counts = [len(segment.tokens) for segment in packed]
+    slots = np.repeat(np.array([segment.slot for segment in packed], np.int64), counts)
+    rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+    return torch.from_numpy(slots), torch.from_numpy(rows)

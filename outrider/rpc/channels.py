@@ -1,0 +1,39 @@
+"""Channels with our options, and the options that servers share with them."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+Options = tuple[tuple[str, int], ...]
+
+MESSAGE_BYTES = 16 * 2**20  # no message of ours is near it; it bounds what a peer can make us hold
+
+LIVENESS: Options = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),  # without it a frozen peer takes 60 s to notice
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+)
+
+_CHANNEL: Options = (
+    *LIVENESS,
+    # Channels to one address would share a connection and its reconnect back-off. Ours stand alone.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # The addresses of a cluster are its own; http_proxy in the environment is meant for the web.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port". It connects with the first call, and again whenever the connection is lost.
+
+    A peer that stops answering is noticed within about four seconds. The caller closes the channel. Must be
+    called on the event loop that will use it.
+    """
+    return grpc.aio.insecure_channel(address, options=_CHANNEL)

@@ -1,0 +1,57 @@
+"""A server process from start to signal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from outrider.errors import InternalError, OutriderError
+
+
+def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
+    """Runs `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
+
+    An error that the user can mend (any OutriderError but InternalError, also inside exception groups) is
+    printed on stderr, without a traceback, and the process exits with status 2.
+    """
+    try:
+        asyncio.run(_cancelled_by_signals(main))
+    except Exception as error:
+        expected = user_error(error)
+        if expected is None:
+            raise
+        print(f"outrider: {expected}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def user_error(error: BaseException) -> OutriderError | None:
+    """The OutriderError that `error` is, or that all of an exception group is; None for bugs."""
+    if isinstance(error, InternalError):
+        return None
+    if isinstance(error, OutriderError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        causes = [user_error(inner) for inner in error.exceptions]
+        return causes[0] if None not in causes else None
+    return None
+
+
+async def _cancelled_by_signals(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(main)
+    signalled = False
+
+    def stop() -> None:
+        nonlocal signalled
+        signalled = True
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signalled:
+            raise

@@ -1,0 +1,83 @@
+"""The life of a gRPC server: bind, serve, say that it is healthy, drain."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import ConfigError
+from outrider.rpc.channels import LIVENESS, Options
+
+_SERVER: Options = (
+    *LIVENESS,
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),  # keepalive pings never cost a peer its connection
+)
+
+
+@asynccontextmanager
+async def serving(
+    listen: str, register: Callable[[grpc.aio.Server], Sequence[str]], *, drain_s: float = 5.0
+) -> AsyncIterator[str]:
+    """Serves while the body runs, then drains.
+
+    `register` adds its servicers to the server that it is given and returns their full names, for example
+    "outrider.v1.Verifier"; they get health checking and reflection. Yields the bound "host:port": the host of
+    `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
+    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled.
+
+    Raises ConfigError when the address cannot be bound.
+    """
+    server = grpc.aio.server(options=_SERVER)
+    names = [*register(server), HEALTH]
+    vitals = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    address = _bind(server, listen)
+    await server.start()
+    try:
+        for name in ("", *names):
+            await vitals.set(name, health_pb2.HealthCheckResponse.SERVING)
+        yield address
+    finally:
+        await vitals.enter_graceful_shutdown()
+        await server.stop(drain_s)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
+    _probe(listen, host.strip("[]"), int(port))
+    try:
+        bound = server.add_insecure_port(listen)
+    except RuntimeError:
+        bound = 0
+    if not bound:
+        raise ConfigError(f"listen: cannot bind {listen}; choose an address of this machine and a free port")
+    return f"{host}:{bound}"
+
+
+def _probe(listen: str, host: str, port: int) -> None:
+    """Tries the address with a plain socket, because gRPC tells its reasons to the log and not to us."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(target)
+            trial.listen(1)  # with SO_REUSEADDR a listening neighbour shows only here
+    except OSError as error:
+        raise ConfigError(
+            f"listen: cannot bind {listen} ({error.strerror or error}); "
+            "choose an address of this machine and a free port, or port 0 to take any free one"
+        ) from None

@@ -1,0 +1,88 @@
+"""Connections to Redis: our timeouts, and redis-py's errors as ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.exceptions
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+from redis.exceptions import RedisError
+
+from outrider.errors import ConfigError, InternalError, Unavailable
+
+TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
+CONNECTIONS = 32  # of one process; more callers than that take turns
+
+
+def connect(redis_url: str) -> Redis:
+    """A client for redis://, rediss:// or unix:// URLs. It connects when first used; its user closes it.
+
+    A command that lost its connection is sent once more, so everything sent through it must be idempotent.
+    Raises ConfigError when the URL cannot be one.
+    """
+    try:
+        pool = BlockingConnectionPool.from_url(
+            redis_url,
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
+            socket_timeout=TIMEOUT_S,
+            socket_connect_timeout=TIMEOUT_S,
+            protocol=2,
+            retry=Retry(ConstantBackoff(0.01), 1),
+        )
+    except ValueError:
+        raise ConfigError(
+            "REDIS_URL: must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, with [USER]:PASSWORD@ "
+            "or ?password=PASSWORD where the server asks for one"
+        ) from None
+    return Redis.from_pool(pool)
+
+
+@contextmanager
+def translated(client: Redis) -> Iterator[None]:
+    """Around Redis commands: an unreachable or refusing server becomes Unavailable with what to do."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise Unavailable(f"Redis at {address(client)} {_diagnosis(error)}") from None
+
+
+def address(client: Redis) -> str:
+    """Where a client connects to, without any password."""
+    options: dict[str, Any] = client.connection_pool.connection_kwargs
+    return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
+
+def shown(redis_url: str) -> str:
+    """A Redis URL fit for a log: without user, password and options."""
+    parts = urlsplit(redis_url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def loads(blob: bytes, what: str) -> dict[str, Any]:
+    """A JSON object that one of us stored. Raises InternalError, naming `what`, when it is none."""
+    try:
+        value = json.loads(blob)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InternalError(f"{what} in Redis is not what Outrider writes there; is the database shared?")
+    return value
+
+
+def _diagnosis(error: Exception) -> str:
+    cause = error.__cause__ or error.__context__ or error  # redis-py hides what happened inside ConnectionErrors
+    if isinstance(cause, redis.exceptions.AuthenticationError | redis.exceptions.NoPermissionError):
+        return "refuses our password; check the one in REDIS_URL"
+    if isinstance(cause, redis.exceptions.OutOfMemoryError):
+        return "is full; raise its maxmemory or lower session_ttl_s"
+    if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
+        reason = getattr(cause, "strerror", None) or type(cause).__name__
+        return f"cannot be reached ({reason}); start it, or correct REDIS_URL"
+    return f"refused a command ({error}); its log says more"

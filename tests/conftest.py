@@ -1,0 +1,22 @@
+"""A real Redis-compatible server for the whole run, emptied for each test that asks for it."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from outrider.store.embedded import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """The server's URL, with an empty database behind it."""
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url

@@ -1,0 +1,166 @@
+"""Growth goes where the chance is, scores learn from the target, and budget and wait maximise goodput."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.core.budget import OVERHEAD_S, Arrivals, CostModel, choose_budget
+from outrider.core.contract import Contract, Plan
+from outrider.core.growth import SCALES, ScaleFit, candidates, frontier, propose
+from outrider.core.noise import gumbel_row
+from outrider.core.tree import TokenTree
+
+SAMPLED = Contract(seed=3, max_tokens=9)
+
+
+def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, 500).astype(np.float32)
+    noise = gumbel_row(3, 0, 4, 500)
+    row = candidates(logits, SAMPLED, noise)
+    assert row.tokens.tolist() == np.argsort(-(logits + noise))[:64].tolist()
+    masked = candidates(logits, Contract(seed=3, max_tokens=9, top_k=5), noise)
+    assert len(masked.tokens) == 5
+
+
+def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:
+    generator = np.random.default_rng(1)
+    good, bad = ScaleFit(), ScaleFit()
+    for position in range(300):
+        q = generator.normal(0, 2, 100).astype(np.float32)
+        noise = gumbel_row(5, 0, position, 100)
+        row = candidates(q, SAMPLED, noise)
+        good.observe(row, int((q + noise + generator.normal(0, 0.1, 100)).argmax()))
+        bad.observe(row, int((q + noise + generator.normal(0, 2.0, 100)).argmax()))
+    assert good.scale < bad.scale
+    assert {good.scale, bad.scale} <= set(SCALES)
+
+
+def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
+    """Where target and draft differ by Gumbel noise of scale s, the fitted chances are the frequencies."""
+    generator = np.random.default_rng(6)
+    fit = ScaleFit()
+    said, believed = [], []
+    for position in range(1500):
+        q = generator.normal(0, 2, 50).astype(np.float32)
+        noise = gumbel_row(9, 0, position, 50)
+        row = candidates(q, SAMPLED, noise)
+        truth = int((q + noise + 0.5 * generator.gumbel(size=50)).argmax())
+        if position >= 300:
+            said.append(int(row.tokens[0]) == truth)
+            believed.append(np.exp(fit.edges(row, 1)[0][1]))
+        fit.observe(row, truth)
+    assert np.mean(believed) == pytest.approx(np.mean(said), abs=0.04)
+
+
+def grown(plan: Plan, levels: int, price: float = 0.0) -> TokenTree:
+    generator = np.random.default_rng(7)
+    tree, fit = TokenTree([1]), ScaleFit()
+    for _ in range(levels):
+        for node in frontier(tree, plan, price, 4):
+            logits = generator.normal(0, 2, 60).astype(np.float32)
+            propose(tree, node, candidates(logits, SAMPLED, gumbel_row(3, 0, node.position + 1, 60)), fit, plan, price)
+    return tree
+
+
+def test_growth_obeys_depth_width_and_price() -> None:
+    plan = Plan(depth=3, width=2, nodes=100)
+    tree = grown(plan, 12)
+    nodes = [node for _, node in tree.best_first(depth=100, width=100)]
+    assert max(tree.depth(node) for node in nodes) == 3
+    assert max(len(node.children) for node in [tree.root, *nodes]) == 2
+    dear = grown(plan, 12, price=0.2)
+    assert 0 < dear.size < tree.size
+    assert min(score for score, _ in dear.best_first(depth=9, width=9)) >= 0.2 * 0.9
+    assert frontier(TokenTree([1]), Plan(depth=0), 0.0, 4) == []
+
+
+def test_without_overlap_growth_stops_at_what_a_step_can_hold() -> None:
+    held = grown(Plan(depth=20, width=2, nodes=6), 60)
+    free = grown(Plan(depth=20, width=2, nodes=6, overlap=True), 60)
+    assert held.size < free.size
+    best = [node for _, node in itertools.islice(held.best_first(depth=19, width=2), 6)]
+    assert all(node.expanded for node in best)
+
+
+costs = st.lists(st.floats(1e-3, 5e-2), min_size=6, max_size=6).map(
+    lambda values: CostModel(list(zip((1, 2, 4, 8, 16, 32), values, strict=True)))
+)
+
+
+@given(st.lists(st.floats(1e-3, 1.0), max_size=24), st.integers(1, 8), costs)
+def test_the_budget_is_the_best_of_all(scores: list[float], sessions: int, cost: CostModel) -> None:
+    ranked = sorted(scores, reverse=True)
+    budget = choose_budget(ranked, sessions, sessions, cost)
+
+    def goodput(count: int) -> float:
+        return (sessions + sum(ranked[:count])) / (cost.seconds(sessions + count) + OVERHEAD_S)
+
+    assert goodput(budget.nodes) >= max(goodput(count) for count in range(len(ranked) + 1)) * (1 - 1e-9)
+    assert 0.0 <= budget.price <= 1.0
+
+
+def test_the_cost_never_falls_with_more_tokens_and_follows_what_steps_take() -> None:
+    cost = CostModel([(1, 0.010), (8, 0.009), (16, 0.020)])
+    assert cost.seconds(1) == cost.seconds(8) == pytest.approx(0.010)
+    assert cost.seconds(32) == pytest.approx(0.040)
+    for _ in range(200):
+        cost.observe(16, 0.030)
+    assert cost.seconds(16) == pytest.approx(0.030, rel=0.02)
+    cost.observe(16, 10.0)
+    assert cost.seconds(16) < 0.033
+
+
+def replay(delays: list[float], gains: list[float], seconds: float) -> float:
+    """Teaches Arrivals a fixed pattern, then returns how long it waits in all when the pattern holds."""
+    arrivals = Arrivals()
+    now = 0.0
+    for _ in range(60):
+        now += 1.0
+        arrivals.restart(now, 1.0)
+        expected = 1.0
+        for delay, gain in zip(delays, gains, strict=True):
+            now += delay
+            expected += gain
+            arrivals.arrived(now, expected)
+    now += 1.0
+    arrivals.restart(now, 1.0)
+    waited, expected = 0.0, 1.0
+    for delay, gain in zip(delays, gains, strict=True):
+        if arrivals.patience(now + waited, expected, seconds + waited) == 0.0:
+            break
+        waited += delay
+        expected += gain
+        arrivals.arrived(now + waited, expected)
+    return waited
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 2e-2), st.floats(0.0, 1.0)), min_size=1, max_size=6),
+    st.floats(5e-3, 5e-2),
+)
+def test_the_wait_is_the_best_of_all(pattern: list[tuple[float, float]], seconds: float) -> None:
+    delays, gains = [delay for delay, _ in pattern], [gain for _, gain in pattern]
+    waited = replay(delays, gains, seconds)
+    rates = {
+        sum(delays[:count]): (1 + sum(gains[:count])) / (seconds + sum(delays[:count]))
+        for count in range(len(delays) + 1)
+    }
+    reached = (1 + sum(gains[: next(i for i in range(len(delays) + 1) if sum(delays[:i]) == waited)])) / (seconds + waited)
+    assert reached >= max(rates.values()) * 0.99
+
+
+def test_a_drafter_that_went_silent_is_not_waited_for_twice() -> None:
+    arrivals = Arrivals()
+    for now in range(10):
+        arrivals.restart(float(now), 1.0)
+        arrivals.arrived(now + 0.01, 3.0)
+    arrivals.restart(20.0, 1.0)
+    hold = arrivals.patience(20.0, 1.0, 0.02)
+    assert 0.0 < hold <= 0.021
+    assert arrivals.patience(20.03, 1.0, 0.05) == 0.0
+    for now in range(21, 60):
+        arrivals.restart(float(now), 1.0)
+    assert arrivals.patience(59.0, 1.0, 0.02) == 0.0

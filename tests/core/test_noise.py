@@ -1,0 +1,144 @@
+"""The noise and the digest are the same numbers everywhere, and the noise is noise."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from outrider.core.contract import Contract
+from outrider.core.acceptance import choose
+from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
+from outrider.core.filters import filtered
+from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+
+
+def plain_bits(seed: int, choice: int, position: int, token: int) -> int:
+    """The definition, one Python integer at a time."""
+    key = mix64((mix64((seed + choice * PHI) & MASK) + position * PHI) & MASK)
+    return mix64((key + PHI * (token + 1)) & MASK) >> 32
+
+
+def test_mix64_is_splitmix64() -> None:
+    # The first outputs of splitmix64 seeded with 0, as Vigna published them.
+    assert mix64(PHI) == 0xE220A8397B1DCDAF
+    assert mix64(2 * PHI) == 0x6E789E6AA1B965F4
+    assert mix64(3 * PHI) == 0x06C45D188009454F
+
+
+VECTORS = [
+    # seed, choice, position, token, 32 bits
+    (0, 0, 0, 0, 0xE220A839),
+    (7, 0, 1, 42, 0xF6B94E30),
+    (7, 1, 1, 42, 0xA5F59234),
+    (2**64 - 1, 2**32 - 1, 1_000_000, 127_999, 0xF5EBD8B7),
+]
+
+
+@pytest.mark.parametrize(("seed", "choice", "position", "token", "bits"), VECTORS)
+def test_bits_match_the_published_vectors(seed: int, choice: int, position: int, token: int, bits: int) -> None:
+    row = noise_bits(noise_key(seed, choice, position), token, 1)
+    assert int(row[0]) == bits == plain_bits(seed, choice, position, token)
+
+
+def test_noise_matches_high_precision_arithmetic() -> None:
+    row = gumbel_row(3, 0, 17, 4096)
+    for token in range(0, 4096, 97):
+        u = min((plain_bits(3, 0, 17, token) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+        assert row[token] == pytest.approx(-math.log(-math.log1p(-u)), rel=1e-14, abs=1e-14)
+
+
+def test_noise_is_finite_at_both_ends() -> None:
+    for k in (0, 1, 2**32 - 1):
+        u = min((k + 0.5) * 2.0**-32, 1 - 2.0**-24)
+        assert math.isfinite(-math.log(-math.log1p(-u)))
+
+
+def test_greedy_has_no_noise_and_rows_are_computed_once() -> None:
+    assert NoiseRows(1, 0, 8, greedy=True).row(3) is None
+    rows = NoiseRows(1, 0, 8, greedy=False)
+    first = rows.row(3)
+    assert rows.row(3) is first
+    rows.forget_below(4)
+    assert rows.row(3) is not first
+
+
+def test_choices_follow_the_distribution() -> None:
+    """Chi-square of the step from noise to choice; fixed seeds, so it either holds or it does not."""
+    logits = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], dtype=np.float32))
+    contract = Contract(seed=11, max_tokens=1)
+    counts = np.zeros(5)
+    for position in range(20_000):
+        counts[choose(logits, contract, gumbel_row(11, 0, position, 5)).token] += 1
+    assert stats.chisquare(counts, np.exp(logits.astype(np.float64)) / np.exp(logits).sum() * 20_000).pvalue > 0.01
+
+
+@pytest.mark.parametrize("axis", ["position", "choice", "seed"])
+def test_choices_along_each_axis_are_independent(axis: str) -> None:
+    logits = np.zeros(4, dtype=np.float32)
+    contract = Contract(seed=0, max_tokens=1)
+    said = []
+    for i in range(8_000):
+        arguments = {"seed": 5, "choice": 0, "position": 9} | {axis: i}
+        said.append(choose(logits, contract, gumbel_row(**arguments, vocabulary=4)).token)
+    pairs = np.zeros((4, 4))
+    for a, b in itertools.pairwise(said):
+        pairs[a, b] += 1
+    assert stats.chi2_contingency(pairs).pvalue > 0.01
+
+
+def test_agreement_with_one_candidate_is_the_exact_formula() -> None:
+    """P(argmax(log p + g) == argmax(log q + g)) = sum_i 1 / sum_j max(p_j/p_i, q_j/q_i)."""
+    generator = np.random.default_rng(4)
+    p, q = generator.dirichlet(np.ones(6), size=2)
+    exact = sum(1 / sum(max(p[j] / p[i], q[j] / q[i]) for j in range(6)) for i in range(6))
+    noise = np.stack([gumbel_row(1, 0, position, 6) for position in range(40_000)])
+    agreed = ((np.log(p) + noise).argmax(1) == (np.log(q) + noise).argmax(1)).mean()
+    assert abs(agreed - exact) < 4 * math.sqrt(exact * (1 - exact) / 40_000)
+
+
+def test_digest_vectors() -> None:
+    assert EMPTY == mix64(int.from_bytes(b"outrider", "big"))
+    assert extend(EMPTY, [1, 2, 3]) == 0x89E946AE92DEC53C
+    assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])
+    assert extend(EMPTY, [1, 3, 2]) != extend(EMPTY, [1, 2, 3])
+    assert extend(EMPTY, [0]) != EMPTY
+
+
+def slow_filter(logits: list[float], contract: Contract) -> list[float]:
+    """The filters one token at a time."""
+    scores = [logit / contract.temperature for logit in logits]
+    if contract.top_k:
+        kth = sorted(scores, reverse=True)[min(contract.top_k, len(scores)) - 1]
+        scores = [score if score >= kth else -math.inf for score in scores]
+    if contract.top_p < 1:
+        total = math.fsum(math.exp(score) for score in scores)
+        order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+        reached, kept = 0.0, set()
+        for token in order:
+            kept.add(token)
+            reached += math.exp(scores[token]) / total
+            if reached >= contract.top_p:
+                break
+        scores = [score if token in kept else -math.inf for token, score in enumerate(scores)]
+    return scores
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 3, 50])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_filters_equal_the_slow_reference(top_k: int, top_p: float, temperature: float) -> None:
+    contract = Contract(seed=0, max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
+    generator = np.random.default_rng(top_k + int(100 * top_p))
+    for _ in range(20):
+        logits = generator.normal(0, 3, 20).astype(np.float32)
+        assert filtered(logits, contract) == pytest.approx(slow_filter([float(x) for x in logits], contract))
+
+
+def test_the_lowest_id_wins_a_tie_and_the_gap_is_the_lead() -> None:
+    contract = Contract(seed=0, max_tokens=1, temperature=0.0)
+    assert choose(np.array([1, 3, 3, 0], dtype=np.float32), contract, None) == (1, 0.0)
+    assert choose(np.array([1, 3, 2.5, 0], dtype=np.float32), contract, None) == (1, 0.5)
+    only = Contract(seed=0, max_tokens=1, top_k=1)
+    assert choose(np.array([1, 3, 2.5, 0], dtype=np.float32), only, gumbel_row(0, 0, 0, 4)) == (1, math.inf)

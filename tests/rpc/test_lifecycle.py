@@ -1,0 +1,86 @@
+"""Signals end a server process cleanly; mistakes of the user end it with a message."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from outrider.errors import CheckpointError, ConfigError, InternalError, Unavailable
+from outrider.rpc.lifecycle import run_until_signal, user_error
+
+SERVER = """
+import asyncio, sys
+from outrider.rpc.lifecycle import run_until_signal
+
+async def main():
+    try:
+        print("up", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(float(sys.argv[1]))
+        print("drained", flush=True)
+
+run_until_signal(main())
+"""
+
+
+def started(drain: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(drain)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_cancels_the_server_and_its_clean_up_runs(number: signal.Signals) -> None:
+    with started(0.05) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert (out, err, process.returncode) == ("drained\n", "", 0)
+
+
+def test_a_second_signal_cuts_the_clean_up_short() -> None:
+    with started(30) as process:
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    assert (out, err, process.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("context: too long"),
+        CheckpointError("no such folder"),
+        ExceptionGroup("tasks", [ExceptionGroup("inner", [Unavailable("redis is away")])]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_mistake_of_the_user_is_a_message_and_status_2(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as caught:
+        run_until_signal(main())
+    assert caught.value.code == 2
+    expected = user_error(error)
+    assert capfd.readouterr().err == f"outrider: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ZeroDivisionError(), InternalError("bug"), ExceptionGroup("", [ConfigError("x"), KeyError("y")])],
+)
+def test_a_bug_is_not_dressed_up_as_a_mistake_of_the_user(error: Exception) -> None:
+    async def main() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_until_signal(main())

@@ -1,0 +1,112 @@
+"""Workers are listed while they say so, and not a TTL longer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from outrider.store.client import connect
+from outrider.store.embedded import EmbeddedRedis
+from outrider.store.registry import Registry, Worker, keep_announced
+
+VERIFIER = Worker(
+    worker_id="v1",
+    role="verifier",
+    address="127.0.0.1:7071",
+    model="target",
+    tokenizer_digest=bytes(range(16)),
+    vocabulary=4096,
+    context=1024,
+    slots=8,
+    sessions=2,
+    parameters=6_700_000,
+)
+DRAFTER = replace(VERIFIER, worker_id="d1", role="drafter", model="drafter")
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+async def test_workers_are_listed_by_role_as_they_described_themselves(client: Redis) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=5)
+    await registry.announce(DRAFTER, ttl_s=5)
+    await registry.announce(replace(VERIFIER, sessions=3), ttl_s=5)
+    assert await registry.workers("verifier") == [replace(VERIFIER, sessions=3)]
+    assert await registry.workers("drafter") == [DRAFTER]
+    await registry.withdraw("v1")
+    await registry.withdraw("v1")
+    assert await registry.workers("verifier") == []
+
+
+async def test_a_worker_that_stopped_announcing_expires(client: Redis) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=0.05)
+    await asyncio.sleep(0.1)
+    assert await registry.workers("verifier") == []
+    assert await client.keys("*") == []
+
+
+async def test_a_foreign_entry_is_skipped_and_logged(client: Redis, caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=5)
+    for name, value in (("x1", "not json"), ("x2", "{}"), ("x3", "[]")):
+        await client.set(f"outrider:{{workers}}:id:{name}", value)
+        await client.sadd("outrider:{workers}:ids", name)
+    assert await registry.workers("verifier") == [VERIFIER]
+    assert len(caplog.records) == 3
+
+
+async def test_keep_announced_follows_the_description_and_withdraws(client: Redis, redis_url: str) -> None:
+    sessions = 0
+
+    def describe() -> Worker:
+        return replace(VERIFIER, sessions=sessions)
+
+    registry = Registry(client)
+    task = asyncio.create_task(keep_announced(redis_url, describe, 0.02))
+    await asyncio.sleep(0.1)
+    sessions = 7
+    await asyncio.sleep(0.1)
+    assert (await registry.workers("verifier"))[0].sessions == 7
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await registry.workers("verifier") == []
+
+
+async def _listed(registry: Registry) -> None:
+    for _ in range(500):
+        if await registry.workers("verifier"):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not announced within 5 s")
+
+
+async def test_keep_announced_survives_an_outage_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedRedis() as server:
+        client = connect(server.url)
+        task = asyncio.create_task(keep_announced(server.url, lambda: VERIFIER, 0.02))
+        registry = Registry(client)
+        await _listed(registry)
+        await client.config_set("requirepass", "changed")  # the server refuses us now
+        await client.client_kill_filter(_type="normal", skipme=True)
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        password = server.url.partition("password=")[2]
+        await client.config_set("requirepass", password)
+        await _listed(registry)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await client.aclose()

@@ -1,0 +1,160 @@
+"""The Verifier service: one Decode call a session, from the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+from outrider.engine.native import Engine
+
+from outrider.config import VerifierConfig
+from outrider.core.contract import Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch
+from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
+from outrider.rpc.status import translated
+from outrider.v1 import types_pb2
+from outrider.v1 import verifier_pb2 as pb
+from outrider.v1.verifier_pb2_grpc import VerifierServicer
+from verifier_svc.loop import StepLoop
+from verifier_svc.session import Commit, Session, Start
+from verifier_svc.sink import Sink
+
+Requests = AsyncIterator[pb.DecodeRequest]
+Context = grpc.aio.ServicerContext
+
+
+class Decoder(VerifierServicer):
+    """Opens sessions for routers and passes their commits on."""
+
+    def __init__(self, config: VerifierConfig, worker_id: str, engine: Engine, loop: StepLoop, sink: Sink) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._engine = engine
+        self._loop = loop
+        self._sink = sink
+
+    async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
+        """One session from its start to its end; whatever ends the call closes the session."""
+        async with translated(context):
+            first = await anext(requests, None)
+            if first is None or first.WhichOneof("command") != "start":
+                raise InvalidRequest("start", "must be the first message of Decode")
+            session = self._loop.open(self._check(first.start))
+            self._sink.welcome_waiting(session)
+            commands = asyncio.create_task(self._obey(session, requests))
+            try:
+                await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=0)))
+                await self._report(session, commands, context)
+            finally:
+                commands.cancel()
+                self._loop.close(session)
+
+    async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
+        """What this verifier is and has."""
+        return pb.VerifierDescription(
+            worker_id=self._worker_id,
+            model=self._config.model_name,
+            tokenizer_digest=self._engine.tokenizer_digest,
+            vocabulary=self._engine.vocabulary,
+            context=self._engine.context,
+            slots=self._engine.slots,
+            sessions=len(self._loop.sessions),
+            drafters=self._sink.streams,
+            steps=self._loop.steps,
+            dtype=self._engine.dtype,
+            parameters=self._engine.parameters,
+            step_costs=[
+                pb.StepCost(tokens=tokens, microseconds=round(seconds * 1e6))
+                for tokens, seconds in self._loop.cost.points()
+            ],
+            refused_frames=self._sink.refused,
+        )
+
+    def _check(self, start: pb.DecodeStart) -> Start:
+        if start.model != self._config.model_name:
+            raise NotFound(f"model '{start.model}' is not here; this verifier holds '{self._config.model_name}'")
+        if start.tokenizer_digest != self._engine.tokenizer_digest:
+            raise TokenizerMismatch(
+                f"tokenizer_digest: the router's tokenizer for '{start.model}' is not the checkpoint's own; "
+                f"give the router the tokenizer.json of {self._config.model}"
+            )
+        if not start.tokens:
+            raise InvalidRequest("tokens", "a session needs at least one token")
+        if start.window < 1:
+            raise InvalidRequest("window", "must be at least 1")
+        check_tokens(start.tokens, self._engine.vocabulary)
+        contract = contract_from_pb(start.contract)
+        check_tokens(contract.stop_ids, self._engine.vocabulary, "contract.stop_ids")
+        if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:
+            raise InvalidRequest("answer_position", "must be at most the number of tokens and leave one to say")
+        if start.answer_position + contract.max_tokens > self._engine.context:
+            raise InvalidRequest(
+                "max_tokens",
+                f"{start.answer_position} tokens of prompt and {contract.max_tokens} of answer are more than "
+                f"the context of {self._engine.context}",
+            )
+        if extend(EMPTY, start.tokens) != start.digest:
+            raise InvalidRequest("digest", "does not fit the tokens")
+        return Start(
+            start.session_id,
+            start.epoch,
+            tuple(start.tokens),
+            start.answer_position,
+            contract,
+            plan_from_pb(start.plan),
+            start.window,
+        )
+
+    async def _obey(self, session: Session, requests: Requests) -> None:
+        """The router's commands, until it cancels or closes its side."""
+        async for request in requests:
+            command = request.WhichOneof("command")
+            if command == "durable":
+                if request.durable > len(session.tokens):
+                    raise InvalidRequest("durable", f"is {request.durable}, only {len(session.tokens)} are committed")
+                session.durable = max(session.durable, request.durable)
+                self._loop.wake()
+            elif command == "plan":
+                plan = plan_from_pb(request.plan)
+                if plan.version > session.plan.version:
+                    self._replan(session, plan)
+            elif command == "cancel":
+                return
+            else:
+                raise InvalidRequest("command", f"'{command}' is not allowed here")
+
+    def _replan(self, session: Session, plan: Plan) -> None:
+        session.plan = plan
+        self._sink.refresh(session)
+        self._loop.wake()
+
+    async def _report(self, session: Session, commands: asyncio.Task[None], context: Context[Any, Any]) -> None:
+        """Writes commits until the generation ends, the router gives it up, or it is fenced."""
+        commands.add_done_callback(lambda _: session.commits.put_nowait(None))
+        while commit := await session.commits.get():
+            await context.write(_response(session, commit))
+            if commit.last:
+                break
+        else:
+            if session.fenced:
+                raise Superseded(f"session {session.id} was taken over under a higher epoch")
+            return commands.result()
+        stopped = session.tokens[-1] in session.contract.stop_ids
+        reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
+        return await context.write(pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason)))
+
+
+def _response(session: Session, commit: Commit) -> pb.DecodeResponse:
+    return pb.DecodeResponse(
+        commit=pb.DecodeCommit(
+            epoch=session.epoch,
+            position=commit.position,
+            tokens=[choice.token for choice in commit.choices],
+            gaps=[choice.gap for choice in commit.choices],
+            digest=commit.digest,
+            report=report_to_pb(commit.report),
+        )
+    )

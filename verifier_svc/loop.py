@@ -1,0 +1,296 @@
+"""The verifier's step loop over all its sessions: choose, forward, walk, commit.
+
+No session waits for another: each step takes every session that is ready, with a chunk of its prompt, its root
+alone, or its root and the best of its tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from outrider.engine.native import Engine
+
+from outrider.core.acceptance import Choice, Walk, choose, walk
+from outrider.core.budget import Budget, CostModel, choose_budget
+from outrider.core.contract import StepReport
+from outrider.core.tree import Node
+from outrider.engine.batch import Segment
+from outrider.errors import Overloaded, Superseded
+from verifier_svc.session import Commit, Session, Start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Work:
+    """What one session contributes to a step."""
+
+    session: Session
+    start: int  # tokens[start : end] have no KV yet and get it now
+    end: int
+    nodes: list[Node] = field(default_factory=list)  # of the tree, parents before children
+    parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the step commits for this session; a chunk inside a prompt does not."""
+        return self.end == len(self.session.tokens)
+
+    def add(self, node: Node, rows: dict[Node, int]) -> None:
+        """Takes a node whose parent is the root or was taken; `rows` says which row each taken node has."""
+        self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
+        self.nodes.append(node)
+        rows[node] = len(self.nodes)
+
+    def segment(self) -> Segment:
+        """The rows of the packed pass: the pending tokens as a chain, then the nodes with their ancestors."""
+        session, chain, count = self.session, self.end - self.start, len(self.nodes)
+        tokens = np.array(session.tokens[self.start : self.end] + [node.token for node in self.nodes])
+        positions = np.arange(self.start, self.start + chain + count)
+        mask = None
+        if count:
+            positions[chain:] = [node.position for node in self.nodes]
+            mask = np.tri(chain + count, dtype=np.bool_)
+            mask[chain:] = False
+            for row, parent in enumerate(self.parents, chain):
+                mask[row] = mask[chain - 1 + parent]
+                mask[row, row] = True
+        return Segment(session.slot, session.cached, tokens, positions, mask, count + 1 if self.chooses else 0)
+
+
+@dataclass(slots=True)
+class Step:
+    """Everything that one forward pass does."""
+
+    works: list[Work]
+    price: float  # path score below which a node was not worth verifying
+    waited: float = 0.0  # seconds it was held back on purpose
+    seconds: float = 0.0  # that the forward pass took
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the pass."""
+        return sum(work.end - work.start + len(work.nodes) for work in self.works)
+
+
+class StepLoop:
+    """Owns the engine and the sessions. `publish` is told of every commit, before the next step starts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cost: CostModel,
+        *,
+        prefill_chunk: int,
+        max_nodes: int,
+        publish: Callable[[Session, Commit, float], None],
+    ) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.steps = 0
+        self.cost = cost
+        self._engine = engine
+        self._prefill_chunk = prefill_chunk
+        self._max_nodes = max_nodes
+        self._publish = publish
+        self._free_slots = list(range(engine.slots - 1, -1, -1))
+        self._busy_slots: set[int] = set()  # in the running pass; freed sessions' slots wait for its end
+        self._changed = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "forward")
+
+    def open(self, start: Start) -> Session:
+        """Gives a session a slot. Raises Superseded for an epoch that is not newer, Overloaded when slots are out.
+
+        A session that is open under an older epoch is closed as fenced.
+        """
+        present = self.sessions.get(start.session_id)
+        if present:
+            if start.epoch <= present.epoch:
+                raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
+            present.fenced = True
+            self.close(present)
+        if not self._free_slots:
+            raise Overloaded(f"all {self._engine.slots} slots of this verifier are in use; retry later")
+        session = Session(start, self._free_slots.pop(), self._engine.vocabulary)
+        self.sessions[session.id] = session
+        self.wake()
+        return session
+
+    def close(self, session: Session) -> None:
+        """Ends a session: no new step starts for it. Repeating it changes nothing."""
+        if self.sessions.get(session.id) is not session:
+            return
+        del self.sessions[session.id]
+        session.finished = True
+        session.commits.put_nowait(None)
+        if session.slot not in self._busy_slots:
+            self._free_slots.append(session.slot)
+        for subscription in session.subscriptions.values():
+            subscription.stream.close(session.id, subscription.attachment, "fenced" if session.fenced else "finished")
+
+    def wake(self) -> None:
+        """Something changed that may make a session ready or a tree better."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Steps until cancelled."""
+        try:
+            while True:
+                step = await self._choose()
+                logits = await self._forward(step)
+                self._commit(step, self._walk(step, logits))
+        finally:
+            self._thread.shutdown(wait=True)
+
+    async def _choose(self) -> Step:
+        """Waits for work, and while a better tree is worth more than the time; then takes the best of all trees."""
+        began: float | None = None
+        while True:
+            self._changed.clear()
+            ready = [session for session in self.sessions.values() if session.ready]
+            if not ready:
+                began = None
+                await self._changed.wait()
+                continue
+            now = time.monotonic()
+            began = began or now
+            step, budget = self._select(ready)
+            hold = self._patience(step, budget, now)
+            if hold <= 0.0:
+                step.waited = now - began
+                return step
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold):
+                    await self._changed.wait()
+
+    def _select(self, ready: Sequence[Session]) -> tuple[Step, Budget]:
+        works = [self._base_work(session) for session in ready]
+        base = sum(work.end - work.start for work in works)
+        deciding = [work for work in works if work.chooses]
+        ranked = list(itertools.islice(heapq.merge(*map(_offers, deciding), key=_score_of), self._max_nodes))
+        budget = choose_budget([-cost for cost, _, _ in ranked], base, len(deciding), self.cost)
+        rows: dict[Node, int] = {}
+        for _, work, node in ranked[: budget.nodes]:
+            work.add(node, rows)
+        return Step(works, budget.price), budget
+
+    def _base_work(self, session: Session) -> Work:
+        end = min(len(session.tokens), session.cached + self._prefill_chunk)
+        return Work(session, session.cached, end)
+
+    def _patience(self, step: Step, budget: Budget, now: float) -> float:
+        """Seconds to hold the step back; 0 when a prompt waits, or when nobody's next delta is worth it."""
+        if not all(work.chooses for work in step.works):
+            return 0.0
+        drafted = [work.session for work in step.works if work.session.subscriptions and work.session.ceilings.depth]
+        if not drafted:
+            return 0.0
+        since = now - max(session.committed_at for session in drafted)
+        hold = 0.0
+        for session in drafted:
+            left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
+            wish = session.arrivals.patience(now, budget.expected / len(drafted), budget.seconds + since)
+            hold = max(hold, min(left, wish))
+        return hold
+
+    async def _forward(self, step: Step) -> NDArray[np.float32]:
+        """The packed pass, in its own thread; the noise is computed meanwhile."""
+        segments = [work.segment() for work in step.works]
+        self._busy_slots = {segment.slot for segment in segments}
+        began = time.perf_counter()
+        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.forward, segments)
+        for work in step.works:
+            if work.chooses:
+                root = len(work.session.tokens)
+                for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
+                    work.session.noise.row(position)
+        logits = await passing
+        step.seconds = time.perf_counter() - began
+        self.steps += 1
+        if step.tokens <= self._max_nodes:
+            self.cost.observe(step.tokens, step.seconds)
+        return logits
+
+    def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
+        """For each session the target's own tokens as far as its tree holds them; None inside a prompt."""
+        walks: list[Walk | None] = []
+        first = 0
+        for work in step.works:
+            if not work.chooses:
+                walks.append(None)
+                continue
+            rows = logits[first : first + len(work.nodes) + 1]
+            first += len(rows)
+            tokens = [node.token for node in work.nodes]
+            walks.append(walk([-1, *work.parents], [-1, *tokens], partial(_choose_at, work.session, work, rows)))
+        return walks
+
+    def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
+        """Keeps the KV of what was accepted, appends, re-roots, and tells everybody."""
+        now = time.monotonic()
+        for work, walked in zip(step.works, walks, strict=True):
+            session = work.session
+            if session.finished:  # cancelled while the pass ran
+                if self.sessions.get(session.id) is not session:
+                    self._free_slots.append(session.slot)
+                continue
+            if walked is None:
+                session.cached = work.end
+                continue
+            choices = walked.choices[: session.end - len(session.tokens)]
+            for count, choice in enumerate(choices, 1):
+                if choice.token in session.contract.stop_ids:
+                    choices = choices[:count]
+                    break
+            accepted = min(len(walked.path), len(choices))
+            self._keep(work, walked.path[:accepted])
+            report = StepReport(
+                verified=len(work.nodes),
+                accepted=accepted,
+                verified_depth=max((node.position for node in work.nodes), default=session.tree.root.position)
+                - session.tree.root.position,
+                waited_us=int(step.waited * 1e6),
+                forward_us=int(step.seconds * 1e6),
+                wire_bytes=session.wire_bytes,
+                plan_version=session.plan.version,
+                drafters=len(session.subscriptions),
+            )
+            session.wire_bytes = 0
+            self._publish(session, session.commit(choices, report, now), step.price)
+        self._busy_slots = set()
+
+    def _keep(self, work: Work, path: Sequence[int]) -> None:
+        """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""
+        session = work.session
+        chain = work.end - work.start
+        if path and path[-1] != len(path):
+            source = session.cached + chain - 1 + np.array(path)
+            target = session.cached + chain + np.arange(len(path))
+            self._engine.move(session.slot, source, target)
+        session.cached += chain + len(path)
+
+
+def _offers(work: Work) -> list[tuple[float, Work, Node]]:
+    """A session's nodes within its plan, best first; the score is negated so that merging keeps the order."""
+    plan = work.session.ceilings
+    best = work.session.tree.best_first(depth=plan.depth, width=plan.width)
+    return [(-score, work, node) for score, node in itertools.islice(best, plan.nodes)]
+
+
+def _score_of(offer: tuple[float, Work, Node]) -> float:
+    return offer[0]
+
+
+def _choose_at(session: Session, work: Work, rows: NDArray[np.float32], row: int) -> Choice:
+    position = work.nodes[row - 1].position + 1 if row else len(session.tokens)
+    return choose(rows[row], session.contract, session.noise.row(position))

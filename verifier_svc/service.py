@@ -1,0 +1,75 @@
+"""Starts a verifier: loads the target, measures its cost, serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+import grpc.aio
+from outrider.engine.native import Engine
+
+from outrider.config import VerifierConfig
+from outrider.core.budget import CostModel
+from outrider.rpc.server import serving
+from outrider.store.registry import Worker, keep_announced
+from outrider.v1 import drafter_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
+from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
+from verifier_svc.decode import Decoder
+from verifier_svc.loop import StepLoop
+from verifier_svc.sink import Sink
+
+SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
+SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
+
+
+async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serves until cancelled. `announce` hears the bound address once calls are answered.
+
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    """
+    worker_id = f"verifier-{secrets.token_hex(4)}"
+    engine = await asyncio.to_thread(_load, config)
+    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    cost = CostModel(await asyncio.to_thread(engine.measure_costs, sweep))
+    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary)
+    loop = StepLoop(engine, cost, prefill_chunk=config.prefill_chunk, max_nodes=config.max_nodes, publish=sink.publish)
+    sink.serve(loop)
+    decoder = Decoder(config, worker_id, engine, loop, sink)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_VerifierServicer_to_server(decoder, server)
+        add_TreeSinkServicer_to_server(sink, server)
+        return [
+            verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
+            drafter_pb2.DESCRIPTOR.services_by_name["TreeSink"].full_name,
+        ]
+
+    async with (
+        serving(config.listen, register, drain_s=config.drain_s) as address,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        def describe() -> Worker:
+            return Worker(
+                worker_id=worker_id,
+                role="verifier",
+                address=config.advertise or address,
+                model=config.model_name,
+                tokenizer_digest=engine.tokenizer_digest,
+                vocabulary=engine.vocabulary,
+                context=engine.context,
+                slots=engine.slots,
+                sessions=len(loop.sessions),
+                parameters=engine.parameters,
+            )
+
+        tasks.create_task(loop.run())
+        tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s))
+        announce(address)
+
+
+def _load(config: VerifierConfig) -> Engine:
+    rows = None if config.context is None else config.context + SCRATCH_ROWS
+    return Engine.load(config.model, dtype=config.dtype, slots=config.slots, rows=rows, threads=config.threads)

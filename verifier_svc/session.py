@@ -1,0 +1,146 @@
+"""One session on the verifier: committed tokens, the tree that its drafters grow, and who listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.core.acceptance import Choice
+from outrider.core.budget import Arrivals
+from outrider.core.contract import OFF, Contract, Plan, StepReport
+from outrider.core.noise import NoiseRows
+from outrider.core.tree import Delta, TokenTree
+from verifier_svc.stream import DraftStream
+
+TREE_CAPACITY = 512  # nodes that a session's tree may hold
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A checked request to decode."""
+
+    session_id: str
+    epoch: int
+    tokens: Sequence[int]  # the session so far, prompt included; not empty
+    answer_position: int  # where the contract's max_tokens counts from
+    contract: Contract
+    plan: Plan
+    window: int  # tokens that may be committed beyond the durable position
+
+
+class Commit(NamedTuple):
+    """What a step committed for a session."""
+
+    position: int  # of the first token
+    choices: list[Choice]
+    digest: int  # over all tokens of the session, these included
+    report: StepReport
+    last: bool  # whether the generation ends with it
+
+
+@dataclass(slots=True)
+class Subscription:
+    """One drafter's part in a session. Node ids are scoped to it."""
+
+    stream: DraftStream
+    attachment: int
+    sender: int  # its key in the tree
+    plan_version: int = -1  # the last one that it was told
+
+
+class Session:
+    """State of one session. Only the event loop's thread touches it."""
+
+    def __init__(self, start: Start, slot: int, vocabulary: int) -> None:
+        self.id = start.session_id
+        self.epoch = start.epoch
+        self.contract = start.contract
+        self.plan = start.plan
+        self.window = start.window
+        self.slot = slot
+        self.tokens = list(start.tokens)
+        self.cached = 0  # cache rows [0, cached) hold the KV of tokens[:cached]
+        self.durable = len(self.tokens)
+        self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
+        self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
+        self.noise = NoiseRows(
+            start.contract.seed, start.contract.choice, vocabulary, greedy=start.contract.temperature == 0.0
+        )
+        self.arrivals = Arrivals()
+        self.subscriptions: dict[DraftStream, Subscription] = {}
+        self.price = 0.0  # path score below which a node was not worth verifying in the last step
+        self.wire_bytes = 0
+        self.committed_at = 0.0  # when the last commit went out
+        self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
+        self.finished = False
+        self.fenced = False  # a higher epoch took the session over
+        self._senders = 0
+
+    @property
+    def pending(self) -> int:
+        """Committed tokens without KV: the root at least."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may serve it now."""
+        return not self.finished and len(self.tokens) - self.durable < self.window
+
+    @property
+    def ceilings(self) -> Plan:
+        """The plan, cut to what the generation can still use."""
+        left = self.end - len(self.tokens) - 1
+        if self.plan.depth <= left:
+            return self.plan
+        return OFF if left <= 0 else _with_depth(self.plan, left)
+
+    def worth(self) -> float:
+        """Expected tokens of a step that verifies the best of the tree within the plan."""
+        plan = self.ceilings
+        scores = (score for score, _ in self.tree.best_first(depth=plan.depth, width=plan.width))
+        return 1.0 + sum(score for score, _ in zip(scores, range(plan.nodes), strict=False))
+
+    def subscribe(self, stream: DraftStream, attachment: int) -> Subscription:
+        """Adds a drafter, or restarts its part under new ids."""
+        self.unsubscribe(stream)
+        self._senders += 1
+        subscription = Subscription(stream, attachment, self._senders)
+        self.subscriptions[stream] = subscription
+        return subscription
+
+    def unsubscribe(self, stream: DraftStream) -> None:
+        """Removes a drafter; its nodes stay."""
+        subscription = self.subscriptions.pop(stream, None)
+        if subscription:
+            self.tree.forget(subscription.sender)
+
+    def graft(self, subscription: Subscription, delta: Delta, now: float) -> list[int]:
+        """Takes a drafter's nodes. Returns its ids that were dropped. Raises what TokenTree.graft raises."""
+        grafted = self.tree.graft(subscription.sender, delta)
+        if grafted.added:
+            self.arrivals.arrived(now, self.worth())
+        return grafted.dropped
+
+    def credit(self, subscription: Subscription) -> int:
+        """The largest id that the drafter may send."""
+        return self.tree.last_id(subscription.sender) + max(0, TREE_CAPACITY - self.tree.size)
+
+    def commit(self, choices: Sequence[Choice], report: StepReport, now: float) -> Commit:
+        """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
+        tokens = [choice.token for choice in choices]
+        self.tree.commit(tokens)
+        position = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.noise.forget_below(len(self.tokens))
+        self.committed_at = now
+        self.arrivals.restart(now, self.worth())
+        self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
+        commit = Commit(position, list(choices), self.tree.digest, report, self.finished)
+        self.commits.put_nowait(commit)
+        return commit
+
+
+def _with_depth(plan: Plan, depth: int) -> Plan:
+    return Plan(plan.version, depth, plan.width, plan.nodes, plan.wait_us, plan.overlap)
