@@ -22,6 +22,8 @@ from verifier_svc.loop import StepLoop
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.sink import Sink
 
+HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
+
 Requests = AsyncIterator[pb.DecodeRequest]
 Context = grpc.aio.ServicerContext
 
@@ -144,7 +146,9 @@ class Decoder(VerifierServicer):
             return commands.result()
         stopped = session.tokens[-1] in session.contract.stop_ids
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
-        return await context.write(pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason)))
+        await context.write(pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason)))
+        # The router closes its side first: a write of its own that met the end of the call would fail the call.
+        return await asyncio.wait_for(commands, HALF_CLOSE_S)
 
 
 def _response(session: Session, commit: Commit) -> pb.DecodeResponse:

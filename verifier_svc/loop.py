@@ -108,6 +108,11 @@ class StepLoop:
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
+    @property
+    def passing(self) -> bool:
+        """Whether a forward pass runs."""
+        return bool(self._busy_slots)
+
     def open(self, start: Start) -> Session:
         """Gives a session a slot. Raises Superseded for an epoch that is not newer, Overloaded when slots are out.
 

@@ -116,11 +116,11 @@ class Session:
         if subscription:
             self.tree.forget(subscription.sender)
 
-    def graft(self, subscription: Subscription, delta: Delta, now: float) -> list[int]:
-        """Takes a drafter's nodes. Returns its ids that were dropped. Raises what TokenTree.graft raises."""
+    def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[int]:
+        """Takes a drafter's nodes, while a pass runs or not. Returns its ids that were dropped. Raises what TokenTree.graft raises."""
         grafted = self.tree.graft(subscription.sender, delta)
         if grafted.added:
-            self.arrivals.arrived(now, self.worth())
+            self.arrivals.arrived(now, self.worth(), passing=passing)
         return grafted.dropped
 
     def credit(self, subscription: Subscription) -> int:

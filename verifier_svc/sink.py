@@ -182,7 +182,8 @@ class Sink(TreeSinkServicer):
             return
         session.wire_bytes += message.ByteSize()
         try:
-            dropped = session.graft(subscription, delta_from_pb(message, self._vocabulary), time.monotonic())
+            delta = delta_from_pb(message, self._vocabulary)
+            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._loop.passing)
         except Drifted:
             self.refused += 1
             self._snapshot(session, subscription)

@@ -10,6 +10,7 @@ from outrider.errors import InternalError, OutriderError
 
 MISTAKE = 2  # the user can mend it
 FAILURE = 1  # the user cannot
+INTERRUPTED = 130  # as shells say it of SIGINT
 
 
 @contextmanager

@@ -69,8 +69,7 @@ def router(
     """Serve clients: tokenize, place sessions, keep their state in Redis, steer speculation."""
     from outrider.config import RouterConfig
 
-    folders = dict(entry.partition("=")[::2] for entry in models)
-    config = _section(RouterConfig, context, models=folders)
+    config = _section(RouterConfig, context, models=model_folders(models))
     with _process("router", threads=1, loads="tokenizers") as announce:
         from router.service import run
 
@@ -127,6 +126,14 @@ def drafter(
         from drafter_svc.service import run
 
         run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+
+
+def model_folders(entries: list[str]) -> dict[str, str]:
+    """Folders by model name from NAME=FOLDER. Raises BadParameter, which typer reports."""
+    folders = dict(entry.partition("=")[::2] for entry in entries)
+    if not all(name and folder for name, folder in folders.items()):
+        raise typer.BadParameter("must be NAME=FOLDER, for example target=models/target", param_hint="--model")
+    return folders
 
 
 def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> SectionT:

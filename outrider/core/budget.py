@@ -76,36 +76,45 @@ def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostMo
 
 
 class Arrivals:
-    """Learns what one session's deltas bring after a commit: the k-th one's delay and gain in expected tokens."""
+    """Learns what one session's deltas bring after a commit: the k-th one's delay and gain in expected tokens.
+
+    A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter.
+    So that a drafter which was never waited for can show what it is worth, a wait is tried when nothing is known,
+    and again after EXPLORE commits of which nothing was learned.
+    """
 
     DEPTH = 16
+    EXPLORE = 48
 
     def __init__(self) -> None:
         self._delay: list[float] = []  # seconds since the one before (the first: since the commit was sent)
         self._gain: list[float] = []
-        self.count = 0
-        self._last = 0.0
+        self._count = 0  # deltas since the last commit
+        self._last = 0.0  # when the latest of them came, or the commit went out
         self._expected = 0.0
+        self._quiet = True  # whether no pass has run since the commit
+        self._waited = False  # whether the next delta was waited for
+        self._untaught = 0  # commits since something was learned
 
     def restart(self, now: float, expected: float) -> None:
         """A commit went out; the tree that was left is worth `expected` tokens."""
-        if self._delay and self.count < len(self._delay):
-            self._gain[self.count] *= 0.9  # the step did not see it, so it brought nothing
-        self.count = 0
+        if self._waited:
+            self._learn(now - self._last, 0.0)
+        self._untaught += 1
+        self._count = 0
         self._last = now
         self._expected = expected
+        self._quiet = True
+        self._waited = False
 
-    def arrived(self, now: float, expected: float) -> None:
-        """A delta came and made the tree worth `expected` tokens."""
-        delay, gain = now - self._last, max(0.0, expected - self._expected)
+    def arrived(self, now: float, expected: float, *, passing: bool) -> None:
+        """A delta came, while a pass ran or not, and made the tree worth `expected` tokens."""
+        self._quiet = self._quiet and not passing
+        if self._quiet:
+            self._learn(now - self._last, max(0.0, expected - self._expected))
         self._last, self._expected = now, expected
-        if self.count < len(self._delay):
-            self._delay[self.count] += 0.2 * (delay - self._delay[self.count])
-            self._gain[self.count] += 0.2 * (gain - self._gain[self.count])
-        elif self.count < self.DEPTH:
-            self._delay.append(delay)
-            self._gain.append(gain)
-        self.count += 1
+        self._waited = False
+        self._count += 1
 
     def patience(self, now: float, expected: float, seconds: float) -> float:
         """How much longer to wait for the next delta, in seconds; 0: start the step.
@@ -113,14 +122,36 @@ class Arrivals:
         Waiting pays if some number of further deltas raises expected tokens over time:
         (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
         """
-        passed = now - self._last
-        if self.count >= len(self._delay) or passed > 2 * self._delay[self.count]:
+        hold = self._worthwhile(now - self._last, expected, seconds)
+        self._waited = self._waited or hold > 0.0
+        return max(0.0, hold)
+
+    def _worthwhile(self, passed: float, expected: float, seconds: float) -> float:
+        if self._count == 0 and (not self._delay or self._untaught >= self.EXPLORE):
+            return seconds / 2 - passed
+        if self._count >= self.DEPTH:
             return 0.0
-        gain = 0.0
-        delay = -min(passed, self._delay[self.count])
-        for index in range(self.count, len(self._delay)):
-            gain += self._gain[index]
-            delay += self._delay[index]
+        next_delay, _ = self._forecast(self._count)
+        gain, delay = 0.0, -min(passed, next_delay)
+        for index in range(self._count, min(len(self._delay) + 1, self.DEPTH)):
+            more_delay, more_gain = self._forecast(index)
+            gain += more_gain
+            delay += more_delay
             if (expected + gain) * seconds > expected * (seconds + delay):
-                return 2 * self._delay[self.count] - passed
+                return 2 * next_delay - passed
         return 0.0
+
+    def _forecast(self, index: int) -> tuple[float, float]:
+        """Delay and gain of a delta. One that was never waited for is believed to bring half of the one before."""
+        if index < len(self._delay):
+            return self._delay[index], self._gain[index]
+        return self._delay[-1], self._gain[-1] / 2
+
+    def _learn(self, delay: float, gain: float) -> None:
+        self._untaught = 0
+        if self._count < len(self._delay):
+            self._delay[self._count] += 0.2 * (delay - self._delay[self._count])
+            self._gain[self._count] += 0.2 * (gain - self._gain[self._count])
+        elif self._count < self.DEPTH:
+            self._delay.append(delay)
+            self._gain.append(gain)

@@ -44,6 +44,12 @@ def connect(redis_url: str) -> Redis:
     return Redis.from_pool(pool)
 
 
+async def ping(client: Redis) -> None:
+    """Raises Unavailable unless the server answers."""
+    with translated(client):
+        await client.ping()
+
+
 @contextmanager
 def translated(client: Redis) -> Iterator[None]:
     """Around Redis commands: an unreachable or refusing server becomes Unavailable with what to do."""

@@ -64,15 +64,15 @@ class Registry:
                 pipeline.srem(_IDS, worker_id)
                 await pipeline.execute()
 
-    async def workers(self, role: Role) -> list[Worker]:
-        """The workers of a role, by id. Entries that are not workers are skipped and logged."""
+    async def workers(self, role: Role | None = None) -> list[Worker]:
+        """The workers of a role, or all, by id. Entries that are not workers are skipped and logged."""
         with translated(self._redis):
             ids: list[Any] = sorted(await self._redis.smembers(_IDS))  # bytes
             blobs: list[Any] = await self._redis.mget([_WORKER.encode() + name for name in ids]) if ids else []
             # A worker whose key expired puts itself back with its next heartbeat.
             if gone := [name for name, blob in zip(ids, blobs, strict=True) if blob is None]:
                 await self._redis.srem(_IDS, *gone)
-        return [worker for blob in blobs if blob and (worker := _load(blob)) and worker.role == role]
+        return [worker for blob in blobs if blob and (worker := _load(blob)) and role in (None, worker.role)]
 
 
 async def keep_announced(redis_url: str, describe: Callable[[], Worker], interval_s: float) -> None:

@@ -150,17 +150,20 @@ class OwnedSession:
         digest: int,
         *,
         plan: Plan | None = None,
+        verifier: str | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         """Appends `tokens` at position `start` and renews the lease; returns the durable length.
 
         `digest` is that of the session with these tokens. Tokens that are durable already are a success when
-        they are the same and a Conflict when not; a gap is a Conflict too. A `plan` and `drafters` that are
-        given replace the record's.
+        they are the same and a Conflict when not; a gap is a Conflict too. Those of `plan`, `verifier`
+        and `drafters` that are given replace the record's.
         """
         changes: list[str] = []
         if plan is not None:
             changes += ("plan", json.dumps(asdict(plan)))
+        if verifier is not None:
+            changes += ("verifier", verifier)
         if drafters is not None:
             changes += ("drafters", json.dumps(list(drafters)))
         store = self._sessions

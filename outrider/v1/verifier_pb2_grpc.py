@@ -54,6 +54,7 @@ class VerifierServicer:
 
     def Decode(self, request_iterator, context):
         """One session: a start, then plans, durable positions or a cancel down; commits up.
+        After DecodeFinished the router closes its side, and then the verifier ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

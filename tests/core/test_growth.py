@@ -124,7 +124,7 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
         for delay, gain in zip(delays, gains, strict=True):
             now += delay
             expected += gain
-            arrivals.arrived(now, expected)
+            arrivals.arrived(now, expected, passing=False)
     now += 1.0
     arrivals.restart(now, 1.0)
     waited, expected = 0.0, 1.0
@@ -133,7 +133,7 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
             break
         waited += delay
         expected += gain
-        arrivals.arrived(now + waited, expected)
+        arrivals.arrived(now + waited, expected, passing=False)
     return waited
 
 
@@ -156,11 +156,22 @@ def test_a_drafter_that_went_silent_is_not_waited_for_twice() -> None:
     arrivals = Arrivals()
     for now in range(10):
         arrivals.restart(float(now), 1.0)
-        arrivals.arrived(now + 0.01, 3.0)
+        arrivals.arrived(now + 0.01, 3.0, passing=False)
     arrivals.restart(20.0, 1.0)
     hold = arrivals.patience(20.0, 1.0, 0.02)
     assert 0.0 < hold <= 0.021
     assert arrivals.patience(20.03, 1.0, 0.05) == 0.0
-    for now in range(21, 60):
+    waits = 0
+    for now in range(21, 200):
         arrivals.restart(float(now), 1.0)
-    assert arrivals.patience(59.0, 1.0, 0.02) == 0.0
+        waits += arrivals.patience(float(now), 1.0, 0.02) > 0.0
+    assert 0 < waits < 20  # it stops trusting, and looks again now and then
+
+
+def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
+    arrivals = Arrivals()
+    for now in range(5):
+        arrivals.restart(float(now), 1.0)
+        arrivals.arrived(now + 0.5, 3.0, passing=True)
+    arrivals.restart(20.0, 1.0)
+    assert arrivals.patience(20.0, 1.0, 0.02) == pytest.approx(0.01)

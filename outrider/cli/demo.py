@@ -1,0 +1,167 @@
+"""`outrider demo`: a whole cluster generates the same texts without and with speculation, and compares them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from outrider.cli.pad import parse_count
+from outrider.cli.reporting import FAILURE, INTERRUPTED
+from outrider.rpc.lifecycle import run_until_signal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.cli.compare import Pair
+    from outrider.client import AsyncClient, Generation
+    from outrider.config import ClusterConfig
+
+TEMPERATURES = (0.6, 0.0)
+SEED = 2024  # of the first prompt; the others count up
+WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    prompts: list[tuple[str, str]]  # (name, text)
+    max_tokens: int
+    parameters: int
+    dtype: Literal["float32", "bfloat16"]
+    verifier_threads: int
+    drafter_threads: int
+    models: Path
+
+
+def demo(
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, each at two temperatures.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens a text.")] = 96,
+    parameters: Annotated[
+        int, typer.Option(parser=parse_count, metavar="COUNT", help="Pad the target to it.")
+    ] = 150_000_000,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the target's weights.")] = "bfloat16",
+    verifier_threads: Annotated[int, typer.Option(min=1)] = 2,
+    drafter_threads: Annotated[int, typer.Option(min=1)] = 1,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
+    texts: Annotated[Path, typer.Option(help="JSON lines with a prompt each.")] = Path("examples/held_out.jsonl"),
+) -> None:
+    """Generate texts without and with speculation on a cluster of this machine; compare and measure."""
+    from outrider.cli.reporting import reported
+
+    with reported():
+        chosen = _short_prompts(texts, prompts)
+    options = _Options(chosen, max_tokens, parameters, dtype, verifier_threads, drafter_threads, models)
+    pairs: list[Pair] = []
+    run_until_signal(_run(options, pairs))
+    if len(pairs) < len(chosen) * len(TEMPERATURES):
+        raise SystemExit(INTERRUPTED)
+    if any(pair.verdict == "bug" for pair in pairs):
+        raise SystemExit(FAILURE)
+
+
+def _short_prompts(file: Path, count: int) -> list[tuple[str, str]]:
+    from outrider.errors import ConfigError
+
+    try:
+        entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        prompts = [(entry["id"], entry["prompt"]) for entry in entries if entry["id"].endswith("#short")]
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; run in a checkout of Outrider, or give --texts") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file}: must hold JSON lines with an id and a prompt") from None
+    if count > len(prompts):
+        raise ConfigError(f"flags: prompts: is {count}, {file} has {len(prompts)} short ones")
+    return prompts[:count]
+
+
+async def _run(options: _Options, pairs: list[Pair]) -> None:
+    from rich.console import Console
+
+    from outrider.cli.cluster import LocalCluster
+    from outrider.cli.report import last_line, print_report
+    from outrider.client import AsyncClient
+    from outrider.engine.padding import pad_checkpoint
+
+    begin = time.monotonic()
+    screen, progress = Console(highlight=False), Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="outrider-demo-") as folder:
+        padded = Path(folder) / "target"
+        with progress.status(f"padding {options.models / 'target'} to {options.parameters / 1e6:.0f}M parameters ..."):
+            await asyncio.to_thread(pad_checkpoint, options.models / "target", padded, parameters=options.parameters)
+        cluster = LocalCluster(
+            _config(options, padded),
+            forward=lambda name, line: progress.print(f"{name}: {line}", markup=False, soft_wrap=True),
+            ready=lambda process: progress.print(f"{process.name} (pid {process.pid}) listens on {process.address}"),
+        )
+        with progress.status("starting Redis, a verifier, a drafter and a router ..."):
+            await cluster.__aenter__()
+        try:
+            async with AsyncClient(cluster.router_address) as client:
+                await _warm_up(client, options)
+                for temperature in TEMPERATURES:
+                    numbers = range(len(options.prompts))
+                    pairs.extend([await _pair(screen, client, options, number, temperature) for number in numbers])
+        finally:
+            await cluster.__aexit__(None, None, None)
+    print_report(screen, pairs, options.dtype, time.monotonic() - begin)
+    print(last_line(pairs), flush=True)
+
+
+def _config(options: _Options, padded: Path) -> ClusterConfig:
+    from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+
+    return ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": padded}),
+        verifier=[
+            VerifierConfig(model=padded, name="target", dtype=options.dtype, threads=options.verifier_threads, slots=2)
+        ],
+        drafter=[DrafterConfig(model=options.models / "drafter", threads=options.drafter_threads, slots=2)],
+    )
+
+
+async def _warm_up(client: AsyncClient, options: _Options) -> None:
+    """Both ways once, so that nobody pays for first times in the figures."""
+    for speculation in ("off", "ema"):
+        await client.generate(options.prompts[0][1], speculation=speculation, max_tokens=WARM_UP_TOKENS)
+
+
+async def _pair(screen: Console, client: AsyncClient, options: _Options, number: int, temperature: float) -> Pair:
+    """One prompt both ways; who goes first alternates, so that a drifting machine favours neither."""
+    from outrider.cli.compare import TOLERANCE, Pair, verdict
+
+    name, prompt = options.prompts[number]
+    screen.rule(f"[bold]{name}[/]  temperature {temperature:g}  seed {SEED + number}", align="left")
+    screen.print(f"... {prompt[-200:]}", style="dim", markup=False, end="\n\n")
+
+    async def generate(speculation: Literal["off", "ema"]) -> Generation:
+        screen.print("speculative:" if speculation == "ema" else "plain:", style="bold cyan")
+        stream = client.stream(
+            prompt,
+            temperature=temperature,
+            seed=SEED + number,
+            max_tokens=options.max_tokens,
+            speculation=speculation,
+        )
+        async for chunk in stream:
+            screen.print(chunk.text, end="", markup=False, soft_wrap=True)
+        usage = stream.result.usage
+        screen.print(
+            f"\n[{usage.completion_tokens} tokens in {usage.steps} steps, {usage.tokens_per_second:.1f} tok/s]\n",
+            style="green",
+            markup=False,
+        )
+        return stream.result
+
+    if number % 2:
+        speculative, plain = await generate("ema"), await generate("off")
+    else:
+        plain, speculative = await generate("off"), await generate("ema")
+    outcome = verdict(plain, speculative, TOLERANCE[options.dtype])
+    screen.print(f"plain and speculative text: {outcome}\n", style="bold red" if outcome == "bug" else "bold")
+    return Pair(temperature, plain, speculative, outcome)

@@ -1,0 +1,34 @@
+"""`outrider pad`: a checkpoint that costs like a larger one and says the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.reporting import reported
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def parse_count(text: str | int) -> int:
+    """A count like 150M. Raises BadParameter, which typer reports with the flag's name."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", str(text).strip().upper())
+    if match is None:
+        raise typer.BadParameter("must be a number like 150M, 1.5B or 150000000")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def pad(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder in Hugging Face format.")],
+    destination: Annotated[Path, typer.Argument(help="Folder to write the padded checkpoint to.")],
+    parameters: Annotated[int, typer.Option(parser=parse_count, metavar="COUNT", help="About how many, like 150M.")],
+) -> None:
+    """Pad a checkpoint with weights that do nothing, to see how a larger model would perform."""
+    from outrider.engine.padding import pad_checkpoint
+
+    with reported():
+        pad_checkpoint(source, destination, parameters=parameters)
+    print(f"outrider pad: wrote {destination}")

@@ -1,0 +1,81 @@
+"""The figures at the end of the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.compare import Pair, Verdict, repeated_share
+from outrider.client import Generation
+
+
+def print_report(screen: Console, pairs: Sequence[Pair], dtype: str, seconds: float) -> None:
+    """A table with a row for each temperature and one for all, and what to keep in mind when reading it."""
+    table = Table()
+    for heading in ("temperature", "texts", "plain tok/s", "speculative tok/s", "speedup"):
+        table.add_column(heading, justify="right")
+    for heading in ("acceptance length", "steps plain", "steps spec.", "wire bytes/token", "repeated 4-grams"):
+        table.add_column(heading, justify="right")
+    temperatures = list(dict.fromkeys(pair.temperature for pair in pairs))
+    for temperature in temperatures:
+        table.add_row(f"{temperature:g}", *_row([pair for pair in pairs if pair.temperature == temperature]))
+    table.add_section()
+    table.add_row("all", *_row(pairs))
+    screen.print(table)
+    screen.print(
+        f"tok/s: tokens after the first one over the time from the first to the last, as the router saw them ({dtype} "
+        "target). The acceptance is that of the small models in models/, whatever the target is padded to. At "
+        "temperature 0 they fall into loops that any drafter predicts, as the repeated 4-grams show: judge by 0.6. "
+        f"The demo took {seconds:.0f} s.",
+        markup=False,
+    )
+
+
+def last_line(pairs: Sequence[Pair]) -> str:
+    """The line for scripts."""
+    verdicts = [pair.verdict for pair in pairs]
+    plain, speculative = _runs(pairs)
+    return (
+        f"demo: texts={len(pairs)} identical={verdicts.count(Verdict.IDENTICAL)} "
+        f"near_ties={verdicts.count(Verdict.NEAR_TIE)} bugs={verdicts.count(Verdict.BUG)} "
+        f"plain_tok_s={_speed(plain):.1f} speculative_tok_s={_speed(speculative):.1f} "
+        f"speedup={_speedup(pairs):.2f} acceptance_length={_acceptance_length(speculative):.2f}"
+    )
+
+
+def _row(pairs: Sequence[Pair]) -> list[str]:
+    plain, speculative = _runs(pairs)
+    tokens = sum(run.usage.completion_tokens for run in speculative)
+    return [
+        str(len(pairs)),
+        f"{_speed(plain):.1f}",
+        f"{_speed(speculative):.1f}",
+        f"{_speedup(pairs):.2f}",
+        f"{_acceptance_length(speculative):.2f}",
+        str(sum(run.usage.steps for run in plain)),
+        str(sum(run.usage.steps for run in speculative)),
+        f"{sum(run.usage.wire_bytes for run in speculative) / max(tokens, 1):.0f}",
+        f"{repeated_share([run.token_ids for run in plain]):.0%}",
+    ]
+
+
+def _runs(pairs: Sequence[Pair]) -> tuple[list[Generation], list[Generation]]:
+    return [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
+
+
+def _speed(runs: Sequence[Generation]) -> float:
+    seconds = sum(run.usage.decode_s for run in runs)
+    tokens = sum(max(run.usage.completion_tokens - 1, 0) for run in runs)
+    return tokens / seconds if seconds else 0.0
+
+
+def _speedup(pairs: Sequence[Pair]) -> float:
+    plain, speculative = _runs(pairs)
+    return _speed(speculative) / _speed(plain) if _speed(plain) else 0.0
+
+
+def _acceptance_length(runs: Sequence[Generation]) -> float:
+    steps = sum(run.usage.steps for run in runs)
+    return sum(run.usage.completion_tokens for run in runs) / steps if steps else 0.0

@@ -1,0 +1,49 @@
+"""Work that outlives the call it was for, and does not outlive the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from outrider.errors import OutriderError
+
+log = logging.getLogger(__name__)
+
+
+class Background:
+    """Tasks that nobody waits for, until `drain`. What they raise is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts the work. The task may be cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def drain(self, within_s: float) -> None:
+        """Waits for everything spawned so far and cancels what is not done in time."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=within_s)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, OutriderError):
+            log.warning("%s", error)
+        elif error is not None:
+            log.error("background work failed", exc_info=error)

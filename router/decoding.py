@@ -1,0 +1,139 @@
+"""The router's end of one Verifier.Decode call."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc.aio
+
+from outrider.core.contract import Contract, Plan, StepReport
+from outrider.errors import Cancelled, OutriderError, Unavailable
+from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.rpc.status import from_rpc_error
+from outrider.store.registry import Worker
+from outrider.v1 import types_pb2, verifier_pb2
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a verifier has to know to begin."""
+
+    session_id: str
+    epoch: int
+    model: str
+    tokenizer_digest: bytes
+    tokens: tuple[int, ...]  # of the session so far
+    digest: int  # over them
+    answer_position: int
+    contract: Contract
+    plan: Plan
+    window: int
+    timeout_s: float | None  # until the deadline; None: none
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The target's next tokens, as one step committed them."""
+
+    epoch: int
+    position: int  # of the first
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]  # one for each token
+    digest: int  # over the session with them
+    report: StepReport
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The generation ended by its contract."""
+
+    stopped: bool  # by a stop id; else by max_tokens
+
+
+class DecodeStream:
+    """One session on one verifier, from `open` to `cancel` or the end."""
+
+    def __init__(self, worker: Worker, channel: grpc.aio.Channel, start: Start) -> None:
+        self.worker = worker
+        self._start = start
+        self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
+
+    async def open(self) -> None:
+        """Sends the start and waits until the session has a place.
+
+        Raises what the verifier answers: Unavailable and Overloaded say that another one may be asked.
+        """
+        await self._send(verifier_pb2.DecodeRequest(start=_start_to_pb(self._start)))
+        if (await self._read()).WhichOneof("event") != "started":
+            raise self._broken("did not begin with DecodeStarted")
+
+    async def next(self) -> Commit | End:
+        """The next commit, or the end. Raises Unavailable when the verifier failed, DeadlineExceeded in time."""
+        response = await self._read()
+        event = response.WhichOneof("event")
+        if event == "finished":
+            return End(response.finished.reason == types_pb2.FINISH_REASON_STOP)
+        if event != "commit":
+            raise self._broken(f"sent {event!r} in the middle of a session")
+        commit = response.commit
+        if len(commit.gaps) != len(commit.tokens):
+            raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
+        return Commit(
+            epoch=commit.epoch,
+            position=commit.position,
+            tokens=tuple(commit.tokens),
+            gaps=tuple(commit.gaps),
+            digest=commit.digest,
+            report=report_from_pb(commit.report),
+        )
+
+    async def durable(self, position: int) -> None:
+        """Tells that every token below `position` is in the log."""
+        await self._send(verifier_pb2.DecodeRequest(durable=position))
+
+    async def plan(self, plan: Plan) -> None:
+        """Sends new ceilings."""
+        await self._send(verifier_pb2.DecodeRequest(plan=plan_to_pb(plan)))
+
+    def cancel(self) -> None:
+        """Ends the call; the verifier starts no further step. A pending `next` raises CancelledError."""
+        self._call.cancel()
+
+    async def _send(self, request: verifier_pb2.DecodeRequest) -> None:
+        # An error says that the call has ended; reading says how.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(request)
+
+    async def _read(self) -> verifier_pb2.DecodeResponse:
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(from_rpc_error(error)) from None
+        if not isinstance(response, verifier_pb2.DecodeResponse):  # the end of the stream
+            raise self._broken("ended the session early")
+        return response
+
+    def _translated(self, error: OutriderError) -> OutriderError:
+        if isinstance(error, Unavailable | Cancelled):  # nobody here cancelled: the verifier is going down
+            return self._broken(f"failed ({error})")
+        return error
+
+    def _broken(self, what: str) -> Unavailable:
+        return Unavailable(f"verifier {self.worker.worker_id} at {self.worker.address} {what}; try again")
+
+
+def _start_to_pb(start: Start) -> verifier_pb2.DecodeStart:
+    return verifier_pb2.DecodeStart(
+        session_id=start.session_id,
+        epoch=start.epoch,
+        model=start.model,
+        tokenizer_digest=start.tokenizer_digest,
+        tokens=start.tokens,
+        digest=start.digest,
+        answer_position=start.answer_position,
+        contract=contract_to_pb(start.contract),
+        plan=plan_to_pb(start.plan),
+        window=start.window,
+    )

@@ -1,0 +1,83 @@
+"""What a router knows of a model: its tokenizer and the tokens that end a text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.core.contract import MAX_STOP_IDS
+from outrider.core.digest import tokenizer_digest
+from outrider.errors import CheckpointError
+
+_LONG_TEXT = 4096  # characters; tokenizing more than this takes longer than other sessions should wait
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this router takes requests for."""
+
+    name: str
+    tokenizer: Tokenizer
+    digest: bytes  # of the tokenizer
+    eos_ids: tuple[int, ...]
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer itself puts around one."""
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text)
+        return self._encode(text)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text).ids)
+
+
+def load_model(name: str, folder: Path) -> ServedModel:
+    """Reads tokenizer.json and, where they are, generation_config.json and config.json.
+
+    Raises CheckpointError naming the file that is missing or broken.
+    """
+    path = folder / "tokenizer.json"
+    blob = _read(path)
+    if blob is None:
+        raise CheckpointError(f"{path}: no such file; models.{name} must be a folder that holds tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_buffer(blob)
+        digest = tokenizer_digest(blob)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    return ServedModel(name, tokenizer, digest, tuple(_eos_ids(folder)))
+
+
+def _eos_ids(folder: Path) -> Iterable[int]:
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        blob = _read(path)
+        if blob is None:
+            continue
+        try:
+            values: Any = json.loads(blob)
+            found = values.get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise CheckpointError(f"{path}: not a JSON object") from None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if len(ids) > MAX_STOP_IDS or not all(type(token) is int and token >= 0 for token in ids):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of up to {MAX_STOP_IDS}")
+        return ids
+    return ()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,129 @@
+"""Requests: what has become an `Ask` has been checked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.config import RouterConfig
+from outrider.core.contract import Contract, Plan
+from outrider.core.control import GammaPolicy, policy
+from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
+from outrider.rpc.codec import check_tokens
+from outrider.store.registry import Worker
+from outrider.v1 import inference_pb2
+from router.models import ServedModel
+
+DEFAULT_MAX_TOKENS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One valid request, but for what depends on the verifier (see `check_fits`)."""
+
+    model: ServedModel
+    prompt: str | tuple[int, ...]
+    contract: Contract
+    stops: tuple[str, ...]
+    policy: GammaPolicy
+
+
+def parse(request: inference_pb2.GenerateRequest, models: Mapping[str, ServedModel], config: RouterConfig) -> Ask:
+    """Checks a request and fills in what it leaves out.
+
+    Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
+    another tokenizer.
+    """
+    model = _model(request.model, models)
+    return Ask(
+        model=model,
+        prompt=_prompt(request, model),
+        contract=_contract(request.sampling, model),
+        stops=_stops(request.sampling.stop),
+        policy=_policy(request.speculation, config),
+    )
+
+
+def check_fits(prompt: Sequence[int], contract: Contract, verifiers: Sequence[Worker]) -> list[Worker]:
+    """Those of one model's verifiers that can hold prompt and answer. Raises InvalidRequest when none can."""
+    check_tokens(prompt, max(worker.vocabulary for worker in verifiers), "prompt")
+    needed = len(prompt) + contract.max_tokens
+    context = max(worker.context for worker in verifiers)
+    if len(prompt) >= context:
+        raise InvalidRequest("prompt", f"has {len(prompt)} tokens, must have at most {context - 1}")
+    if needed > context:
+        raise InvalidRequest(
+            "max_tokens",
+            f"is {contract.max_tokens}, must be at most {context - len(prompt)}: "
+            f"the prompt takes {len(prompt)} of the context of {context}",
+        )
+    return [worker for worker in verifiers if worker.context >= needed]
+
+
+def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+    if not name and len(models) == 1:
+        return next(iter(models.values()))
+    if name not in models:
+        there = ", ".join(sorted(models))
+        raise NotFound(f"model {name!r} is not served here; there are: {there}" if name else f"name one of: {there}")
+    return models[name]
+
+
+def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...]:
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        digest = request.token_ids.tokenizer_digest
+        if digest and digest != model.digest:
+            raise TokenizerMismatch(
+                f"token_ids.tokenizer_digest: is {digest.hex()}, model {model.name!r} has {model.digest.hex()}; "
+                "tokenize with the model's own tokenizer or send text"
+            )
+        prompt: str | tuple[int, ...] = tuple(request.token_ids.ids)
+    else:
+        prompt = request.text
+    if not prompt:
+        raise empty_prompt()
+    return prompt
+
+
+def empty_prompt() -> InvalidRequest:
+    """The error for a prompt without a single token."""
+    return InvalidRequest("prompt", "is empty, must be text or token_ids with at least one token")
+
+
+def _contract(sampling: inference_pb2.Sampling, model: ServedModel) -> Contract:
+    return Contract(
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        choice=sampling.choice,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        stop_ids=() if sampling.ignore_eos else model.eos_ids,
+    )
+
+
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest("stop", f"has {len(stops)} strings, must have at most {MAX_STOPS}")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {MAX_STOP_CHARACTERS}")
+    return tuple(stops)
+
+
+def _policy(speculation: inference_pb2.Speculation, config: RouterConfig) -> GammaPolicy:
+    if speculation.depth > MAX_DEPTH:
+        raise InvalidRequest("speculation.depth", f"is {speculation.depth}, must be 0 (the default) to {MAX_DEPTH}")
+    ceilings = Plan(
+        depth=speculation.depth or config.depth,
+        width=config.width,
+        nodes=config.nodes,
+        wait_us=config.wait_us,
+        overlap=config.overlap,
+    )
+    return policy(speculation.policy or config.policy, ceilings)

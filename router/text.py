@@ -1,0 +1,117 @@
+"""Tokens to text, piece by piece: characters never split, stop strings found wherever they span."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not a character, or not yet
+_CONTEXT = 5  # tokens of the prompt that the first piece is decoded after
+_LONGEST_HOLD = 64  # tokens; a character has four bytes at most, so anything longer is not going to be one
+
+
+class Detokenizer:
+    """One answer's text, token by token: the pieces together are what decoding all tokens at once gives.
+
+    A token that ends inside a character gives nothing until the character is complete. Special tokens and
+    `silent` ones have no text. Each piece is decoded together with the one before it, because some decoders
+    treat a text's first token in their own way; the answer's first piece comes after the prompt's end.
+
+    Bytes that are no characters may come out as more or fewer replacement characters than at once if more than
+    64 tokens in a row leave the text undecided.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), silent: Iterable[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        added = tokenizer.get_added_tokens_decoder()
+        self._silent = {*silent, *(token for token, added_token in added.items() if added_token.special)}
+        self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
+        self._settled_text = self._decode(self._settled)
+        if self._settled_text.endswith(_REPLACEMENT):  # the prompt ends inside a character; it keeps that part
+            self._settled, self._settled_text = [], ""
+        self._open: list[int] = []  # tokens whose text is not out yet
+
+    def feed(self, token: int) -> str:
+        """The text that this token completes."""
+        if token in self._silent:
+            return ""
+        self._open.append(token)
+        text = self._decode(self._settled + self._open)
+        if text.endswith(_REPLACEMENT) and len(self._open) < _LONGEST_HOLD:
+            return ""
+        return self._release(text)
+
+    def flush(self) -> str:
+        """The text of whatever is still open; for the end of the answer."""
+        return self._release(self._decode(self._settled + self._open)) if self._open else ""
+
+    def _release(self, text: str) -> str:
+        piece = text[len(self._settled_text) :]
+        self._settled, self._open = self._open, []
+        self._settled_text = self._decode(self._settled)
+        return piece
+
+
+class StopStrings:
+    """Ends a text at the first stop string; holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """The text that can go out, and whether it ends there because a stop string is complete."""
+        self._held += piece
+        found = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        cut = min(found) if found else len(self._held) - self._undecided()
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, bool(found)
+
+    def flush(self) -> str:
+        """What was held back; for the end of an answer that no stop string ended."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            start = self._held.find(stop[0], max(0, len(self._held) - len(stop) + 1))
+            while start >= 0 and not stop.startswith(self._held[start:]):
+                start = self._held.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(self._held) - start)
+        return longest
+
+
+class Taken(NamedTuple):
+    """What an answer took of some tokens."""
+
+    text: str  # that is complete now
+    tokens: int  # how many belong to the answer: all, or those up to the one that completed a stop string
+    stopped: bool  # whether a stop string is complete
+
+
+class AnswerText:
+    """The text of one answer. Where it stops does not depend on how the tokens came."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+
+    def feed(self, tokens: Sequence[int]) -> Taken:
+        """Takes tokens up to the first that completes a stop string."""
+        pieces: list[str] = []
+        for count, token in enumerate(tokens, 1):
+            piece, stopped = self._stops.feed(self._detokenizer.feed(token))
+            pieces.append(piece)
+            if stopped:
+                return Taken("".join(pieces), count, True)
+        return Taken("".join(pieces), len(tokens), False)
+
+    def flush(self) -> str:
+        """The rest of the text, when no stop string ended it."""
+        piece, stopped = self._stops.feed(self._detokenizer.flush())
+        return piece if stopped else piece + self._stops.flush()

@@ -1,0 +1,143 @@
+"""Whatever a user gets wrong on the command line: exit status 2, a message that names it, no traceback."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outrider.store.embedded import EmbeddedRedis
+
+ROOT = Path(__file__).parents[2]
+NO_REDIS = "redis://127.0.0.1:1"
+
+
+def outrider(*arguments: str, redis: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "COLUMNS": "200", "TERM": "dumb"}
+    if redis is not None:
+        environment["REDIS_URL"] = redis
+    command = [sys.executable, "-m", "outrider.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *fragments: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for fragment in fragments:
+        assert fragment in done.stderr
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with EmbeddedRedis() as server:
+        yield server.url
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def cluster_file(folder: Path, text: str) -> str:
+    file = folder / "cluster.toml"
+    file.write_text(text)
+    return str(file)
+
+
+VALID = f"""
+[router]
+listen = "127.0.0.1:0"
+models = {{ target = "{ROOT}/models/target" }}
+[[verifier]]
+model = "{ROOT}/models/target"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        (VALID + "thread = 2", ("verifier.0.thread: unknown key",)),
+        (VALID + "slots = 0", ("verifier.0.slots:", "greater than or equal to 1")),
+        (VALID + 'listen = "nowhere"', ("verifier.0.listen:", "HOST:PORT")),
+        (VALID + 'name = "other"', ("verifier.0.name", "'other'", "(target)")),
+        (VALID.replace("[[verifier]]", "[[verifiers]]"), ("verifier: Field required", "verifiers: unknown key")),
+        ("[router", ("not valid TOML",)),
+    ],
+)
+def test_a_wrong_cluster_file_is_named_with_the_key(tmp_path: Path, text: str, fragments: tuple[str, ...]) -> None:
+    file = cluster_file(tmp_path, text)
+    assert_refused(outrider("up", file), *fragments)
+
+
+def test_a_missing_cluster_file_is_named() -> None:
+    assert_refused(outrider("up", "no-such.toml"), "no-such.toml: No such file or directory")
+
+
+def test_up_repeats_what_a_server_that_cannot_start_said(tmp_path: Path, redis_url: str, busy: str) -> None:
+    missing = VALID.replace('model = "', 'model = "/no-such')
+    done = outrider("up", cluster_file(tmp_path, missing), redis=redis_url)
+    assert_refused(done, "outrider: verifier-0: ", f"/no-such{ROOT}/models/target")
+    assert done.stderr.count("outrider: ") == 1
+    done = outrider("up", cluster_file(tmp_path, VALID.replace("127.0.0.1:0", busy)), redis=redis_url)
+    assert_refused(done, f"outrider: router: listen: cannot bind {busy} (Address already in use)")
+
+
+@pytest.mark.parametrize("role", ["router", "verifier", "drafter"])
+def test_an_unreachable_redis_is_named(role: str) -> None:
+    model = "target=models/target" if role == "router" else "models/drafter"
+    done = outrider(role, "--model", model, "--listen", "127.0.0.1:0", redis=NO_REDIS)
+    assert_refused(done, "Redis at 127.0.0.1:1 cannot be reached", "REDIS_URL")
+
+
+def test_a_busy_port_is_named(redis_url: str, busy: str) -> None:
+    done = outrider("router", "--model", "target=models/target", "--listen", busy, redis=redis_url)
+    assert_refused(done, f"cannot bind {busy} (Address already in use)", "port 0")
+
+
+def test_a_missing_checkpoint_is_named(redis_url: str) -> None:
+    assert_refused(outrider("verifier", "--model", "models/nothing", redis=redis_url), "models/nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("router", "--model", "target"), ("--model", "NAME=FOLDER")),
+        (("router", "--model", "t=x", "--wait-us", "-1"), ("wait_us", "greater than or equal to 0")),
+        (("router", "--model", "t=x", "--policy", "best"), ("policy", "'ema', 'fixed' or 'off'")),
+        (("verifier", "--model", "x", "--dtype", "int8"), ("dtype", "'float32' or 'bfloat16'")),
+        (("verifier", "--model", "x", "--threads", "two"), ("--threads", "'two'")),
+        (("drafter", "--model", "x", "--level-nodes", "0"), ("level_nodes", "greater than or equal to 1")),
+        (("drafter", "--model", "x", "--speed", "9"), ("--speed",)),
+        (("drafter",), ("--model",)),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_flag_of_a_server_is_named(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+    assert_refused(outrider(*arguments, redis=NO_REDIS), *fragments)
+
+
+def test_a_missing_redis_flag_is_named() -> None:
+    assert_refused(outrider("verifier", "--model", "models/target"), "--redis", "REDIS_URL")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        (("generate", "x", "--temperature", "-1"), ("temperature: is -1.0, must be a number from 0 to 100",)),
+        (("generate", "x", "--address", "here"), ("address: is 'here', must be HOST:PORT",)),
+        (("generate", "x", "--address", "127.0.0.1:1"), ("no router can be reached at 127.0.0.1:1",)),
+        (("generate", "x", "--speculation", "wild"), ("--speculation", "ema")),
+        (("pad", "models/target", "x", "--parameters", "many"), ("--parameters", "150M")),
+        (("pad", "models/nothing", "x", "--parameters", "9M"), ("models/nothing",)),
+        (("demo", "--texts", "nowhere.jsonl"), ("nowhere.jsonl: No such file",)),
+        (("demo", "--models", "nowhere"), ("nowhere/target",)),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_argument_of_a_command_is_named(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
+    assert_refused(outrider(*arguments), *fragments)

@@ -1,0 +1,124 @@
+"""Flags, configuration sections and the command lines of a cluster's processes say the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli import serve
+from outrider.cli.cluster import flags
+from outrider.cli.main import app
+from outrider.cli.pad import parse_count
+from outrider.config import DrafterConfig, RouterConfig, Section, VerifierConfig
+
+SECTIONS: dict[str, Section] = {
+    "router": RouterConfig(
+        listen="0.0.0.0:71",
+        models={"a": Path("/x"), "b": Path("/y=z")},
+        policy="fixed",
+        depth=3,
+        width=2,
+        nodes=9,
+        wait_us=17,
+        overlap=True,
+        drafters_per_session=2,
+        max_sessions=4,
+        window=5,
+        session_ttl_s=6,
+        lease_s=0.5,
+    ),
+    "verifier": VerifierConfig(
+        model=Path("/m"),
+        name="n",
+        listen="127.0.0.1:72",
+        advertise="h:1",
+        dtype="float32",
+        threads=2,
+        slots=3,
+        context=99,
+        prefill_chunk=16,
+        heartbeat_s=0.25,
+        drain_s=0.5,
+        max_nodes=7,
+    ),
+    "drafter": DrafterConfig(
+        model=Path("/m"),
+        name="n",
+        listen="127.0.0.1:72",
+        advertise="h:1",
+        dtype="float32",
+        threads=2,
+        slots=3,
+        context=99,
+        prefill_chunk=16,
+        heartbeat_s=0.25,
+        drain_s=0.5,
+        level_nodes=6,
+    ),
+}
+
+
+def parsed(role: str, arguments: list[str]) -> Section:
+    """What the command makes of a command line, without running the server."""
+    command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
+    context = command.make_context(role, ["--redis", "redis://x", *arguments])
+    kind = type(SECTIONS[role])
+    models = context.params.get("models")
+    return serve._section(kind, context, **({"models": serve.model_folders(models)} if models else {}))
+
+
+@pytest.mark.parametrize("role", SECTIONS)
+def test_every_field_of_a_section_survives_the_command_line(role: str) -> None:
+    section = SECTIONS[role]
+    defaults = type(section).model_construct()
+    for field in type(section).model_fields:
+        assert getattr(section, field) != getattr(defaults, field, None), f"{field} must differ to be tested"
+    assert parsed(role, flags(section)) == section
+
+
+def test_defaults_survive_the_command_line_too() -> None:
+    minimal = VerifierConfig(model=Path("/m"))
+    assert parsed("verifier", flags(minimal)) == minimal
+    assert parsed("router", ["--model", "a=/x"]) == RouterConfig(models={"a": Path("/x")})
+
+
+@pytest.mark.parametrize("role", SECTIONS)
+def test_the_help_states_the_defaults_of_the_configuration(role: str) -> None:
+    kind = type(SECTIONS[role])
+    command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        match = re.search(r"\[default: ([\w.:]+)\]", parameter.help or "")
+        if match and match[1] != "the":
+            field = kind.model_fields["context" if parameter.name == "context_tokens" else parameter.name]
+            assert str(field.default).removesuffix(".0") == match[1], parameter.name
+
+
+def test_counts_may_be_written_with_a_unit() -> None:
+    assert [parse_count(text) for text in ("150M", "1.5b", "2k", "7")] == [150_000_000, 1_500_000_000, 2_000, 7]
+
+
+def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
+    script = (
+        "import sys, outrider.cli.main\n"
+        "heavy = {'torch', 'grpc', 'redis', 'pydantic', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("demo", "up", "generate", "router", "verifier", "drafter", "pad"):
+        assert f" {command} " in result.output
+
+
+def test_a_server_started_for_a_parent_that_is_gone_does_not_start() -> None:
+    environment = {**os.environ, serve.PARENT: "1", "REDIS_URL": "redis://127.0.0.1:1"}
+    command = [sys.executable, "-m", "outrider.cli", "drafter", "--model", "models/drafter"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

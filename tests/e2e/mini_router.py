@@ -1,0 +1,96 @@
+"""A router reduced to what exactness tests need: it opens Decode itself, so that it decides drafters and plans."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from outrider.core.contract import OFF, Contract, Plan, StepReport
+from outrider.core.digest import EMPTY, extend
+from outrider.rpc.channels import open_channel
+from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterStub
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+
+SPECULATE = Plan(version=1, depth=8, width=4, nodes=16)
+_names = itertools.count(1)
+
+
+@dataclass
+class Answer:
+    """One generation as the verifier reported it."""
+
+    tokens: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    digest: int = 0
+
+    @property
+    def accepted(self) -> int:
+        return sum(report.accepted for report in self.reports)
+
+
+async def decode(
+    verifier: str,
+    prompt: Sequence[int],
+    contract: Contract,
+    *,
+    plan: Plan = SPECULATE,
+    drafters: Sequence[str] = (),
+    replan: Callable[[Answer], Plan | None] = lambda answer: None,
+    ready: int | None = None,
+) -> Answer:
+    """Runs one generation. Starts to acknowledge, hence to flow, once `ready` drafters are subscribed."""
+    session = f"exact-{next(_names)}"
+    answer = Answer()
+    commands: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
+
+    async with open_channel(verifier) as channel:
+        described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+        start = verifier_pb2.DecodeStart(
+            session_id=session,
+            epoch=1,
+            model=described.model,
+            tokenizer_digest=described.tokenizer_digest,
+            tokens=prompt,
+            digest=extend(EMPTY, prompt),
+            answer_position=len(prompt),
+            contract=contract_to_pb(contract),
+            plan=plan_to_pb(plan),
+            window=64,
+        )
+        commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
+
+        async def requests() -> AsyncIterator[verifier_pb2.DecodeRequest]:
+            while command := await commands.get():
+                yield command
+
+        if plan is not OFF:
+            await asyncio.gather(*(attach(drafter, session, verifier) for drafter in drafters))
+        async for response in VerifierStub(channel).Decode(requests()):
+            if response.WhichOneof("event") == "finished":
+                commands.put_nowait(None)
+            if response.WhichOneof("event") != "commit":
+                continue
+            commit = response.commit
+            assert commit.position == len(prompt) + len(answer.tokens)
+            answer.tokens += commit.tokens
+            answer.gaps += commit.gaps
+            answer.digest = commit.digest
+            answer.reports.append(report_from_pb(commit.report))
+            commands.put_nowait(verifier_pb2.DecodeRequest(durable=commit.position + len(commit.tokens)))
+            changed = replan(answer)
+            if changed is not None:
+                commands.put_nowait(verifier_pb2.DecodeRequest(plan=plan_to_pb(changed)))
+    assert answer.digest == extend(EMPTY, [*prompt, *answer.tokens])
+    return answer
+
+
+async def attach(drafter: str, session: str, verifier: str) -> None:
+    async with open_channel(drafter) as channel:
+        with suppress(asyncio.CancelledError):
+            await DrafterStub(channel).Attach(
+                drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier)
+            )
