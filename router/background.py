@@ -26,17 +26,14 @@ class Background:
         return task
 
     async def drain(self, within_s: float) -> None:
-        """Waits for everything spawned so far and cancels what is not done in time."""
-        if not self._tasks:
-            return
-        _, late = await asyncio.wait(self._tasks, timeout=within_s)
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        """Waits until nothing is left, and cancels what is after `within_s` seconds."""
+        give_up = asyncio.get_running_loop().time() + within_s
+        while self._tasks and (left := give_up - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._tasks, timeout=left)
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc.aio
@@ -59,6 +60,8 @@ class DecodeStream:
         self.worker = worker
         self._start = start
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
+        # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
+        self._responses = aiter(self._call)
 
     async def open(self) -> None:
         """Sends the start and waits until the session has a place.
@@ -108,12 +111,11 @@ class DecodeStream:
 
     async def _read(self) -> verifier_pb2.DecodeResponse:
         try:
-            response = await self._call.read()
+            return await anext(self._responses)
+        except StopAsyncIteration:
+            raise self._broken("ended the session early") from None
         except grpc.aio.AioRpcError as error:
             raise self._translated(from_rpc_error(error)) from None
-        if not isinstance(response, verifier_pb2.DecodeResponse):  # the end of the stream
-            raise self._broken("ended the session early")
-        return response
 
     def _translated(self, error: OutriderError) -> OutriderError:
         if isinstance(error, Unavailable | Cancelled):  # nobody here cancelled: the verifier is going down

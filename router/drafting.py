@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Drafters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Worker ids of those attached."""
+        """Worker ids of those that were asked and have not failed."""
         return tuple(self._attached)
 
     def observe(self, subscribed: int) -> None:
@@ -62,9 +63,13 @@ class Drafters:
 
     def dismiss(self) -> None:
         """Detaches all, in the background."""
-        self._work.cancel()
-        for worker in [*self._attached.values()]:
-            self._background.spawn(self._detach(worker))
+        self._wanted = 0
+        self._background.spawn(self._leave())
+
+    async def _leave(self) -> None:
+        # An Attach on its way could overtake our Detach.
+        await asyncio.wait([self._work])
+        await asyncio.gather(*(self._detach(worker) for worker in [*self._attached.values()]))
 
     async def _fill(self) -> None:
         """Attaches the best choices until there are enough."""

@@ -11,7 +11,7 @@ from enum import Enum
 
 from outrider.config import RouterConfig
 from outrider.core.digest import EMPTY, extend
-from outrider.errors import DeadlineExceeded, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.errors import Cancelled, DeadlineExceeded, OutriderError, Overloaded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
 from router.answer import Answer, Part
@@ -74,7 +74,7 @@ class Cluster:
 class Generation:
     """One session's only generation. `run` it once; `cancel` may come at any time.
 
-    `deadline` is absolute, in seconds since 1970.
+    `deadline` is absolute, in seconds since 1970. `ended` is set when `run` has returned or raised.
     """
 
     def __init__(self, cluster: Cluster, ask: Ask, deadline: float | None) -> None:
@@ -86,7 +86,7 @@ class Generation:
         self._plan = ask.policy.plan()
         self._stream: DecodeStream | None = None
         self._cancelled = False
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
 
     async def run(self, emit: Emit) -> None:
         """Emits Started, the answer's parts, and Finished; raises what went wrong. Leaves nothing running.
@@ -104,14 +104,14 @@ class Generation:
                 raise
             await emit(Finished(reason, len(prompt), self._figures))
         finally:
-            self._ended.set()
+            self.ended.set()
 
     async def cancel(self) -> None:
         """Ends the generation: no new step is started for it, and `run` finishes. Returns when it has."""
         self._cancelled = True
         if self._stream is not None:
             self._stream.cancel()
-        await self._ended.wait()
+        await self.ended.wait()
 
     async def _prepare(self) -> tuple[tuple[int, ...], list[Worker]]:
         """The prompt's tokens, and the verifiers that can answer it, best choice first."""
@@ -255,7 +255,7 @@ class Generation:
     def _why(self, error: BaseException) -> Reason:
         if isinstance(error, DeadlineExceeded):
             return Reason.DEADLINE
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError | Cancelled):
             passed = self._deadline is not None and time.time() >= self._deadline - _DEADLINE_SLACK_S
             return Reason.DEADLINE if passed else Reason.DISCONNECTED
         return Reason.FAILED

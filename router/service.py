@@ -6,12 +6,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from outrider.config import RouterConfig
-from outrider.errors import NotFound, Overloaded
+from outrider.errors import Cancelled, NotFound, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.store.client import connect, ping
@@ -59,7 +60,7 @@ class Inference(InferenceServicer):
             generation = Generation(self._cluster, ask, deadline)
             self.running[generation.session_id] = generation
             try:
-                await generation.run(lambda event: context.write(_event_to_pb(event)))
+                await generation.run(partial(_send, context))
             finally:
                 del self.running[generation.session_id]
 
@@ -125,9 +126,18 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
             announce(address)
             await asyncio.Event().wait()
     finally:
+        # The server forgets calls that were cancelled; their handlers may still be on their way out.
+        await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
         await background.drain(_CLEAN_UP_S)
         await fleet.close()
         await client.aclose()
+
+
+async def _send(context: Context[Any, Any], event: Event) -> None:
+    try:
+        await context.write(_event_to_pb(event))
+    except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
+        raise Cancelled("the client has gone") from None
 
 
 def _event_to_pb(event: Event) -> pb.GenerateResponse:

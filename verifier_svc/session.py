@@ -108,6 +108,7 @@ class Session:
         self._senders += 1
         subscription = Subscription(stream, attachment, self._senders)
         self.subscriptions[stream] = subscription
+        self.arrivals.disturb()
         return subscription
 
     def unsubscribe(self, stream: DraftStream) -> None:

@@ -40,8 +40,8 @@ class _Options:
 
 
 def demo(
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, each at two temperatures.")] = 6,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens a text.")] = 96,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, each at two temperatures.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens a text.")] = 80,
     parameters: Annotated[
         int, typer.Option(parser=parse_count, metavar="COUNT", help="Pad the target to it.")
     ] = 150_000_000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -13,11 +14,10 @@ from outrider.client import Generation
 
 def print_report(screen: Console, pairs: Sequence[Pair], dtype: str, seconds: float) -> None:
     """A table with a row for each temperature and one for all, and what to keep in mind when reading it."""
-    table = Table()
-    for heading in ("temperature", "texts", "plain tok/s", "speculative tok/s", "speedup"):
-        table.add_column(heading, justify="right")
-    for heading in ("acceptance length", "steps plain", "steps spec.", "wire bytes/token", "repeated 4-grams"):
-        table.add_column(heading, justify="right")
+    table = Table(box=SIMPLE, show_edge=False)
+    columns = ("T", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "plain\nsteps", "spec.\nsteps")
+    for heading in (*columns, "wire B\na token", "repeated\n4-grams"):
+        table.add_column(heading, justify="right", no_wrap=True)
     temperatures = list(dict.fromkeys(pair.temperature for pair in pairs))
     for temperature in temperatures:
         table.add_row(f"{temperature:g}", *_row([pair for pair in pairs if pair.temperature == temperature]))
@@ -49,7 +49,6 @@ def _row(pairs: Sequence[Pair]) -> list[str]:
     plain, speculative = _runs(pairs)
     tokens = sum(run.usage.completion_tokens for run in speculative)
     return [
-        str(len(pairs)),
         f"{_speed(plain):.1f}",
         f"{_speed(speculative):.1f}",
         f"{_speedup(pairs):.2f}",

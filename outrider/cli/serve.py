@@ -71,9 +71,13 @@ def router(
 
     config = _section(RouterConfig, context, models=model_folders(models))
     with _process("router", threads=1, loads="tokenizers") as announce:
-        from router.service import run
 
-        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+        def service() -> Coroutine[Any, Any, None]:
+            from router.service import run
+
+            return run(config, redis, announce=announce)
+
+        run_until_signal(_reachable_first(redis, service))
 
 
 def verifier(
@@ -97,9 +101,13 @@ def verifier(
 
     config = _section(VerifierConfig, context)
     with _process("verifier", threads=config.threads, loads=str(model)) as announce:
-        from verifier_svc.service import run
 
-        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+        def service() -> Coroutine[Any, Any, None]:
+            from verifier_svc.service import run
+
+            return run(config, redis, announce=announce)
+
+        run_until_signal(_reachable_first(redis, service))
 
 
 def drafter(
@@ -123,9 +131,13 @@ def drafter(
 
     config = _section(DrafterConfig, context)
     with _process("drafter", threads=config.threads, loads=str(model)) as announce:
-        from drafter_svc.service import run
 
-        run_until_signal(_reachable_first(redis, run(config, redis, announce=announce)))
+        def service() -> Coroutine[Any, Any, None]:
+            from drafter_svc.service import run
+
+            return run(config, redis, announce=announce)
+
+        run_until_signal(_reachable_first(redis, service))
 
 
 def model_folders(entries: list[str]) -> dict[str, str]:
@@ -170,21 +182,17 @@ def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str],
         yield announce
 
 
-async def _reachable_first(redis_url: str, service: Coroutine[Any, Any, None]) -> None:
-    """The service, unless there is no Redis: a server that nobody can find must not look well."""
+async def _reachable_first(redis_url: str, service: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """The service, once there is a Redis: a server that nobody can find must not look well."""
     from outrider.store.client import connect, translated
 
+    client = connect(redis_url)
     try:
-        client = connect(redis_url)
-        try:
-            with translated(client):
-                await client.ping()
-        finally:
-            await client.aclose()
-    except BaseException:
-        service.close()
-        raise
-    await service
+        with translated(client):
+            await client.ping()
+    finally:
+        await client.aclose()
+    await service()
 
 
 def _die_with_parent() -> None:

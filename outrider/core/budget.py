@@ -79,28 +79,34 @@ class Arrivals:
     """Learns what one session's deltas bring after a commit: the k-th one's delay and gain in expected tokens.
 
     A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter.
-    So that a drafter which was never waited for can show what it is worth, a wait is tried when nothing is known,
-    and again after EXPLORE commits of which nothing was learned.
+    So that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then,
+    ever more seldom while it brings nothing.
     """
 
     DEPTH = 16
-    EXPLORE = 48
+    FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried
 
     def __init__(self) -> None:
         self._delay: list[float] = []  # seconds since the one before (the first: since the commit was sent)
         self._gain: list[float] = []
+        self._lessons: list[int] = []  # how often each was learned
         self._count = 0  # deltas since the last commit
         self._last = 0.0  # when the latest of them came, or the commit went out
         self._expected = 0.0
-        self._quiet = True  # whether no pass has run since the commit
+        self._quiet = False  # whether nothing disturbed the drafter since the commit
         self._waited = False  # whether the next delta was waited for
-        self._untaught = 0  # commits since something was learned
+        self._unwaited = 0  # commits since the last wait
+        self._trial = self.FIRST_TRIAL
+
+    def disturb(self) -> None:
+        """Until the next commit, delays tell nothing: a drafter has just begun, and reads the prompt."""
+        self._quiet = False
 
     def restart(self, now: float, expected: float) -> None:
         """A commit went out; the tree that was left is worth `expected` tokens."""
-        if self._waited:
+        if self._waited and self._quiet:
             self._learn(now - self._last, 0.0)
-        self._untaught += 1
+        self._unwaited += 1
         self._count = 0
         self._last = now
         self._expected = expected
@@ -122,24 +128,29 @@ class Arrivals:
         Waiting pays if some number of further deltas raises expected tokens over time:
         (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
         """
-        hold = self._worthwhile(now - self._last, expected, seconds)
-        self._waited = self._waited or hold > 0.0
+        passed = now - self._last
+        if self._delay and self._count < self.DEPTH and self._pays(passed, expected, seconds):
+            self._trial = self.FIRST_TRIAL
+            hold = 2 * self._forecast(self._count)[0] - passed
+        elif self._count == 0 and (self._unwaited >= self._trial or self._waited):
+            if not self._waited:
+                self._trial = min(self.LAST_TRIAL, 2 * self._trial)
+            hold = seconds / 2 - passed
+        else:
+            return 0.0
+        self._waited = True
+        self._unwaited = 0
         return max(0.0, hold)
 
-    def _worthwhile(self, passed: float, expected: float, seconds: float) -> float:
-        if self._count == 0 and (not self._delay or self._untaught >= self.EXPLORE):
-            return seconds / 2 - passed
-        if self._count >= self.DEPTH:
-            return 0.0
-        next_delay, _ = self._forecast(self._count)
-        gain, delay = 0.0, -min(passed, next_delay)
-        for index in range(self._count, min(len(self._delay) + 1, self.DEPTH)):
+    def _pays(self, passed: float, expected: float, seconds: float) -> bool:
+        gain, delay = 0.0, -min(passed, self._forecast(self._count)[0])
+        for index in range(self._count, max(len(self._delay), self._count + 1)):
             more_delay, more_gain = self._forecast(index)
             gain += more_gain
             delay += more_delay
             if (expected + gain) * seconds > expected * (seconds + delay):
-                return 2 * next_delay - passed
-        return 0.0
+                return True
+        return False
 
     def _forecast(self, index: int) -> tuple[float, float]:
         """Delay and gain of a delta. One that was never waited for is believed to bring half of the one before."""
@@ -148,10 +159,12 @@ class Arrivals:
         return self._delay[-1], self._gain[-1] / 2
 
     def _learn(self, delay: float, gain: float) -> None:
-        self._untaught = 0
+        if self._count == len(self._delay) and self._count < self.DEPTH:
+            self._delay.append(0.0)
+            self._gain.append(0.0)
+            self._lessons.append(0)
         if self._count < len(self._delay):
-            self._delay[self._count] += 0.2 * (delay - self._delay[self._count])
-            self._gain[self._count] += 0.2 * (gain - self._gain[self._count])
-        elif self._count < self.DEPTH:
-            self._delay.append(delay)
-            self._gain.append(gain)
+            self._lessons[self._count] += 1
+            weight = max(0.15, 1 / self._lessons[self._count])
+            self._delay[self._count] += weight * (delay - self._delay[self._count])
+            self._gain[self._count] += weight * (gain - self._gain[self._count])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from outrider.engine.packing import Run
+from outrider.engine.packing import Cells, Run, Stretch
+
+ALL = slice(None)
 
 
 class KVCache:
@@ -20,14 +24,13 @@ class KVCache:
         part = self._data[:, :, run.slot : run.slot + run.slots, :, : run.keys]
         return part[:, 0].unbind(0), part[:, 1].unbind(0)
 
-    def targets(self, written: tuple[int, int, int]) -> tuple[Tensor, ...]:
-        """Where one session's new rows go, a tensor [rows, 2, kv_head, dim] for each layer."""
-        slot, start, stop = written
-        return self._data[:, :, slot, :, start:stop].permute(0, 3, 1, 2, 4).unbind(0)
-
-    def scatter(self, layer: int, slots: Tensor, rows: Tensor, new: Tensor) -> None:
-        """Writes `new` [n, 2, kv_head, dim] to one slot and row for each."""
-        self._layers[layer][:, slots, :, rows] = new
+    def writer(self, written: Stretch | Cells) -> Callable[[int, Tensor], object]:
+        """A function that writes one layer's new keys and values, [n, 2, kv_head, dim], where `written` says."""
+        if isinstance(written, Stretch):
+            part = self._data[:, :, written.slot, :, written.start : written.stop]
+            targets = part.permute(0, 3, 1, 2, 4).unbind(0)
+            return lambda layer, new: targets[layer].copy_(new)
+        return lambda layer, new: self._layers[layer].__setitem__((ALL, written.slots, ALL, written.rows), new)
 
     def move(self, slot: int, source: Tensor, destination: Tensor) -> None:
         """Moves rows of one slot, in all layers at once. Every row is read before one is written."""

@@ -195,6 +195,11 @@ class Weights:
     ) -> None:
         self._stack.close()
 
+    def finish(self) -> None:
+        """Tells `progress` that all is taken: what is left are headers, and tensors of no use."""
+        if self._progress is not None:
+            self._progress(1.0)
+
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor as it is stored. Raises CheckpointError when it is missing or not of that shape."""
         if name not in self._files:

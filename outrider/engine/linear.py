@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 # Rows that the layout is chosen for. Measured from 1 to 32 rows, 8 is best or next to best everywhere.
 TYPICAL_ROWS = 8
@@ -21,7 +21,7 @@ class _Pack(Protocol):
 
 def can_prepack(dtype: torch.dtype) -> bool:
     """Whether this machine's oneDNN has prepacked linears of that type."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -31,13 +31,12 @@ def make_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Line
 
     Prepacked, a row's result is the same bits for 2 to 256 rows and may differ for one: give it two or more.
     """
-    weight = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     if not can_prepack(dtype):
-        kept = weight.contiguous()
-        return lambda x: F.linear(x, kept, bias)
+        kept = weight.to(dtype, copy=True)  # it may be a view of the file
+        return lambda x: functional.linear(x, kept, bias)
     pack: _Pack = torch.ops.mkldnn._reorder_linear_weight.default
-    packed = pack(weight.contiguous(), TYPICAL_ROWS)
+    packed = pack(weight.to(dtype).contiguous(), TYPICAL_ROWS)
     apply = torch.ops.mkldnn._linear_pointwise.default
 
     def linear(x: Tensor) -> Tensor:

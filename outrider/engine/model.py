@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,7 @@ def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Mod
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(take(f"{name}.weight", size), config.eps)
 
-    def parts(name: str, rows: int, columns: int, biased: bool) -> tuple[Tensor, Tensor | None]:
+    def parts(name: str, rows: int, columns: int, biased: bool) -> _Parts:
         return take(f"{name}.weight", rows, columns), take(f"{name}.bias", rows) if biased else None
 
     def group_first(rows: Tensor) -> Tensor:
@@ -82,11 +83,11 @@ def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Mod
         prefix = f"model.layers.{index}"
         attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        turned = [parts(f"{attention}.q_proj", queries, config.width, config.qkv_bias)]
-        turned.append(parts(f"{attention}.k_proj", keys, config.width, config.qkv_bias))
-        q, k = [tuple(None if t is None else interleave(t, config.head_dim) for t in pair) for pair in turned]
+        q = parts(f"{attention}.q_proj", queries, config.width, config.qkv_bias)
+        k = parts(f"{attention}.k_proj", keys, config.width, config.qkv_bias)
         v = parts(f"{attention}.v_proj", keys, config.width, config.qkv_bias)
-        q = tuple(None if t is None else group_first(t) for t in q)
+        q = _each(q, lambda rows: group_first(interleave(rows, config.head_dim)))
+        k = _each(k, lambda rows: interleave(rows, config.head_dim))
         out = parts(f"{attention}.o_proj", config.width, queries, config.output_bias)
         gate = parts(f"{ffn}.gate_proj", config.ffn, config.width, config.ffn_bias)
         up = parts(f"{ffn}.up_proj", config.ffn, config.width, config.ffn_bias)
@@ -113,7 +114,15 @@ def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Mod
     return Model(embedding, layers, last, make_linear(head, None, torch.float32), counted)
 
 
-def _fused(parts: tuple[tuple[Tensor, Tensor | None], ...], dtype: torch.dtype) -> Linear:
+_Parts = tuple[Tensor, Tensor | None]  # weight and bias
+
+
+def _each(parts: _Parts, change: Callable[[Tensor], Tensor]) -> _Parts:
+    weight, bias = parts
+    return change(weight), None if bias is None else change(bias)
+
+
+def _fused(parts: tuple[_Parts, ...], dtype: torch.dtype) -> Linear:
     """Several linears over one input as one."""
     biases = [bias for _, bias in parts if bias is not None]
     weight = torch.cat([weight for weight, _ in parts])

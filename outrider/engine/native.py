@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding, scaled_dot_product_attention, silu
 
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
@@ -78,6 +78,7 @@ class Engine:
         digest = read_tokenizer_digest(path)
         with Weights(path, progress) as weights, torch.inference_mode():
             model = load_model(weights, config, DTYPES[dtype])
+            weights.finish()
             return cls(
                 config,
                 model,
@@ -100,7 +101,7 @@ class Engine:
             hidden = self._run_layers(packed)
             if not packed.outputs_used:
                 return np.empty((0, self.vocabulary), np.float32)
-            logits = self._model.head(self._model.norm(hidden.index_select(0, packed.outputs)))
+            logits = self._model.head(self._model.norm(hidden))
             return logits.numpy()[: packed.outputs_used]
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
@@ -118,9 +119,7 @@ class Engine:
         with torch.inference_mode():
             self._cache.move(slot, torch.from_numpy(source), torch.from_numpy(destination))
 
-    def measure_costs(
-        self, tokens: Sequence[int], context: int = 256, repeats: int = 3
-    ) -> list[tuple[int, float]]:
+    def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 3) -> list[tuple[int, float]]:
         """Seconds (median of `repeats`) of a pass over n rows of one session behind `context` rows, for each n.
 
         Overwrites rows of the last slot. Where a slot has too few rows, `context` is taken shorter and an n that
@@ -146,9 +145,7 @@ class Engine:
         if not segments:
             raise ValueError("a pass needs at least one segment")
         for segment in segments:
-            segment.check(
-                slots=self.slots, rows=self.rows, vocabulary=self.vocabulary, positions=self._rope.shape[0]
-            )
+            segment.check(slots=self.slots, rows=self.rows, vocabulary=self.vocabulary, positions=self._rope.shape[0])
         if len({segment.slot for segment in segments}) != len(segments):
             raise ValueError("two segments of a pass share a slot")
 
@@ -159,25 +156,26 @@ class Engine:
             self._prepared.done = True
 
     def _run_layers(self, packed: Packed) -> Tensor:
-        """The residual stream after the last layer: [rows, width] float32."""
-        hidden = F.embedding(packed.tokens, self._model.embedding).float()
+        """The residual stream after the last layer, of the rows that want logits: [outputs, width] float32."""
+        hidden = embedding(packed.tokens, self._model.embedding).float()
         turns = self._rope.index_select(0, packed.positions).unsqueeze(1)  # [rows, 1, head_dim / 2] complex64
         views = [self._cache.views(run) for run in packed.runs]
-        targets = self._cache.targets(packed.written) if len(packed.written) == 3 else None
+        write = self._cache.writer(packed.written)
+        last = len(self._model.layers) - 1
         for index, layer in enumerate(self._model.layers):
             new = layer.qkv(layer.attention_norm(hidden).to(self._weights_dtype)).float()
             query, key_value = self._turn(layer, new, turns)
-            if targets is not None:
-                targets[index].copy_(key_value[: packed.used])
-            else:
-                slots, rows = packed.written
-                self._cache.scatter(index, slots, rows, key_value[: packed.used])
-            seen = [(keys[index], values[index]) for keys, values in views]
-            attended = self._attend(query, packed, seen)
+            write(index, key_value[: packed.used])
+            if index == last and not packed.outputs_used:
+                break  # only the KV was wanted
+            attended = self._attend(query, packed, [(keys[index], values[index]) for keys, values in views])
+            if index == last and packed.outputs is not None:
+                attended = attended.index_select(0, packed.outputs)
+                hidden = hidden.index_select(0, packed.outputs)
             hidden.add_(layer.output(attended.to(self._weights_dtype)))
             gate_up = layer.gate_up(layer.ffn_norm(hidden).to(self._weights_dtype))
-            gate, up = gate_up.split(self._config.ffn, 1)
-            hidden.add_(layer.down(F.silu(gate).mul_(up)))
+            gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
+            hidden.add_(layer.down(silu(gate).mul_(up)))
         return hidden
 
     def _turn(self, layer: Layer, new: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,7 +201,7 @@ class Engine:
         for run, (keys, values) in zip(packed.runs, seen, strict=True):
             part = query if len(packed.runs) == 1 else query[run.start : run.stop]
             folded = part.view(run.slots, -1, config.kv_heads, config.head_dim).transpose(1, 2)
-            result = F.scaled_dot_product_attention(folded, keys, values, attn_mask=run.mask)
+            result = scaled_dot_product_attention(folded, keys, values, attn_mask=run.mask)
             results.append(result.transpose(1, 2).reshape(part.shape))
         attended = results[0] if len(results) == 1 else torch.cat(results)
         return attended if packed.scatter is None else attended.index_select(0, packed.scatter)

@@ -36,6 +36,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring cache rows of one slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """Any cache rows."""
+
+    slots: Tensor  # [n] int64
+    rows: Tensor  # [n] int64
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """A pass: its rows, padded to a size that the linears like, and how attention and the head see them."""
 
@@ -45,8 +62,8 @@ class Packed:
     runs: tuple[Run, ...]
     gather: Tensor | None  # [queries] int64: row of each query; None: they are the same
     scatter: Tensor | None  # [rows] int64: query of each row; None: they are the same
-    written: tuple[int, int, int] | tuple[Tensor, Tensor]  # slot, from row, to row; or a slot and a row for each
-    outputs: Tensor  # [at least outputs_used, at least two] int64: rows that want logits
+    written: Stretch | Cells  # where the used rows' keys and values go
+    outputs: Tensor | None  # [outputs_used or more, two at least] int64: rows that want logits; None: all, as they are
     outputs_used: int
 
 
@@ -88,12 +105,9 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
         gather.append(sources.reshape(-1))
         query += slots * width
     same = query == rows and bool((scatter == np.arange(rows)).all())
-    outputs = np.concatenate(
-        [
-            np.arange(starts[segment.slot] + len(segment.tokens) - segment.outputs, starts[segment.slot] + len(segment.tokens))
-            for segment in segments
-        ]
-    )
+    ends = [starts[segment.slot] + len(segment.tokens) for segment in segments]
+    wants = zip(segments, ends, strict=True)
+    outputs = np.concatenate([np.arange(end - segment.outputs, end) for segment, end in wants])
     outputs_used = len(outputs)
     if outputs_used:
         outputs = np.pad(outputs, (0, padded_size(outputs_used) - outputs_used), mode="edge")
@@ -105,7 +119,7 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
         gather=None if same else torch.from_numpy(np.concatenate(gather)),
         scatter=None if same else torch.from_numpy(scatter),
         written=_written(members),
-        outputs=torch.from_numpy(outputs),
+        outputs=None if np.array_equal(outputs, np.arange(rows)) else torch.from_numpy(outputs),
         outputs_used=outputs_used,
     )
 
@@ -154,15 +168,15 @@ def _mask(run: Sequence[Segment], slots: int, width: int, keys: int, group: int)
     return torch.from_numpy(mask)[:, None, :, None].expand(-1, 1, -1, group, -1).reshape(slots, 1, -1, keys)
 
 
-def _written(members: Sequence[Sequence[Segment]]) -> tuple[int, int, int] | tuple[Tensor, Tensor]:
+def _written(members: Sequence[Sequence[Segment]]) -> Stretch | Cells:
     """Where the new rows' keys and values go, in packed order."""
     if len(members) == 1 and len(members[0]) == 1:
         segment = members[0][0]
         end = segment.prefix + segment.span
-        return segment.slot, end - len(segment.tokens), end
+        return Stretch(segment.slot, end - len(segment.tokens), end)
     packed = [segment for run in members for segment in run]
     ends = [segment.prefix + segment.span for segment in packed]
     counts = [len(segment.tokens) for segment in packed]
     slots = np.repeat(np.array([segment.slot for segment in packed], np.int64), counts)
     rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    return torch.from_numpy(slots), torch.from_numpy(rows)
+    return Cells(torch.from_numpy(slots), torch.from_numpy(rows))

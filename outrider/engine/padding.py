@@ -33,6 +33,7 @@ FFN_TILE = 64  # feed-forward sizes are multiples of this
 # Proportions of models of this family: units of the feed-forward, and layers, for the width.
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 85
+MOST_LAYERS = 128
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -95,18 +96,20 @@ def count_parameters(config: ModelConfig, shape: Shape) -> int:
 
 def choose_shape(config: ModelConfig, parameters: int) -> Shape | None:
     """The shape closest to the family's proportions with about that many parameters; None when none is that small."""
+    old = Shape(config.width, config.layers, config.kv_heads, config.ffn)
     best: tuple[float, Shape] | None = None
     for power in range(5):
         width = config.width * 4**power
-        kv_heads = max(config.kv_heads, round(width / (config.head_dim * config.group)))
-        for layers in range(config.layers, 129):
-            least = Shape(width, layers, kv_heads, config.ffn)
-            room = parameters - count_parameters(config, least)
-            unit = layers * (3 * width + (2 if config.ffn_bias else 0))
-            tiles = round(room / (unit * FFN_TILE))
-            if tiles < 0 or (tiles == 0 and least == Shape(config.width, config.layers, config.kv_heads, config.ffn)):
-                continue
+        # Doubled until the heads together are about as wide as the stream; transformers wants a divisor of the width.
+        doublings = max(0, round(math.log2(width / (config.head_dim * config.heads))))
+        kv_heads = config.kv_heads * 2**doublings
+        bare, one = (count_parameters(config, Shape(width, layers, kv_heads, config.ffn)) for layers in (0, 1))
+        tile = (3 * width + (2 if config.ffn_bias else 0)) * FFN_TILE
+        for layers in range(config.layers, MOST_LAYERS + 1):
+            tiles = round((parameters - bare - layers * (one - bare)) / (layers * tile))
             shape = Shape(width, layers, kv_heads, config.ffn + tiles * FFN_TILE)
+            if tiles < 0 or shape == old:
+                continue
             strain = abs(math.log(shape.ffn / (FFN_PER_WIDTH * width)))
             strain += abs(math.log(layers * WIDTH_PER_LAYER / width))
             if best is None or strain < best[0]:

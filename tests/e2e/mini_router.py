@@ -2,8 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.core.contract import OFF, Contract, Plan, StepReport
@@ -39,11 +38,15 @@ async def decode(
     *,
     plan: Plan = SPECULATE,
     drafters: Sequence[str] = (),
-    replan: Callable[[Answer], Plan | None] = lambda answer: None,
-    ready: int | None = None,
+    each: Callable[[Answer], Awaitable[Plan | None]] | None = None,
+    session: str | None = None,
+    pace: float = 0.0,
 ) -> Answer:
-    """Runs one generation. Starts to acknowledge, hence to flow, once `ready` drafters are subscribed."""
-    session = f"exact-{next(_names)}"
+    """Runs one generation. `each` hears of every commit and may answer with a new plan.
+
+    With a `pace`, the log is that many seconds behind and nothing may be ahead of it: drafters get this time.
+    """
+    session = session or f"exact-{next(_names)}"
     answer = Answer()
     commands: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
 
@@ -59,7 +62,7 @@ async def decode(
             answer_position=len(prompt),
             contract=contract_to_pb(contract),
             plan=plan_to_pb(plan),
-            window=64,
+            window=1 if pace else 64,
         )
         commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
 
@@ -80,17 +83,19 @@ async def decode(
             answer.gaps += commit.gaps
             answer.digest = commit.digest
             answer.reports.append(report_from_pb(commit.report))
+            await asyncio.sleep(pace)
             commands.put_nowait(verifier_pb2.DecodeRequest(durable=commit.position + len(commit.tokens)))
-            changed = replan(answer)
-            if changed is not None:
+            if each and (changed := await each(answer)):
                 commands.put_nowait(verifier_pb2.DecodeRequest(plan=plan_to_pb(changed)))
     assert answer.digest == extend(EMPTY, [*prompt, *answer.tokens])
     return answer
 
 
+async def detach(drafter: str, session: str) -> None:
+    async with open_channel(drafter) as channel:
+        await DrafterStub(channel).Detach(drafter_pb2.DetachRequest(session_id=session, epoch=1))
+
+
 async def attach(drafter: str, session: str, verifier: str) -> None:
     async with open_channel(drafter) as channel:
-        with suppress(asyncio.CancelledError):
-            await DrafterStub(channel).Attach(
-                drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier)
-            )
+        await DrafterStub(channel).Attach(drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier))

@@ -1,6 +1,7 @@
 """Text comes out in pieces, whole characters only, the same however the tokens came."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ byte_ids = st.lists(st.integers(0, 260), max_size=50)  # mostly single bytes: ha
 
 def _chunks(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 def _answer(stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> AnswerText:

@@ -1,0 +1,74 @@
+"""A whole cluster of real processes: reference models in fp32, one thread each."""
+
+import asyncio
+import json
+import warnings
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from outrider.cli.cluster import LocalCluster
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "models"
+
+
+def cluster_config(drafters: int = 1) -> ClusterConfig:
+    """Target and drafters in fp32: a drafter for each of `drafters`, and the target itself as the last."""
+    small = DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=16)
+    equal = DrafterConfig(model=MODELS / "target", dtype="float32", slots=16)
+    return ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, max_sessions=16),
+        verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=16)],
+        drafter=[small] * drafters + [equal],
+    )
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def cluster() -> AsyncIterator[LocalCluster]:
+    """Drafters 0 and 1 hold the small model, drafter 2 the target."""
+    async with LocalCluster(cluster_config(drafters=2), forward=lambda name, line: print(name, line)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Short held-out prompts."""
+    lines = (ROOT / "examples" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    return [entry["prompt"] for entry in entries if entry["id"].endswith("#short")]
+
+
+@pytest.fixture(scope="session")
+def reference(tokenizer: Tokenizer, prompts: list[str]) -> list[int]:
+    """What transformers says greedily after the first prompt: 256 tokens."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about itself
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(2)
+        model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+        ids = tokenizer.encode(prompts[0]).ids
+        with torch.inference_mode():
+            said = model.generate(
+                torch.tensor([ids]), max_new_tokens=256, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+    return said[0, len(ids) :].tolist()
+
+
+async def until(holds: object, seconds: float = 10.0) -> None:
+    """Waits until `holds()` is true."""
+    async with asyncio.timeout(seconds):
+        while not await holds():  # type: ignore[operator]
+            await asyncio.sleep(0.02)

@@ -1,0 +1,138 @@
+"""Small random checkpoints of varied shapes, and `transformers` as the slow reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from outrider.engine.batch import Segment
+from outrider.engine.native import Engine
+
+MODELS = Path(__file__).parents[2] / "models"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 99,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": True,
+}
+# What sets each shape apart from BASE.
+SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "grouped": (LlamaConfig, {}),
+    "one-kv-head-llama3": (LlamaConfig, {"num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "untied-wide-heads": (
+        LlamaConfig,
+        {"num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False, "vocab_size": 50},
+    ),
+    "biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3}),
+    "narrow-heads": (LlamaConfig, {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 6}),
+    "mistral": (MistralConfig, {"sliding_window": None, "tie_word_embeddings": False}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+}
+
+
+def make_checkpoint(folder: Path, shape: str = "grouped", **saving: Any) -> Path:
+    """A random float32 checkpoint; the logits' deviation is about one."""
+    kind, changes = SHAPES[shape]
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(kind(**{**BASE, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms and biases too: those that are one or zero hide mistakes.
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    model.save_pretrained(folder, **saving)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+@dataclass
+class Reference:
+    """`transformers` in float32, or in the type given."""
+
+    model: Any
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval())
+
+    def logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of a whole text in one pass: [tokens, vocabulary]."""
+        with torch.no_grad():
+            return self.model(torch.tensor([list(tokens)])).logits[0].double().numpy()
+
+
+def assert_same(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:
+    """Within 1e-5 for logits whose standard deviation is one or less, and in proportion above.
+
+    Float32 cannot do better: on the reference target (deviation 2.4, largest logit 12) the logits of transformers
+    itself are up to 2.1e-5 off those that it computes in float64.
+    """
+    assert ours.shape == reference.shape
+    assert ours.size
+    assert np.isfinite(ours).all()
+    difference = np.abs(ours - reference).max()
+    assert difference <= 1e-5 * max(1.0, float(reference.std())), difference
+
+
+def prompt(slot: int, tokens: NDArray[np.int64], prefix: int = 0, wanted: int | None = None) -> Segment:
+    """A causal chain behind `prefix` rows."""
+    return Segment(slot, prefix, tokens, np.arange(prefix, prefix + len(tokens)), wanted=wanted)
+
+
+def random_tokens(engine: Engine, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+    return random.integers(0, engine.vocabulary, count)
+
+
+@dataclass
+class Tree:
+    """A random token tree. Parents come before children; -1 is the root, which is committed."""
+
+    parents: list[int]
+    tokens: NDArray[np.int64]
+
+    @classmethod
+    def random(cls, engine: Engine, random: np.random.Generator, nodes: int) -> Tree:
+        return cls([int(random.integers(-1, node)) for node in range(nodes)], random_tokens(engine, random, nodes))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to the node."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def depths(self) -> NDArray[np.int64]:
+        return np.array([len(self.path(node)) for node in range(len(self.parents))])
+
+    def mask(self) -> NDArray[np.bool_]:
+        """[nodes, nodes]: every node sees its path."""
+        mask = np.zeros((len(self.parents), len(self.parents)), np.bool_)
+        for node in range(len(self.parents)):
+            mask[node, self.path(node)] = True
+        return mask
+
+    def segment(self, slot: int, prefix: int) -> Segment:
+        """The whole tree behind `prefix` rows, the last of which is the root."""
+        return Segment(slot, prefix, self.tokens, prefix - 1 + self.depths(), self.mask())

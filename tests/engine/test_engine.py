@@ -1,0 +1,105 @@
+"""The engine's contract beyond logits: what it refuses, what it reports, what it measures."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.core.digest import tokenizer_digest
+from outrider.engine.batch import Segment
+from outrider.engine.native import Engine
+from tests.engine.checkpoints import MODELS, Reference, prompt
+
+Pair = tuple[Engine, Reference]
+GOOD = prompt(0, np.array([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (prompt(8, np.array([1])), "slot 8"),
+        (prompt(-1, np.array([1])), "slot -1"),
+        (prompt(0, np.array([], np.int64)), "no rows"),
+        (prompt(0, np.array([131])), "vocabulary of 131"),
+        (prompt(0, np.array([-1])), "vocabulary of 131"),
+        (prompt(0, np.zeros(3, np.int64), 510), "510"),
+        (prompt(0, np.array([1]), -1), "prefix -1"),
+        (replace(GOOD, positions=np.array([1, 2])), "positions"),
+        (replace(GOOD, positions=np.array([1, 2, 512])), "position"),
+        (replace(GOOD, positions=np.array([-1, 2, 3])), "position"),
+        (replace(GOOD, mask=np.ones((2, 3), np.bool_)), "mask"),
+        (replace(GOOD, mask=np.ones((3, 2), np.bool_)), "mask"),
+        (replace(GOOD, mask=np.zeros((3, 3), np.bool_)), "see itself"),
+        (replace(GOOD, wanted=4), "wants 4"),
+        (replace(GOOD, wanted=-1), "wants -1"),
+    ],
+)
+def test_a_segment_that_does_not_fit_is_refused_by_name(small: Pair, bad: Segment, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        small[0].forward([prompt(1, np.array([1, 2])), bad])
+
+
+def test_a_pass_needs_segments_of_different_slots(small: Pair) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        small[0].forward([])
+    with pytest.raises(ValueError, match="share a slot"):
+        small[0].forward([GOOD, GOOD])
+
+
+def test_moves_out_of_range_are_refused_and_empty_ones_do_nothing(small: Pair) -> None:
+    engine, _ = small
+    engine.move(0, np.array([], np.int64), np.array([], np.int64))
+    for source, destination in (([512], [0]), ([0], [-1]), ([0, 1], [0])):
+        with pytest.raises(ValueError, match=r"move|row outside"):
+            engine.move(0, np.array(source), np.array(destination))
+    with pytest.raises(ValueError, match="slot 8"):
+        engine.move(8, np.array([0]), np.array([0]))
+
+
+def test_the_engine_describes_its_checkpoint(target: Pair) -> None:
+    engine, reference = target
+    assert (engine.vocabulary, engine.context, engine.rows, engine.slots) == (4096, 1024, 1280, 8)
+    assert engine.parameters == reference.model.num_parameters()
+    assert engine.eos_ids == (0,)
+    assert engine.dtype == "float32"
+    assert engine.tokenizer_digest == tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes())
+
+
+def test_costs_are_measured_for_what_fits_and_spare_other_sessions(small: Pair) -> None:
+    engine, _ = small
+    before = engine.forward([GOOD])
+    costs = engine.measure_costs([1, 8, 511, 512, 0])
+    assert [count for count, _ in costs] == [1, 8, 511]
+    assert all(0.0 < seconds < 5.0 for _, seconds in costs)
+    probe = prompt(0, np.array([4]), 3)
+    after = engine.forward([probe])
+    engine.forward([GOOD])
+    assert (engine.forward([probe]) == after).all()
+    assert (engine.forward([GOOD]) == before).all()
+
+
+def test_any_thread_may_run_a_pass_and_uses_the_engines_threads(small: Pair) -> None:
+    engine, _ = small
+    expected, found = engine.forward([GOOD]), []
+
+    def work() -> None:
+        found.append(engine.forward([GOOD]))
+        found.append(np.array(torch.get_num_threads()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (found[0] == expected).all()
+    assert found[1] == 1
+
+
+def test_progress_rises_to_one() -> None:
+    heard: list[float] = []
+    Engine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=heard.append)
+    assert heard == sorted(heard)
+    assert heard[0] > 0.0
+    assert heard[-1] == 1.0

@@ -1,0 +1,151 @@
+"""Small stand-ins for the router's neighbours, on real gRPC: they speak the wire and compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from outrider.core.digest import extend
+from outrider.errors import Overloaded
+from outrider.rpc.server import serving
+from outrider.rpc.status import translated
+from outrider.store.registry import Registry, Role, Worker
+from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
+from outrider.v1.verifier_pb2_grpc import VerifierServicer, add_VerifierServicer_to_server
+
+CONTEXT = 64
+
+
+class FakeVerifier(VerifierServicer):
+    """Says `script` over and over, `stride` tokens a step, one step every `pace_s` seconds, within the window."""
+
+    def __init__(self, script: list[int], *, pace_s: float = 0.0, stride: int = 1) -> None:
+        self.script = script
+        self.pace_s = pace_s
+        self.stride = stride
+        self.full = False
+        self.drafters = 0  # that reports count
+        self.starts: list[verifier_pb2.DecodeStart] = []
+        self.plans: list[types_pb2.Plan] = []
+        self.durable: dict[str, int] = {}  # session id -> position
+        self.steps = 0
+        self.open = 0
+
+    async def Decode(
+        self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        async with translated(context):
+            if self.full:
+                raise Overloaded("all slots are in use")
+            start = (await anext(requests)).start
+            self.starts.append(start)
+            self.open += 1
+            self.durable[start.session_id] = len(start.tokens)
+            listener = asyncio.create_task(self._listen(start.session_id, requests))
+            try:
+                await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
+                await self._speak(start, context)
+            finally:
+                listener.cancel()
+                self.open -= 1
+
+    async def _listen(self, session_id: str, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("command") == "durable":
+                self.durable[session_id] = request.durable
+            else:
+                self.plans.append(request.plan)
+
+    async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        digest, said, stopped = start.digest, 0, False
+        while said < start.contract.max_tokens and not stopped:
+            await asyncio.sleep(self.pace_s)
+            if len(start.tokens) + said >= self.durable[start.session_id] + start.window:
+                await asyncio.sleep(0.001)
+                continue
+            tokens: list[int] = []
+            while len(tokens) < self.stride and said + len(tokens) < start.contract.max_tokens and not stopped:
+                tokens.append(self.script[(said + len(tokens)) % len(self.script)])
+                stopped = tokens[-1] in start.contract.stop_ids
+            digest = extend(digest, tokens)
+            commit = verifier_pb2.DecodeCommit(
+                epoch=start.epoch,
+                position=len(start.tokens) + said,
+                tokens=tokens,
+                gaps=[0.5] * len(tokens),
+                digest=digest,
+                report=types_pb2.StepReport(
+                    verified=4, accepted=len(tokens) - 1, verified_depth=4, wire_bytes=10, drafters=self.drafters
+                ),
+            )
+            await context.write(verifier_pb2.DecodeResponse(commit=commit))
+            said += len(tokens)
+            self.steps += 1
+        reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
+        await context.write(verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason)))
+
+
+class FakeDrafter(DrafterServicer):
+    """Remembers whom it drafts for."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        self.frozen = frozen
+        self.attached: set[str] = set()
+        self.asked = 0
+
+    async def Attach(
+        self, request: drafter_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> drafter_pb2.AttachResponse:
+        self.asked += 1
+        if self.frozen:
+            await asyncio.sleep(60)
+        self.attached.add(request.session_id)
+        return drafter_pb2.AttachResponse()
+
+    async def Detach(
+        self, request: drafter_pb2.DetachRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> drafter_pb2.DetachResponse:
+        self.attached.discard(request.session_id)
+        return drafter_pb2.DetachResponse()
+
+
+@asynccontextmanager
+async def announced(
+    fake: FakeVerifier | FakeDrafter,
+    registry: Registry,
+    tokenizer_digest: bytes,
+    *,
+    model: str = "target",
+    sessions: int = 0,
+    drain_s: float = 0.0,
+) -> AsyncIterator[Worker]:
+    """Serves a fake on a free port and lists it in the registry."""
+    role: Role = "verifier" if isinstance(fake, FakeVerifier) else "drafter"
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        if isinstance(fake, FakeVerifier):
+            add_VerifierServicer_to_server(fake, server)
+        else:
+            add_DrafterServicer_to_server(fake, server)
+        return []
+
+    async with serving("127.0.0.1:0", register, drain_s=drain_s) as address:
+        worker = Worker(
+            worker_id=f"{role}-{address.rpartition(':')[2]}",
+            role=role,
+            address=address,
+            model=model,
+            tokenizer_digest=tokenizer_digest,
+            vocabulary=4096,
+            context=CONTEXT,
+            slots=8,
+            sessions=sessions,
+            parameters=1,
+        )
+        await registry.announce(worker, ttl_s=60)
+        yield worker

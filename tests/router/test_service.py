@@ -1,0 +1,446 @@
+"""The router as its clients see it: real gRPC, a real Redis, and a verifier that speaks from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from redis.asyncio import Redis
+
+from outrider.config import RouterConfig
+from outrider.rpc.channels import open_channel
+from outrider.store.client import connect
+from outrider.store.embedded import EmbeddedRedis
+from outrider.store.registry import Registry
+from outrider.store.sessions import Sessions
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import types_pb2
+from outrider.v1.inference_pb2_grpc import InferenceStub
+from router import drafting
+from router.models import load_model
+from router.service import run
+from tests.router.fakes import CONTEXT, FakeDrafter, FakeVerifier, announced
+
+FOLDER = Path(__file__).parents[2] / "models" / "target"
+MODEL = load_model("target", FOLDER)
+SAID = "def f(x):\n    return x + 1  # é🙂\n"
+SCRIPT = MODEL.tokenizer.encode(SAID).ids
+
+
+class Rig:
+    """A router with its Redis, and a client."""
+
+    def __init__(self, stub: InferenceStub, client: Redis) -> None:
+        self.stub = stub
+        self.client = client
+        self.registry = Registry(client)
+        self.sessions = Sessions(client, ttl_s=60, lease_s=5)
+
+
+@asynccontextmanager
+async def _rig(redis_url: str, **options: Any) -> AsyncIterator[Rig]:
+    config = RouterConfig(listen="127.0.0.1:0", models={"target": FOLDER}, **options)
+    bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = asyncio.create_task(run(config, redis_url, announce=bound.set_result))
+    await asyncio.wait([server, bound], return_when=asyncio.FIRST_COMPLETED)
+    if server.done():
+        server.result()
+    client = connect(redis_url)
+    channel = open_channel(await bound)
+    try:
+        yield Rig(InferenceStub(channel), client)
+    finally:
+        await channel.close()
+        server.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await server
+        await client.aclose()
+        # Whatever happened in the test: nothing of the router may be left.
+        await asyncio.sleep(0.01)
+        left = [task for task in asyncio.all_tasks() if "router/" in str(task.get_coro())]
+        assert not left
+
+
+def _request(prompt: str = "import os\n", **sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=prompt, sampling=pb.Sampling(**sampling))
+
+
+async def _until(holds: Callable[[], bool], within_s: float = 3.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < give_up, "did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+async def _drain(call: Any) -> list[pb.GenerateResponse]:
+    """The events that are still to come."""
+    events = []
+    while isinstance(event := await call.read(), pb.GenerateResponse):
+        events.append(event)
+    return events
+
+
+async def _collect(call: Any) -> tuple[pb.Started, list[pb.Chunk], pb.Finished]:
+    events = await _drain(call)
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", *["chunk"] * (len(kinds) - 2), "finished"]
+    return events[0].started, [event.chunk for event in events[1:-1]], events[-1].finished
+
+
+async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, stride=3)
+    async with _rig(redis_url, window=4) as rig, announced(verifier, rig.registry, MODEL.digest):
+        request = _request(max_tokens=len(SCRIPT), seed=7)
+        started, chunks, finished = await _collect(rig.stub.Generate(request))
+        prompt = MODEL.tokenizer.encode("import os\n").ids
+        assert (started.seed, started.model, started.prompt_tokens) == (7, "target", len(prompt))
+        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT
+        assert all(len(chunk.gaps) == len(chunk.token_ids) for chunk in chunks)
+        assert chunks[-1].next_position == len(prompt) + len(SCRIPT)
+        assert chunks[-1].text_offset == len(SAID)
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+        usage = finished.usage
+        steps = -(-len(SCRIPT) // 3)
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.steps) == (len(prompt), len(SCRIPT), steps)
+        assert (usage.verified, usage.wire_bytes) == (4 * steps, 10 * steps)
+        assert list(usage.tried_by_depth) == [steps] * 4
+        assert usage.accepted == sum(usage.reached_by_depth)
+        assert 0 < usage.first_token_us <= usage.first_token_us + usage.decode_us <= usage.total_us
+        assert verifier.starts[0].epoch == 1
+        assert verifier.durable[started.session_id] > chunks[-1].next_position - 3 - 4
+        log = await rig.sessions.read(started.session_id)
+        assert (list(log.tokens), log.finished) == (prompt + SCRIPT, "length")
+        record = await rig.sessions.get(started.session_id)
+        assert (record.epoch, record.length, record.finished) == (1, len(log.tokens), "length")
+
+
+async def test_a_seed_is_drawn_when_there_is_none(redis_url: str) -> None:
+    async with _rig(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        seeds = {(await _collect(rig.stub.Generate(_request(max_tokens=1))))[0].seed for _ in range(3)}
+        assert len(seeds) == 3
+
+
+async def test_a_stop_string_ends_the_text_the_log_and_the_verifiers_work(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, stride=4)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(_request(max_tokens=40, stop=["rn x +", "never"]))
+        started, chunks, finished = await _collect(call)
+        assert "".join(chunk.text for chunk in chunks) == SAID[: SAID.index("rn x +")]
+        assert finished.reason == types_pb2.FINISH_REASON_STOP
+        await _until(lambda: verifier.open == 0)
+        log = await rig.sessions.read(started.session_id)
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert list(log.tokens[started.prompt_tokens :]) == tokens
+        assert "rn x +" in MODEL.tokenizer.decode(tokens)
+        assert "rn x +" not in MODEL.tokenizer.decode(tokens[:-1])
+
+
+async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(redis_url: str) -> None:
+    script = [*SCRIPT[:4], 0, *SCRIPT[4:]]
+    async with _rig(redis_url) as rig, announced(FakeVerifier(script), rig.registry, MODEL.digest):
+        _, chunks, finished = await _collect(rig.stub.Generate(_request(max_tokens=len(script))))
+        assert finished.reason == types_pb2.FINISH_REASON_STOP
+        assert finished.usage.completion_tokens == 5
+        assert "".join(chunk.text for chunk in chunks) == MODEL.tokenizer.decode(SCRIPT[:4])
+        call = rig.stub.Generate(_request(max_tokens=len(script), ignore_eos=True))
+        _, chunks, finished = await _collect(call)
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+        assert "".join(chunk.text for chunk in chunks) == SAID
+
+
+async def test_held_back_text_comes_out_at_the_end(redis_url: str) -> None:
+    async with _rig(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        call = rig.stub.Generate(_request(max_tokens=len(SCRIPT), stop=["🙂\n and more"]))
+        _, chunks, _ = await _collect(call)
+        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert not chunks[-1].token_ids
+        assert chunks[-1].text == "🙂\n"
+
+
+BAD = [
+    (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt: is empty"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "INVALID_ARGUMENT", "prompt: is empty"),
+    (pb.GenerateRequest(model="gpt", text="x"), "NOT_FOUND", "there are: target"),
+    (_request(max_tokens=0), "INVALID_ARGUMENT", "max_tokens: is 0"),
+    (_request(max_tokens=CONTEXT), "INVALID_ARGUMENT", "max_tokens: is 64, must be at most"),
+    (_request("x " * CONTEXT), "INVALID_ARGUMENT", "prompt: has"),
+    (_request(temperature=-1), "INVALID_ARGUMENT", "temperature: is -1.0"),
+    (_request(temperature=float("nan")), "INVALID_ARGUMENT", "temperature: is nan"),
+    (_request(top_p=0), "INVALID_ARGUMENT", "top_p: is 0.0"),
+    (_request(top_k=2**32 - 1), "INVALID_ARGUMENT", "top_k"),
+    (_request(stop=[""]), "INVALID_ARGUMENT", r"stop\[0\]: has 0 characters"),
+    (_request(stop=["a", "b" * 257]), "INVALID_ARGUMENT", r"stop\[1\]: has 257 characters"),
+    (_request(stop=["a"] * 17), "INVALID_ARGUMENT", "stop: has 17 strings"),
+    (pb.GenerateRequest(text="x", speculation=pb.Speculation(policy="best")), "INVALID_ARGUMENT", "policy"),
+    (pb.GenerateRequest(text="x", speculation=pb.Speculation(depth=65)), "INVALID_ARGUMENT", "depth: is 65"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4096])), "INVALID_ARGUMENT", "4096 is outside the vocabulary"),
+    (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1], tokenizer_digest=b"other")),
+        "FAILED_PRECONDITION",
+        "token_ids.tokenizer_digest",
+    ),
+]
+
+
+async def test_bad_input_names_the_field_and_what_is_allowed_and_leaves_nothing(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        for request, code, text in BAD:
+            with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
+                await _collect(rig.stub.Generate(request))
+            assert caught.value.code().name == code, request
+        assert verifier.starts == []
+        assert not [key for key in await rig.client.keys("*") if b":session" in key]
+        await _collect(rig.stub.Generate(_request(max_tokens=2)))
+
+
+async def test_without_a_verifier_that_fits_the_status_says_what_is_missing(redis_url: str) -> None:
+    async with _rig(redis_url) as rig:
+        with pytest.raises(grpc.aio.AioRpcError, match="no verifier serves model 'target'") as caught:
+            await _collect(rig.stub.Generate(_request()))
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        async with announced(FakeVerifier(SCRIPT), rig.registry, b"another tokenizer"):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json") as caught:
+                await _collect(rig.stub.Generate(_request()))
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_too_many_sessions_are_refused_with_a_retry_delay(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=10)
+    async with _rig(redis_url, max_sessions=1) as rig, announced(verifier, rig.registry, MODEL.digest):
+        first = rig.stub.Generate(_request(max_tokens=2))
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="max_sessions") as caught:
+            await _collect(rig.stub.Generate(_request()))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(caught.value.trailing_metadata() or ())["retry-after-ms"] == "1000"
+        first.cancel()
+        await _until(lambda: verifier.open == 0)
+
+
+async def test_cancel_finishes_the_stream_and_stops_the_verifier(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.01)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(_request(max_tokens=50))
+        session_id = (await call.read()).started.session_id
+        await call.read()
+        reader = asyncio.create_task(_drain(call))
+        await rig.stub.Cancel(pb.CancelRequest(session_id=session_id))
+        events = await reader
+        assert events[-1].finished.reason == types_pb2.FINISH_REASON_CANCELLED
+        await _until(lambda: verifier.open == 0)
+        steps = verifier.steps
+        await asyncio.sleep(0.05)
+        assert verifier.steps == steps
+        assert (await rig.sessions.read(session_id)).finished == "cancelled"
+        await rig.stub.Cancel(pb.CancelRequest(session_id=session_id))  # again: it has ended already
+        with pytest.raises(grpc.aio.AioRpcError, match="none, or it expired") as caught:
+            await rig.stub.Cancel(pb.CancelRequest(session_id="nobody"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_client_that_goes_away_stops_the_verifier(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.01)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(_request(max_tokens=50))
+        session_id = (await call.read()).started.session_id
+        await call.read()
+        call.cancel()
+        await _until(lambda: verifier.open == 0, within_s=0.5)
+        assert await _finished(rig, session_id) == "disconnected"
+
+
+async def _finished(rig: Rig, session_id: str) -> str:
+    for _ in range(200):
+        if reason := (await rig.sessions.get(session_id)).finished:
+            return reason
+        await asyncio.sleep(0.01)
+    raise AssertionError("not marked as finished")
+
+
+async def test_a_deadline_ends_the_call_and_is_stored_absolute(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.01)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        deadline = time.time() + 0.4
+        call = rig.stub.Generate(_request(max_tokens=50), timeout=0.4)
+        session_id = (await call.read()).started.session_id
+        assert (await rig.sessions.get(session_id)).deadline == pytest.approx(deadline, abs=0.2)
+        verifier.pace_s = 10
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _drain(call)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await _until(lambda: verifier.open == 0, within_s=0.5)
+        assert await _finished(rig, session_id) == "deadline"
+
+
+async def test_a_verifier_that_dies_is_unavailable_and_others_do_not_notice(redis_url: str) -> None:
+    dying, steady = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT, pace_s=0.02)
+    async with _rig(redis_url) as rig, AsyncExitStack() as stack:
+        async with announced(dying, rig.registry, MODEL.digest):
+            doomed = rig.stub.Generate(_request(max_tokens=50))
+            await doomed.read()
+            await stack.enter_async_context(announced(steady, rig.registry, MODEL.digest))
+            spared = rig.stub.Generate(_request(max_tokens=20))
+            await spared.read()
+            assert (dying.open, steady.open) == (1, 1)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"verifier-\d+ at .* failed") as caught:
+            await _drain(doomed)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert (await _drain(spared))[-1].finished.usage.completion_tokens == 20
+        # The dead one is still listed; the next generation passes it over.
+        _, _, finished = await _collect(rig.stub.Generate(_request(max_tokens=4)))
+        assert finished.usage.completion_tokens == 4
+
+
+async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url: str) -> None:
+    full, free = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
+    full.full = True
+    async with (
+        _rig(redis_url) as rig,
+        announced(full, rig.registry, MODEL.digest),
+        announced(free, rig.registry, MODEL.digest, sessions=5) as second,
+    ):
+        started, _, _ = await _collect(rig.stub.Generate(_request(max_tokens=2)))
+        assert (await rig.sessions.get(started.session_id)).verifier == second.worker_id
+        free.full = True
+        with pytest.raises(grpc.aio.AioRpcError, match="all slots") as caught:
+            await _collect(rig.stub.Generate(_request(max_tokens=2)))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(drafting, "SHORT_S", 0.1)
+    verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.01), FakeDrafter(frozen=True), FakeDrafter()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(_rig(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(frozen, rig.registry, MODEL.digest))
+        second = await stack.enter_async_context(announced(good, rig.registry, MODEL.digest, sessions=3))
+        began = time.monotonic()
+        call = rig.stub.Generate(_request(max_tokens=50))
+        session_id = (await call.read()).started.session_id
+        await call.read()
+        assert not good.attached  # the text did not wait for the drafters
+        assert time.monotonic() - began < 2.0
+        await _until(lambda: session_id in good.attached)
+        async with asyncio.timeout(3):  # with one of the next commits
+            while (await rig.sessions.get(session_id)).drafters != (second.worker_id,):
+                await call.read()
+        call.cancel()
+        await _until(lambda: not good.attached)
+
+
+async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "SHORT_S", 0.05)
+    verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter(), FakeDrafter()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(_rig(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(first, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(second, rig.registry, MODEL.digest, sessions=3))
+        call = rig.stub.Generate(_request(max_tokens=50))
+        reader = asyncio.create_task(_drain(call))
+        await _until(lambda: bool(second.attached))
+        assert not first.attached
+        verifier.drafters = 1  # the second one has subscribed: it stays
+        asked = second.asked
+        await asyncio.sleep(0.3)
+        assert (second.asked, bool(second.attached)) == (asked, True)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
+
+
+async def test_speculation_off_attaches_nobody_and_says_so_in_the_plan(redis_url: str) -> None:
+    verifier, drafter = FakeVerifier(SCRIPT), FakeDrafter()
+    async with (
+        _rig(redis_url) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        announced(drafter, rig.registry, MODEL.digest),
+    ):
+        request = _request(max_tokens=20)
+        request.speculation.policy = "off"
+        await _collect(rig.stub.Generate(request))
+        assert verifier.starts[0].plan.depth == 0
+        assert drafter.asked == 0
+
+
+async def test_plans_follow_acceptance(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)  # nothing is ever accepted
+    async with _rig(redis_url, window=2) as rig, announced(verifier, rig.registry, MODEL.digest):
+        started, _, _ = await _collect(rig.stub.Generate(_request("x", max_tokens=CONTEXT - 1)))
+        first = verifier.starts[0].plan
+        assert first.depth == 8
+        assert verifier.plans[-1].depth < 8
+        assert verifier.plans[-1].version > first.version
+        assert (await rig.sessions.get(started.session_id)).plan.depth < 8
+
+
+async def test_models_are_listed_while_a_verifier_serves_them(redis_url: str) -> None:
+    async with _rig(redis_url) as rig:
+        assert not (await rig.stub.ListModels(pb.ListModelsRequest())).models
+        async with (
+            announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+            announced(FakeDrafter(), rig.registry, MODEL.digest, model="small"),
+        ):
+            models = (await rig.stub.ListModels(pb.ListModelsRequest())).models
+        assert models == [
+            pb.Model(
+                name="target",
+                context=CONTEXT,
+                vocabulary=4096,
+                tokenizer_digest=MODEL.digest,
+                verifiers=1,
+                drafters=1,
+            )
+        ]
+
+
+async def test_a_redis_that_goes_away_is_unavailable(caplog: pytest.LogCaptureFixture) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    with EmbeddedRedis() as server:
+        async with _rig(server.url) as rig, announced(verifier, rig.registry, MODEL.digest):
+            call = rig.stub.Generate(_request(max_tokens=50))
+            await call.read()
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"Redis at .* cannot be reached") as caught:
+                await _drain(call)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            await _until(lambda: verifier.open == 0, within_s=0.5)
+            with pytest.raises(grpc.aio.AioRpcError, match="Redis") as caught:
+                await _drain(rig.stub.Generate(_request(max_tokens=50)))
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_many_calls_broken_off_leave_nothing(redis_url: str) -> None:
+    verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.005), FakeDrafter()
+    async with (
+        _rig(redis_url) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        announced(drafter, rig.registry, MODEL.digest),
+    ):
+        await _collect(rig.stub.Generate(_request(max_tokens=2)))
+        tasks = len(asyncio.all_tasks())
+
+        async def break_off(delay: float) -> None:
+            call = rig.stub.Generate(_request(max_tokens=50))
+            await asyncio.sleep(delay)
+            call.cancel()
+
+        await asyncio.gather(*(break_off(index * 0.001) for index in range(100)))
+        await _until(lambda: verifier.open == 0 and not drafter.attached)
+        await _until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await _collect(rig.stub.Generate(_request(max_tokens=2)))
