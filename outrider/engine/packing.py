@@ -63,7 +63,7 @@ class Packed:
     gather: Tensor | None  # [queries] int64: row of each query; None: they are the same
     scatter: Tensor | None  # [rows] int64: query of each row; None: they are the same
     written: Stretch | Cells  # where the used rows' keys and values go
-    outputs: Tensor | None  # [outputs_used or more, two at least] int64: rows that want logits; None: all, as they are
+    outputs: Tensor | None  # [outputs_used or more, two at least] int64: rows that want logits; None: all
     outputs_used: int
 
 
@@ -109,6 +109,7 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
     wants = zip(segments, ends, strict=True)
     outputs = np.concatenate([np.arange(end - segment.outputs, end) for segment, end in wants])
     outputs_used = len(outputs)
+    every = np.array_equal(outputs, np.arange(used))
     if outputs_used:
         outputs = np.pad(outputs, (0, padded_size(outputs_used) - outputs_used), mode="edge")
     return Packed(
@@ -119,7 +120,7 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
         gather=None if same else torch.from_numpy(np.concatenate(gather)),
         scatter=None if same else torch.from_numpy(scatter),
         written=_written(members),
-        outputs=None if np.array_equal(outputs, np.arange(rows)) else torch.from_numpy(outputs),
+        outputs=None if every else torch.from_numpy(outputs),
         outputs_used=outputs_used,
     )
 

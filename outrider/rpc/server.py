@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc.aio
+from grpc_health.v1 import _async as health  # public as health.aio, which the type stubs do not know
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
-from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError

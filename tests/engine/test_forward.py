@@ -32,6 +32,17 @@ def test_logits_are_those_of_transformers_for_every_shape(shape: str, tmp_path: 
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(folder).logits(tokens))
 
 
+def test_a_machine_without_prepacked_linears_gets_the_same_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path, "biased")
+    prepacked = Engine.load(folder, dtype="float32", slots=1, threads=1)
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda dtype: False)
+    plain = Engine.load(folder, dtype="float32", slots=1, threads=1)
+    tokens = random_tokens(plain, np.random.default_rng(3), 40)
+    assert_same(plain.forward([prompt(0, tokens)]), prepacked.forward([prompt(0, tokens)]))
+
+
 @pytest.mark.parametrize("name", ["target", "drafter"])
 def test_a_real_model_errs_no_more_than_transformers_does(name: str) -> None:
     engine = Engine.load(MODELS / name, dtype="float32", slots=1, threads=1)

@@ -122,6 +122,7 @@ async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis
         assert (list(log.tokens), log.finished) == (prompt + SCRIPT, "length")
         record = await rig.sessions.get(started.session_id)
         assert (record.epoch, record.length, record.finished) == (1, len(log.tokens), "length")
+        assert record.deadline is None
 
 
 async def test_a_seed_is_drawn_when_there_is_none(redis_url: str) -> None:
@@ -300,6 +301,19 @@ async def test_a_verifier_that_dies_is_unavailable_and_others_do_not_notice(redi
         # The dead one is still listed; the next generation passes it over.
         _, _, finished = await _collect(rig.stub.Generate(_request(max_tokens=4)))
         assert finished.usage.completion_tokens == 4
+
+
+async def test_a_router_that_lost_the_session_stops_at_once(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with _rig(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(_request(max_tokens=50))
+        session_id = (await call.read()).started.session_id
+        await rig.sessions.acquire(session_id, 1, "another router")
+        with pytest.raises(grpc.aio.AioRpcError, match="belongs to another router since epoch 2") as caught:
+            await _drain(call)
+        assert caught.value.code() == grpc.StatusCode.ABORTED
+        await _until(lambda: verifier.open == 0, within_s=0.5)
+        assert not (await rig.sessions.get(session_id)).finished  # it is the other one's to finish
 
 
 async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url: str) -> None:

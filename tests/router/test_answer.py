@@ -1,0 +1,65 @@
+"""An answer believes no commit that does not continue it, and ends where its text ends."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from outrider.core.contract import StepReport
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import InternalError
+from router.answer import Answer
+from router.decoding import Commit
+from router.text import AnswerText, Detokenizer
+from router.usage import Figures
+
+TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "target" / "tokenizer.json"))
+PROMPT = tuple(TOKENIZER.encode("x = ").ids)
+SAID = tuple(TOKENIZER.encode("[1, 2, 3]\n").ids)
+
+
+def _answer(*stops: str) -> Answer:
+    return Answer(PROMPT, AnswerText(Detokenizer(TOKENIZER, PROMPT), stops), Figures())
+
+
+def _commit(tokens: tuple[int, ...] = SAID) -> Commit:
+    return Commit(
+        epoch=1,
+        position=len(PROMPT),
+        tokens=tokens,
+        gaps=tuple(float(index) for index in range(len(tokens))),
+        digest=extend(EMPTY, PROMPT + tokens),
+        report=StepReport(verified=3, accepted=1, verified_depth=2, wire_bytes=9),
+    )
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [replace(_commit(), position=len(PROMPT) + 1), replace(_commit(), digest=1), replace(_commit(), position=0)],
+)
+def test_a_commit_that_does_not_continue_the_answer_is_refused(commit: Commit) -> None:
+    with pytest.raises(InternalError):
+        _answer().take(commit)
+
+
+def test_tokens_after_the_stop_string_belong_to_nobody() -> None:
+    answer = _answer(", 2")
+    part = answer.take(_commit())
+    assert (part.text, part.text_offset, part.stopped) == ("[1", 2, True)
+    assert part.tokens == SAID[: len(part.tokens)]
+    assert len(part.gaps) == len(part.tokens) < len(SAID)
+    assert answer.position == len(PROMPT) + len(part.tokens)
+    assert answer.digest == extend(EMPTY, PROMPT + part.tokens)
+    assert answer.figures.completion_tokens == len(part.tokens)
+
+
+def test_figures_count_steps_by_depth() -> None:
+    figures = Figures()
+    for verified_depth, accepted in ((0, 0), (3, 1), (2, 2)):
+        report = StepReport(verified=verified_depth, accepted=accepted, verified_depth=verified_depth, wire_bytes=5)
+        figures.observe(report, accepted + 1)
+    assert figures.tried_by_depth == [2, 2, 1]
+    assert figures.reached_by_depth == [2, 1, 0]
+    assert (figures.steps, figures.verified, figures.accepted) == (3, 5, 3)
+    assert (figures.completion_tokens, figures.wire_bytes) == (6, 15)
