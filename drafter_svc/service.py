@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc.aio
-from outrider.engine.native import Engine
 
 from drafter_svc.grower import Grower
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.tree import Delta
+from outrider.engine.native import Engine
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from outrider.engine.native import Engine
 
 from outrider.config import VerifierConfig
 from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
+from outrider.engine.native import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
 from outrider.rpc.status import translated

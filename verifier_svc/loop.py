@@ -19,13 +19,13 @@ from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from outrider.engine.native import Engine
 
 from outrider.core.acceptance import Choice, Walk, choose, walk
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import StepReport
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
+from outrider.engine.native import Engine
 from outrider.errors import Overloaded, Superseded
 from verifier_svc.session import Commit, Session, Start
 

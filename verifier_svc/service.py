@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable
 
 import grpc.aio
-from outrider.engine.native import Engine
 
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
+from outrider.engine.native import Engine
 from outrider.rpc.server import serving
 from outrider.store.registry import Worker, keep_announced
 from outrider.v1 import drafter_pb2, verifier_pb2

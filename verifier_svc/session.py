@@ -118,7 +118,7 @@ class Session:
             self.tree.forget(subscription.sender)
 
     def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[int]:
-        """Takes a drafter's nodes, while a pass runs or not. Returns its ids that were dropped. Raises what TokenTree.graft raises."""
+        """Takes nodes that came while a pass runs or not. Returns ids that were dropped; raises as the tree does."""
         grafted = self.tree.graft(subscription.sender, delta)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)

@@ -96,7 +96,7 @@ async def _run(options: _Options, pairs: list[Pair]) -> None:
             await asyncio.to_thread(pad_checkpoint, options.models / "target", padded, parameters=options.parameters)
         cluster = LocalCluster(
             _config(options, padded),
-            forward=lambda name, line: progress.print(f"{name}: {line}", markup=False, soft_wrap=True),
+            forward=lambda name, line: progress.out(f"{name}: {line}", highlight=False),
             ready=lambda process: progress.print(f"{process.name} (pid {process.pid}) listens on {process.address}"),
         )
         with progress.status("starting Redis, a verifier, a drafter and a router ..."):
@@ -137,7 +137,7 @@ async def _pair(screen: Console, client: AsyncClient, options: _Options, number:
 
     name, prompt = options.prompts[number]
     screen.rule(f"[bold]{name}[/]  temperature {temperature:g}  seed {SEED + number}", align="left")
-    screen.print(f"... {prompt[-200:]}", style="dim", markup=False, end="\n\n")
+    screen.out(f"... {prompt[-200:]}", style="dim", highlight=False, end="\n\n")
 
     async def generate(speculation: Literal["off", "ema"]) -> Generation:
         screen.print("speculative:" if speculation == "ema" else "plain:", style="bold cyan")
@@ -149,7 +149,7 @@ async def _pair(screen: Console, client: AsyncClient, options: _Options, number:
             speculation=speculation,
         )
         async for chunk in stream:
-            screen.print(chunk.text, end="", markup=False, soft_wrap=True)
+            screen.out(chunk.text, end="", highlight=False)
         usage = stream.result.usage
         screen.print(
             f"\n[{usage.completion_tokens} tokens in {usage.steps} steps, {usage.tokens_per_second:.1f} tok/s]\n",

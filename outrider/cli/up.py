@@ -30,7 +30,7 @@ async def _serve(file: Path) -> None:
     screen, log = Console(), Console(stderr=True)
     cluster = LocalCluster(
         load_cluster(file),
-        forward=lambda name, line: log.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True),
+        forward=lambda name, line: log.out(f"{name}: {line}", highlight=False),
         ready=lambda process: log.print(f"{process.name} is ready on {process.address}", highlight=False),
     )
     try:

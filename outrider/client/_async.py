@@ -134,7 +134,8 @@ class AsyncStream:
             if task is not None and task.cancelling():
                 raise
             # Not this task but the call was cancelled, from elsewhere.
-            raise Cancelled("the client was closed" if self._router.closed else "the generation was cancelled") from None
+            who = "the client was closed" if self._router.closed else "the generation was cancelled"
+            raise Cancelled(who) from None
         finally:
             await self.cancel()
 

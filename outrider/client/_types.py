@@ -51,9 +51,7 @@ class Usage:
     def acceptance_by_depth(self) -> tuple[float, ...]:
         """For depth d, at index d - 1: steps whose path reached d / steps that verified a node at d."""
         return tuple(
-            reached / tried
-            for reached, tried in zip(self.reached_by_depth, self.tried_by_depth, strict=False)
-            if tried
+            reached / tried for reached, tried in zip(self.reached_by_depth, self.tried_by_depth, strict=False) if tried
         )
 
     @property

@@ -119,9 +119,7 @@ def reason_from_pb(reason: int) -> FinishReason:
     try:
         return _REASONS[reason]
     except KeyError:
-        raise InternalError(
-            f"the router gave the unknown finish reason {reason}; update this client"
-        ) from None
+        raise InternalError(f"the router gave the unknown finish reason {reason}; update this client") from None
 
 
 def usage_from_pb(message: pb.Usage) -> Usage:

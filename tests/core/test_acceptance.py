@@ -21,10 +21,7 @@ def all_trees(vocabulary: int, depth: int) -> Iterator[frozenset[Path]]:
     below = list(all_trees(vocabulary, depth - 1))
     for branches in itertools.product([None, *below], repeat=vocabulary):
         yield frozenset(
-            (token, *path)
-            for token, branch in enumerate(branches)
-            if branch is not None
-            for path in [(), *branch]
+            (token, *path) for token, branch in enumerate(branches) if branch is not None for path in [(), *branch]
         )
 
 

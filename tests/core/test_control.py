@@ -54,9 +54,7 @@ def test_ema_keeps_a_depth_for_the_dwell() -> None:
     rng = random.Random(3)
     changed = [
         step
-        for step, (before, after) in enumerate(
-            pairwise(_run(gamma, 0.5, 2000, rng) + _run(gamma, 0.9, 2000, rng))
-        )
+        for step, (before, after) in enumerate(pairwise(_run(gamma, 0.5, 2000, rng) + _run(gamma, 0.9, 2000, rng)))
         if before != after
     ]
     assert changed

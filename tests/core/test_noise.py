@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.core.contract import Contract
 from outrider.core.acceptance import choose
+from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
 from outrider.core.filters import filtered
 from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
@@ -99,7 +99,7 @@ def test_agreement_with_one_candidate_is_the_exact_formula() -> None:
 
 
 def test_digest_vectors() -> None:
-    assert EMPTY == mix64(int.from_bytes(b"outrider", "big"))
+    assert mix64(int.from_bytes(b"outrider", "big")) == EMPTY
     assert extend(EMPTY, [1, 2, 3]) == 0x89E946AE92DEC53C
     assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])
     assert extend(EMPTY, [1, 3, 2]) != extend(EMPTY, [1, 2, 3])

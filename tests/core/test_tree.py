@@ -241,9 +241,9 @@ class TwoCopies(RuleBasedStateMachine):
     def commit(self, tokens: list[int]) -> None:
         before = paths(self.upper)
         self.upper.commit(tokens)
-        assert set(paths(self.upper)) == {path[len(tokens) :] for path in before if path[: len(tokens)] == tuple(tokens)} - {
-            ()
-        }
+        assert set(paths(self.upper)) == {
+            path[len(tokens) :] for path in before if path[: len(tokens)] == tuple(tokens)
+        } - {()}
         self.committed += tokens
         self.commits.append(tokens)
 

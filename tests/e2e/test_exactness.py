@@ -135,7 +135,9 @@ async def test_gamma_changed_in_mid_stream_changes_nothing(
         steps = len(answer.reports)
         return Plan(1 + steps, depth=depths[steps % 5], width=1 + steps % 4, nodes=4 + steps % 13) if steps else None
 
-    answer = await decode(verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.004)
+    answer = await decode(
+        verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.004
+    )
     assert answer.tokens == plain.tokens
     assert len({report.plan_version for report in answer.reports}) > 10
     assert answer.accepted > 0

