@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.packing import Cells, Run, Stretch
 
 ALL = slice(None)
+ALIGNMENT = 64  # bytes: a cache line
+
+
+def _lazy_zeros(*shape: int) -> Tensor:
+    """Zeros in float32. numpy takes zeroed pages, mapped when they are touched; torch.zeros would write them all."""
+    count = math.prod(shape)
+    buffer = np.zeros(count + ALIGNMENT // 4, np.float32)
+    start = -buffer.ctypes.data % ALIGNMENT // 4
+    return torch.from_numpy(buffer[start : start + count]).view(shape)
 
 
 class KVCache:
     """`[layer, 2, slot, kv_head, row, dim]` float32; memory is taken when a row is first written."""
 
     def __init__(self, layers: int, slots: int, kv_heads: int, rows: int, head_dim: int) -> None:
-        self._data = torch.zeros(layers, 2, slots, kv_heads, rows, head_dim)
+        self._data = _lazy_zeros(layers, 2, slots, kv_heads, rows, head_dim)
         self._layers = self._data.unbind(0)
 
     def views(self, run: Run) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -6,6 +6,7 @@ alone decides when a server or a proxy that is not ours answered.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,8 @@ async def translated(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
+    except (grpc.aio.InternalError, grpc.aio.UsageError):  # a write that met the end of the call: the peer is gone
+        raise asyncio.CancelledError from None
     except Exception:
         log.exception("a handler failed")
         await abort(context, errors.InternalError("an internal error; the server's log has the details"))

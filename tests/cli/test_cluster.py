@@ -79,7 +79,7 @@ def up(folder: Path) -> tuple[subprocess.Popen[str], list[int], str]:
     file = folder / "cluster.toml"
     file.write_text(
         f'[router]\nlisten = "127.0.0.1:0"\nmodels = {{ target = "{TARGET}" }}\n'
-        f'[[verifier]]\nmodel = "{TARGET}"\nslots = 1\ncontext = 128\n'
+        f'[[verifier]]\nmodel = "{TARGET}"\nslots = 4\n'
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "outrider.cli", "up", str(file)],
@@ -100,10 +100,14 @@ def up(folder: Path) -> tuple[subprocess.Popen[str], list[int], str]:
     return process, pids, address
 
 
-def test_up_stops_everything_on_a_signal(tmp_path: Path) -> None:
+def test_up_serves_the_examples_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
     process, pids, address = up(tmp_path)
-    with outrider.Client(address) as client:
-        assert client.generate("x", max_tokens=4, timeout=30).model == "target"
+    for example in sorted((ROOT / "examples").glob("*.py")):
+        done = subprocess.run(
+            [sys.executable, str(example), address], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, ""), example
+        assert done.stdout
     process.terminate()
     process.communicate(timeout=15)
     assert process.returncode == 0

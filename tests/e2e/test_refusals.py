@@ -195,13 +195,9 @@ async def test_a_malformed_delta_detaches_its_session_alone_and_the_text_stays(
     ]
     node: dict[str, Any] = {"first_id": 1, "parents": [0], "tokens": [1], "edges": b"a"}
     broken = [
-        drafter_pb2.TreeDelta(
-            session_id="bad", epoch=1, attachment=1, first_id=1, parents=[0], tokens=[9999], edges=b"a"
-        ),
+        drafter_pb2.TreeDelta(session_id="bad", epoch=1, attachment=1, **(node | {"tokens": [9999]})),
         drafter_pb2.TreeDelta(session_id="bad", epoch=0, attachment=1, **node),
-        drafter_pb2.TreeDelta(
-            session_id="nobody", epoch=1, attachment=1, first_id=3, parents=[0], tokens=[1], edges=b"a"
-        ),
+        drafter_pb2.TreeDelta(session_id="nobody", epoch=1, attachment=1, **node),
     ]
     deltas = [drafter_pb2.DraftUp(delta=delta) for delta in broken]
     heard = await draft(verifier, hello, *subscriptions, *deltas, seconds=0.7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 
 from outrider.core.digest import tokenizer_digest
 from outrider.engine.batch import Segment
+from outrider.engine.cache import KVCache
 from outrider.engine.native import Engine
 from tests.engine.checkpoints import MODELS, Reference, prompt
 
@@ -95,6 +97,12 @@ def test_any_thread_may_run_a_pass_and_uses_the_engines_threads(small: Pair) -> 
     thread.join()
     assert (found[0] == expected).all()
     assert found[1] == 1
+
+
+def test_kv_takes_memory_only_when_it_is_written() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    KVCache(layers=8, slots=64, kv_heads=8, rows=2048, head_dim=64)  # 4 GiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
 
 
 def test_progress_rises_to_one() -> None:

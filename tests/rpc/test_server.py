@@ -74,7 +74,9 @@ async def test_a_call_that_outlives_the_drain_is_cancelled() -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await call
     await channel.close()
-    assert servicer.cancelled
+    async with asyncio.timeout(5):  # the handler is on its way out
+        while not servicer.cancelled:
+            await asyncio.sleep(0.01)
 
 
 async def test_reflection_lists_what_was_registered() -> None:
