@@ -27,6 +27,7 @@ class Member:
     slot: int
     news: deque[Snapshot | Update] = field(default_factory=deque)
     session: DraftSession | None = None
+    next: tuple[Segment, list[Node]] | None = None  # what to run for it next, and the nodes that this expands
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,10 @@ class Turn:
 
 
 class Grower:
-    """Owns the engine and the sessions. `send` takes new nodes; `resync` is asked for a snapshot when a copy drifted.
+    """Owns the engine and the sessions.
+
+    `send` takes new nodes, the version of the plan and whether that was all until the next commit; `resync` is asked
+    for a snapshot when a copy drifted.
 
     Commits wait at most for the level that is running: they are applied before the next one is chosen.
     """
@@ -51,7 +55,7 @@ class Grower:
         *,
         level_nodes: int,
         prefill_chunk: int,
-        send: Callable[[Attachment, Delta, int], None],
+        send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
     ) -> None:
         self.members: dict[Attachment, Member] = {}
@@ -111,22 +115,31 @@ class Grower:
             self._changed.clear()
             turns = []
             for key, member in list(self.members.items()):
-                self._catch_up(key, member)
-                if member.session is None:
-                    continue
-                chosen = member.session.next_segment(
-                    chunk=self._prefill_chunk,
-                    limit=self._level_nodes,
-                    context=self._engine.context,
-                    rows=self._engine.rows,
-                )
-                if chosen is not None:
-                    turns.append(Turn(key, member.session, *chosen))
+                if member.news:
+                    self._catch_up(key, member)
+                if member.session is not None and member.next is not None:
+                    turns.append(Turn(key, member.session, *member.next))
             if turns:
                 return turns
             await self._changed.wait()
 
     def _catch_up(self, key: Attachment, member: Member) -> None:
+        """Applies what the upstream said. A session with nothing left to draft says so at once."""
+        self._apply_news(key, member)
+        if member.session is not None:
+            member.next = self._next(member.session)
+            if member.next is None and member.session.plan.depth:
+                self._send(key, member.session.announce([]), member.session.plan.version, True)
+
+    def _next(self, session: DraftSession) -> tuple[Segment, list[Node]] | None:
+        return session.next_segment(
+            chunk=self._prefill_chunk,
+            limit=self._level_nodes,
+            context=self._engine.context,
+            rows=self._engine.rows,
+        )
+
+    def _apply_news(self, key: Attachment, member: Member) -> None:
         while member.news:
             news = member.news.popleft()
             if isinstance(news, Snapshot):
@@ -177,9 +190,10 @@ class Grower:
             turn.session.advance(turn.segment, turn.nodes)
             found = [_candidates(turn.session, node, row) for node, row in zip(turn.nodes, rows, strict=True)]
             delta = turn.session.expand(turn.nodes, found, self._fit(turn.session.contract))
-            if delta is not None:
-                self.nodes += len(delta.tokens)
-                self._send(turn.key, delta, turn.session.plan.version)
+            self.nodes += len(delta.tokens)
+            member.next = self._next(turn.session)
+            if delta.tokens or member.next is None:
+                self._send(turn.key, delta, turn.session.plan.version, member.next is None)
 
     def _fit(self, contract: Contract) -> ScaleFit:
         """Scores are fitted per class of temperature; greedy has its own."""

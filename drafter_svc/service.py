@@ -122,10 +122,10 @@ class Roster(DrafterServicer):
             )
         return self._upstreams[address]
 
-    def _send(self, attachment: Attachment, delta: Delta, plan_version: int) -> None:
+    def _send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         upstream, _ = self._find(attachment.session_id)
         if upstream:
-            upstream.send(attachment, delta, plan_version)
+            upstream.send(attachment, delta, plan_version, exhausted)
 
     def _resync(self, attachment: Attachment) -> None:
         upstream, _ = self._find(attachment.session_id)

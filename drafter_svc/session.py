@@ -104,14 +104,16 @@ class DraftSession:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
 
-    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fit: ScaleFit) -> Delta | None:
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fit: ScaleFit) -> Delta:
         """Proposes the children of `nodes`. Returns what is new, as the upstream is to hear it."""
         added: list[Node] = []
         for node, row in zip(nodes, rows, strict=True):
             self._rows[node] = row
             added += propose(self.tree, node, row, fit, self.plan, self.price)
-        if not added:
-            return None
+        return self.announce(added)
+
+    def announce(self, added: Sequence[Node]) -> Delta:
+        """Names new nodes, parents before children, and puts them as a delta. It may be empty."""
         first = self.next_id
         for node in added:
             self.tree.name(node, OWN, self.next_id)

@@ -98,7 +98,7 @@ class Upstream:
                 pb.DraftUp(unsubscribe=pb.Unsubscribe(session_id=attachment.session_id, attachment=attachment.number))
             )
 
-    def send(self, attachment: Attachment, delta: Delta, plan_version: int) -> None:
+    def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Sends new nodes. The credit that the upstream grants bounds what may wait here."""
         self._say(
             pb.DraftUp(
@@ -108,6 +108,7 @@ class Upstream:
                     epoch=attachment.epoch,
                     attachment=attachment.number,
                     plan_version=plan_version,
+                    exhausted=exhausted,
                 )
             )
         )

@@ -197,7 +197,7 @@ class StepLoop:
         """Seconds to hold the step back; 0 when a prompt waits, or when nobody's next delta is worth it."""
         if not all(work.chooses for work in step.works):
             return 0.0
-        drafted = [work.session for work in step.works if work.session.subscriptions and work.session.ceilings.depth]
+        drafted = [work.session for work in step.works if work.session.drafting and work.session.ceilings.depth]
         if not drafted:
             return 0.0
         since = now - max(session.committed_at for session in drafted)

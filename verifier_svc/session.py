@@ -48,6 +48,7 @@ class Subscription:
     attachment: int
     sender: int  # its key in the tree
     plan_version: int = -1  # the last one that it was told
+    exhausted: int = -1  # position of the root below which it has sent all it will
 
 
 class Session:
@@ -123,6 +124,12 @@ class Session:
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
         return grafted.dropped
+
+    @property
+    def drafting(self) -> bool:
+        """Whether some drafter may still send something below the present root."""
+        root = self.tree.root.position
+        return any(subscription.exhausted != root for subscription in self.subscriptions.values())
 
     def credit(self, subscription: Subscription) -> int:
         """The largest id that the drafter may send."""

@@ -194,6 +194,8 @@ class Sink(TreeSinkServicer):
             session.unsubscribe(stream)
             stream.close(session.id, message.attachment, f"malformed: {error}")
             return
+        if message.exhausted:
+            subscription.exhausted = message.root_position
         if dropped:
             commit = pb.Commit(position=len(session.tokens), dropped=dropped)
             self._tell(session, subscription, commit)

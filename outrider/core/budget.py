@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 OVERHEAD_S = 0.0008  # of a step outside the forward pass
+NEARBY, EVERYWHERE = 0.06, 0.04  # how far the curve follows one observation
 SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged: the cost is stepped
 
 
@@ -30,14 +31,17 @@ class CostModel:
             return float(self._fitted[-1] * tokens / self._tokens[-1])
         return float(np.interp(tokens, self._tokens, self._fitted))
 
-    def observe(self, tokens: int, seconds: float, weight: float = 0.05) -> None:
-        """A pass over `tokens` took `seconds`. Outliers (a preempted step) count as at most twice the expected."""
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A pass over `tokens` took `seconds`. Outliers (a preempted step) count as at most twice the expected.
+
+        The whole curve follows, because a slower machine is slower at every size; the points nearby follow more.
+        """
         if tokens > self._tokens[-1]:
             return
-        ratio = min(2.0, seconds / self.seconds(tokens))
+        error = min(2.0, seconds / self.seconds(tokens)) - 1
         above = bisect_left(self._tokens, tokens)
-        for index in {max(0, above - 1), above}:
-            self._measured[index] *= 1 + weight * (ratio - 1)
+        for index in range(len(self._measured)):
+            self._measured[index] *= 1 + error * (NEARBY if above - 1 <= index <= above else EVERYWHERE)
         self._fit()
 
     def points(self) -> list[tuple[int, float]]:
@@ -75,21 +79,61 @@ def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostMo
     return best._replace(price=min(1.0, slope * best.expected / best.seconds))
 
 
-class Arrivals:
-    """Learns what one session's deltas bring after a commit: the k-th one's delay and gain in expected tokens.
-
-    A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter.
-    So that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then,
-    ever more seldom while it brings nothing.
-    """
+class _Pattern:
+    """What the k-th delta after a commit brings, learned as a moving average."""
 
     DEPTH = 16
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []  # seconds since the delta before (the first: since the commit was sent)
+        self.gains: list[float] = []  # in expected tokens
+        self._lessons: list[int] = []
+
+    def learn(self, index: int, delay: float, gain: float) -> None:
+        if index == len(self.delays) and index < self.DEPTH:
+            self.delays.append(0.0)
+            self.gains.append(0.0)
+            self._lessons.append(0)
+        if index < len(self.delays):
+            self._lessons[index] += 1
+            weight = max(0.15, 1 / self._lessons[index])
+            self.delays[index] += weight * (delay - self.delays[index])
+            self.gains[index] += weight * (gain - self.gains[index])
+
+    def forecast(self, index: int) -> tuple[float, float]:
+        """Delay and gain. A delta that was never waited for is believed to bring half of the one before."""
+        if index < len(self.delays):
+            return self.delays[index], self.gains[index]
+        return self.delays[-1], self.gains[-1] / 2
+
+    def pays(self, index: int, passed: float, expected: float, seconds: float) -> bool:
+        """Whether some number of deltas from `index` on, the first due `passed` seconds ago, raises goodput."""
+        if not self.delays or index >= self.DEPTH:
+            return False
+        gain, delay = 0.0, -min(passed, self.forecast(index)[0])
+        for ahead in range(index, max(len(self.delays), index + 1)):
+            more_delay, more_gain = self.forecast(ahead)
+            gain += more_gain
+            delay += more_delay
+            if (expected + gain) * seconds > expected * (seconds + delay):
+                return True
+        return False
+
+
+class Arrivals:
+    """Decides how long to wait for one session's next delta, by what deltas after earlier commits brought.
+
+    A commit that leaves a part of the tree is followed by other deltas than one that leaves nothing, so each has a
+    pattern of its own. A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass
+    slows the drafter. So that a drafter that is not waited for can show what it is worth, a wait of half a step is
+    tried now and then, ever more seldom while it brings nothing.
+    """
+
     FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried
 
     def __init__(self) -> None:
-        self._delay: list[float] = []  # seconds since the one before (the first: since the commit was sent)
-        self._gain: list[float] = []
-        self._lessons: list[int] = []  # how often each was learned
+        self._patterns = {False: _Pattern(), True: _Pattern()}  # by whether the commit left a tree
+        self._pattern = self._patterns[False]
         self._count = 0  # deltas since the last commit
         self._last = 0.0  # when the latest of them came, or the commit went out
         self._expected = 0.0
@@ -105,7 +149,8 @@ class Arrivals:
     def restart(self, now: float, expected: float) -> None:
         """A commit went out; the tree that was left is worth `expected` tokens."""
         if self._waited and self._quiet:
-            self._learn(now - self._last, 0.0)
+            self._pattern.learn(self._count, now - self._last, 0.0)
+        self._pattern = self._patterns[expected > 1.0]
         self._unwaited += 1
         self._count = 0
         self._last = now
@@ -117,7 +162,7 @@ class Arrivals:
         """A delta came, while a pass ran or not, and made the tree worth `expected` tokens."""
         self._quiet = self._quiet and not passing
         if self._quiet:
-            self._learn(now - self._last, max(0.0, expected - self._expected))
+            self._pattern.learn(self._count, now - self._last, max(0.0, expected - self._expected))
         self._last, self._expected = now, expected
         self._waited = False
         self._count += 1
@@ -129,9 +174,9 @@ class Arrivals:
         (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
         """
         passed = now - self._last
-        if self._delay and self._count < self.DEPTH and self._pays(passed, expected, seconds):
+        if self._pattern.pays(self._count, passed, expected, seconds):
             self._trial = self.FIRST_TRIAL
-            hold = 2 * self._forecast(self._count)[0] - passed
+            hold = 2 * self._pattern.forecast(self._count)[0] - passed
         elif self._count == 0 and (self._unwaited >= self._trial or self._waited):
             if not self._waited:
                 self._trial = min(self.LAST_TRIAL, 2 * self._trial)
@@ -141,30 +186,3 @@ class Arrivals:
         self._waited = True
         self._unwaited = 0
         return max(0.0, hold)
-
-    def _pays(self, passed: float, expected: float, seconds: float) -> bool:
-        gain, delay = 0.0, -min(passed, self._forecast(self._count)[0])
-        for index in range(self._count, max(len(self._delay), self._count + 1)):
-            more_delay, more_gain = self._forecast(index)
-            gain += more_gain
-            delay += more_delay
-            if (expected + gain) * seconds > expected * (seconds + delay):
-                return True
-        return False
-
-    def _forecast(self, index: int) -> tuple[float, float]:
-        """Delay and gain of a delta. One that was never waited for is believed to bring half of the one before."""
-        if index < len(self._delay):
-            return self._delay[index], self._gain[index]
-        return self._delay[-1], self._gain[-1] / 2
-
-    def _learn(self, delay: float, gain: float) -> None:
-        if self._count == len(self._delay) and self._count < self.DEPTH:
-            self._delay.append(0.0)
-            self._gain.append(0.0)
-            self._lessons.append(0)
-        if self._count < len(self._delay):
-            self._lessons[self._count] += 1
-            weight = max(0.15, 1 / self._lessons[self._count])
-            self._delay[self._count] += weight * (delay - self._delay[self._count])
-            self._gain[self._count] += weight * (gain - self._gain[self._count])

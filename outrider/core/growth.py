@@ -72,6 +72,15 @@ class ScaleFit:
         ]
 
 
+def floor_score(plan: Plan, price: float) -> float:
+    """Path score below which a node is not worth drafting.
+
+    Without overlap that is the price. With it, nodes are also drafted for the step after the running one: those worth
+    the price below a node that is itself worth it, hence the price squared.
+    """
+    return max(price * price if plan.overlap else price, LOWEST_SCORE)
+
+
 def frontier(tree: TokenTree, plan: Plan, price: float, limit: int) -> list[Node]:
     """The nodes to expand next: the root if it is not expanded, else the best unexpanded ones worth it.
 
@@ -81,8 +90,7 @@ def frontier(tree: TokenTree, plan: Plan, price: float, limit: int) -> list[Node
         return []
     if not tree.root.expanded:
         return [tree.root]
-    floor = max(price, LOWEST_SCORE)
-    return list(islice(_open_nodes(tree, plan, floor), limit))
+    return list(islice(_open_nodes(tree, plan, floor_score(plan, price)), limit))
 
 
 def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
@@ -96,7 +104,7 @@ def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
 def propose(tree: TokenTree, node: Node, row: Candidates, fit: ScaleFit, plan: Plan, price: float) -> list[Node]:
     """Expands `node`: adds the children whose path score is worth sending. Returns the new ones."""
     node.expanded = True
-    floor = math.log(max(price, LOWEST_SCORE)) - (node.log_score - tree.root.log_score)
+    floor = math.log(floor_score(plan, price)) - (node.log_score - tree.root.log_score)
     added = []
     for token, edge in fit.edges(row, plan.width):
         if edge < floor:

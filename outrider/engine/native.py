@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -119,27 +118,27 @@ class Engine:
         with torch.inference_mode():
             self._cache.move(slot, torch.from_numpy(source), torch.from_numpy(destination))
 
-    def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 3) -> list[tuple[int, float]]:
-        """Seconds (median of `repeats`) of a pass over n rows of one session behind `context` rows, for each n.
+    def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 5) -> list[tuple[int, float]]:
+        """Seconds of a pass over n rows of one session behind `context` rows, for each n: the fastest of `repeats`.
 
-        Overwrites rows of the last slot. Where a slot has too few rows, `context` is taken shorter and an n that
-        does not fit at all is left out.
+        The fastest, because whatever else the machine does only adds time; in rounds over all n, so that a busy
+        moment does not fall on one n alone. Overwrites rows of the last slot. Where a slot has too few rows, `context`
+        is taken shorter, and an n that does not fit at all is left out.
         """
-        costs = []
+        segments = {}
         for count in tokens:
-            if not 1 <= count < self.rows:
-                continue
-            prefix = min(context, self.rows - count, self.context - 1)
-            positions = np.full(count, prefix, np.int64)
-            segment = Segment(self.slots - 1, prefix, np.zeros(count, np.int64), positions)
-            self.forward([segment])  # oneDNN compiles its kernels for this size
-            seconds = []
-            for _ in range(repeats):
+            if 1 <= count < self.rows:
+                prefix = min(context, self.rows - count, self.context - 1)
+                zeros = np.zeros(count, np.int64)
+                segments[count] = Segment(self.slots - 1, prefix, zeros, np.full(count, prefix, np.int64))
+                self.forward([segments[count]])  # oneDNN compiles its kernels for this size
+        fastest = dict.fromkeys(segments, float("inf"))
+        for _ in range(repeats):
+            for count, segment in segments.items():
                 start = time.perf_counter()
                 self.forward([segment])
-                seconds.append(time.perf_counter() - start)
-            costs.append((count, statistics.median(seconds)))
-        return costs
+                fastest[count] = min(fastest[count], time.perf_counter() - start)
+        return list(fastest.items())
 
     def _check(self, segments: Sequence[Segment]) -> None:
         if not segments:

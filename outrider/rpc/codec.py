@@ -94,9 +94,9 @@ def report_from_pb(message: types_pb2.StepReport) -> StepReport:
 
 
 def delta_to_pb(
-    delta: Delta, *, session_id: str, epoch: int, attachment: int, plan_version: int
+    delta: Delta, *, session_id: str, epoch: int, attachment: int, plan_version: int, exhausted: bool = False
 ) -> drafter_pb2.TreeDelta:
-    """The delta's message: about four bytes a node."""
+    """The delta's message: about four bytes a node. `exhausted`: nothing more comes before the next commit."""
     return drafter_pb2.TreeDelta(
         session_id=session_id,
         epoch=epoch,
@@ -108,14 +108,15 @@ def delta_to_pb(
         tokens=delta.tokens,
         edges=bytes(edge_code(edge) for edge in delta.edges),
         plan_version=plan_version,
+        exhausted=exhausted,
     )
 
 
 def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
     """The delta. Raises InvalidRequest when it is malformed: sizes that differ, too many nodes, foreign tokens."""
     count = len(message.tokens)
-    if not 1 <= count <= MAX_DELTA_NODES:
-        raise InvalidRequest("tokens", f"a delta has {count} nodes, must have 1 to {MAX_DELTA_NODES}")
+    if count > MAX_DELTA_NODES:
+        raise InvalidRequest("tokens", f"a delta has {count} nodes, must have at most {MAX_DELTA_NODES}")
     if len(message.parents) != count or len(message.edges) != count:
         raise InvalidRequest(
             "parents", f"{len(message.parents)} parents and {len(message.edges)} edges for {count} tokens"

@@ -52,7 +52,7 @@ class Unsubscribe(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("session_id", "epoch", "attachment", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version")
+    __slots__ = ("session_id", "epoch", "attachment", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class TreeDelta(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     attachment: int
@@ -73,7 +74,8 @@ class TreeDelta(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     edges: bytes
     plan_version: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ...) -> None: ...
+    exhausted: bool
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("steps",)
