@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from outrider.engine.native import Engine
 
 from drafter_svc.session import DraftSession, Snapshot
 from drafter_svc.upstream import Attachment, Update
@@ -18,6 +17,7 @@ from outrider.core.contract import Contract
 from outrider.core.growth import Candidates, ScaleFit, candidates
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
+from outrider.engine.native import Engine
 
 
 @dataclass(slots=True)
