@@ -258,7 +258,6 @@ class StepLoop:
                     choices = choices[:count]
                     break
             accepted = min(len(walked.path), len(choices))
-            self._keep(work, walked.path[:accepted])
             report = StepReport(
                 verified=len(work.nodes),
                 accepted=accepted,
@@ -272,6 +271,7 @@ class StepLoop:
             )
             session.wire_bytes = 0
             self._publish(session, session.commit(choices, report, now), step.price)
+            self._keep(work, walked.path[:accepted])
         self._busy_slots = set()
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.core.acceptance import Choice
-from outrider.core.budget import Arrivals
 from outrider.core.contract import OFF, Contract, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, TokenTree
+from outrider.core.waiting import Arrivals
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.tree import Delta, edge_code, edge_from_code
@@ -13,84 +14,43 @@ MAX_DELTA_NODES = 1024  # nodes in one delta
 SNAPSHOT_TOKENS = 4096  # tokens in one part of a snapshot
 
 
+def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
+    """Fields of a value, which are also those of its message."""
+    return tuple(field.name for field in fields(kind))
+
+
+_CONTRACT, _PLAN, _REPORT = _names(Contract), _names(Plan), _names(StepReport)
+
+
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
     """The contract's message."""
-    return types_pb2.Contract(
-        seed=contract.seed,
-        choice=contract.choice,
-        temperature=contract.temperature,
-        top_k=contract.top_k,
-        top_p=contract.top_p,
-        rule=contract.rule,
-        max_tokens=contract.max_tokens,
-        stop_ids=contract.stop_ids,
-    )
+    return types_pb2.Contract(**{name: getattr(contract, name) for name in _CONTRACT})
 
 
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
     """The contract. Raises InvalidRequest naming the field that is absurd."""
-    return Contract(
-        seed=message.seed,
-        choice=message.choice,
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        rule=message.rule,
-        max_tokens=message.max_tokens,
-        stop_ids=tuple(message.stop_ids),
-    )
+    values = {name: getattr(message, name) for name in _CONTRACT}
+    return Contract(**values | {"stop_ids": tuple(message.stop_ids)})
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:
     """The plan's message."""
-    return types_pb2.Plan(
-        version=plan.version,
-        depth=plan.depth,
-        width=plan.width,
-        nodes=plan.nodes,
-        wait_us=plan.wait_us,
-        overlap=plan.overlap,
-    )
+    return types_pb2.Plan(**{name: getattr(plan, name) for name in _PLAN})
 
 
 def plan_from_pb(message: types_pb2.Plan) -> Plan:
     """The plan. Raises InvalidRequest naming the field that is absurd."""
-    return Plan(
-        version=message.version,
-        depth=message.depth,
-        width=message.width,
-        nodes=message.nodes,
-        wait_us=message.wait_us,
-        overlap=message.overlap,
-    )
+    return Plan(**{name: getattr(message, name) for name in _PLAN})
 
 
 def report_to_pb(report: StepReport) -> types_pb2.StepReport:
     """The report's message."""
-    return types_pb2.StepReport(
-        verified=report.verified,
-        accepted=report.accepted,
-        verified_depth=report.verified_depth,
-        waited_us=report.waited_us,
-        forward_us=report.forward_us,
-        wire_bytes=report.wire_bytes,
-        plan_version=report.plan_version,
-        drafters=report.drafters,
-    )
+    return types_pb2.StepReport(**{name: getattr(report, name) for name in _REPORT})
 
 
 def report_from_pb(message: types_pb2.StepReport) -> StepReport:
     """The report."""
-    return StepReport(
-        verified=message.verified,
-        accepted=message.accepted,
-        verified_depth=message.verified_depth,
-        waited_us=message.waited_us,
-        forward_us=message.forward_us,
-        wire_bytes=message.wire_bytes,
-        plan_version=message.plan_version,
-        drafters=message.drafters,
-    )
+    return StepReport(**{name: getattr(message, name) for name in _REPORT})
 
 
 def delta_to_pb(

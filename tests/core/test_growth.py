@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.budget import OVERHEAD_S, Arrivals, CostModel, choose_budget
+from outrider.core.budget import OVERHEAD_S, CostModel, choose_budget
 from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
+from outrider.core.waiting import Arrivals
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 

@@ -1,0 +1,112 @@
+"""How long a verifier holds a step back for a better tree: while that raises goodput, expected tokens over time."""
+
+from __future__ import annotations
+
+
+class _Pattern:
+    """What the k-th delta after a commit brings, learned as a moving average."""
+
+    DEPTH = 16
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []  # seconds since the delta before (the first: since the commit was sent)
+        self.gains: list[float] = []  # in expected tokens
+        self._lessons: list[int] = []
+
+    def learn(self, index: int, delay: float, gain: float) -> None:
+        if index == len(self.delays) and index < self.DEPTH:
+            self.delays.append(0.0)
+            self.gains.append(0.0)
+            self._lessons.append(0)
+        if index < len(self.delays):
+            self._lessons[index] += 1
+            weight = max(0.15, 1 / self._lessons[index])
+            self.delays[index] += weight * (delay - self.delays[index])
+            self.gains[index] += weight * (gain - self.gains[index])
+
+    def forecast(self, index: int) -> tuple[float, float]:
+        """Delay and gain. A delta that was never waited for is believed to bring half of the one before."""
+        if index < len(self.delays):
+            return self.delays[index], self.gains[index]
+        return self.delays[-1], self.gains[-1] / 2
+
+    def pays(self, index: int, passed: float, expected: float, seconds: float) -> bool:
+        """Whether some number of deltas from `index` on, the first due `passed` seconds ago, raises goodput."""
+        if not self.delays or index >= self.DEPTH:
+            return False
+        gain, delay = 0.0, -min(passed, self.forecast(index)[0])
+        for ahead in range(index, max(len(self.delays), index + 1)):
+            more_delay, more_gain = self.forecast(ahead)
+            gain += more_gain
+            delay += more_delay
+            if (expected + gain) * seconds > expected * (seconds + delay):
+                return True
+        return False
+
+
+class Arrivals:
+    """Decides how long to wait for one session's next delta, by what deltas after earlier commits brought.
+
+    A commit that leaves a part of the tree is followed by other deltas than one that leaves nothing, so each has a
+    pattern of its own. A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass
+    slows the drafter. So that a drafter that is not waited for can show what it is worth, a wait of half a step is
+    tried now and then, ever more seldom while it brings nothing.
+    """
+
+    FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried
+
+    def __init__(self) -> None:
+        self._patterns = {False: _Pattern(), True: _Pattern()}  # by whether the commit left a tree
+        self._pattern = self._patterns[False]
+        self._count = 0  # deltas since the last commit
+        self._last = 0.0  # when the latest of them came, or the commit went out
+        self._expected = 0.0
+        self._quiet = False  # whether nothing disturbed the drafter since the commit
+        self._waited = False  # whether the next delta was waited for
+        self._unwaited = 0  # commits since the last wait
+        self._trial = self.FIRST_TRIAL
+
+    def disturb(self) -> None:
+        """Until the next commit, delays tell nothing: a drafter has just begun, and reads the prompt."""
+        self._quiet = False
+
+    def restart(self, now: float, expected: float) -> None:
+        """A commit went out; the tree that was left is worth `expected` tokens."""
+        if self._waited and self._quiet:
+            self._pattern.learn(self._count, now - self._last, 0.0)
+        self._pattern = self._patterns[expected > 1.0]
+        self._unwaited += 1
+        self._count = 0
+        self._last = now
+        self._expected = expected
+        self._quiet = True
+        self._waited = False
+
+    def arrived(self, now: float, expected: float, *, passing: bool) -> None:
+        """A delta came, while a pass ran or not, and made the tree worth `expected` tokens."""
+        self._quiet = self._quiet and not passing
+        if self._quiet:
+            self._pattern.learn(self._count, now - self._last, max(0.0, expected - self._expected))
+        self._last, self._expected = now, expected
+        self._waited = False
+        self._count += 1
+
+    def patience(self, now: float, expected: float, seconds: float) -> float:
+        """How much longer to wait for the next delta, in seconds; 0: start the step.
+
+        Waiting pays if some number of further deltas raises expected tokens over time:
+        (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
+        """
+        passed = now - self._last
+        if self._pattern.pays(self._count, passed, expected, seconds):
+            self._trial = self.FIRST_TRIAL
+            hold = 2 * self._pattern.forecast(self._count)[0] - passed
+        elif self._count == 0 and (self._unwaited >= self._trial or self._waited):
+            if not self._waited:
+                self._trial = min(self.LAST_TRIAL, 2 * self._trial)
+            hold = seconds / 2 - passed
+        else:
+            return 0.0
+        self._waited = True
+        self._unwaited = 0
+        return max(0.0, hold)
