@@ -126,10 +126,12 @@ class Grower:
     def _catch_up(self, key: Attachment, member: Member) -> None:
         """Applies what the upstream said. A session with nothing left to draft says so at once."""
         self._apply_news(key, member)
-        if member.session is not None:
-            member.next = self._next(member.session)
-            if member.next is None and member.session.plan.depth:
-                self._send(key, member.session.announce([]), member.session.plan.version, True)
+        session = member.session
+        if session is not None:
+            delta = session.refill(self._fit(session.contract))
+            member.next = self._next(session)
+            if session.plan.depth:
+                self._deliver(key, session, delta, exhausted=member.next is None)
 
     def _next(self, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
@@ -190,10 +192,13 @@ class Grower:
             turn.session.advance(turn.segment, turn.nodes)
             found = [_candidates(turn.session, node, row) for node, row in zip(turn.nodes, rows, strict=True)]
             delta = turn.session.expand(turn.nodes, found, self._fit(turn.session.contract))
-            self.nodes += len(delta.tokens)
             member.next = self._next(turn.session)
-            if delta.tokens or member.next is None:
-                self._send(turn.key, delta, turn.session.plan.version, member.next is None)
+            self._deliver(turn.key, turn.session, delta, exhausted=member.next is None)
+
+    def _deliver(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
+        self.nodes += len(delta.tokens)
+        if delta.tokens or exhausted:
+            self._send(key, delta, session.plan.version, exhausted)
 
     def _fit(self, contract: Contract) -> ScaleFit:
         """Scores are fitted per class of temperature; greedy has its own."""

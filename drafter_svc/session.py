@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Candidates, ScaleFit, frontier, propose
+from outrider.core.growth import Candidates, ScaleFit, floor_score, frontier, propose
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.engine.batch import Segment
@@ -110,6 +110,17 @@ class DraftSession:
         for node, row in zip(nodes, rows, strict=True):
             self._rows[node] = row
             added += propose(self.tree, node, row, fit, self.plan, self.price)
+        return self.announce(added)
+
+    def refill(self, fit: ScaleFit) -> Delta:
+        """Proposes again from rows that are known already: after a commit or new terms, children that were not worth
+        sending may have become so. It takes no pass."""
+        added: list[Node] = []
+        floor = floor_score(self.plan, self.price)
+        for node, row in self._rows.items():
+            fits = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
+            if fits and self.tree.score(node) > floor:
+                added += propose(self.tree, node, row, fit, self.plan, self.price)
         return self.announce(added)
 
     def announce(self, added: Sequence[Node]) -> Delta:
