@@ -70,10 +70,7 @@ class DraftSession:
             node.row = int(row)
         self.cached += len(kept)
         self.scratch = survivors[len(kept) :]
-        alive = set(self.scratch)
-        if self.tree.root.expanded:
-            alive.add(self.tree.root)
-        self._rows = {node: row for node, row in self._rows.items() if node in alive}
+        self._keep_rows({self.tree.root, *self.scratch})
         moved = rows != target
         return Move(rows[moved], target[moved]) if moved.any() else None
 
@@ -87,9 +84,12 @@ class DraftSession:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []
+        limit = min(limit, self._room // max(1, self.plan.width))
+        if limit == 0:
+            return None
         if pending:
-            return (self._chain(pending, wanted=1), [self.tree.root]) if self._may_send() else None
-        nodes = frontier(self.tree, self.plan, self.price, limit) if self._may_send() else []
+            return self._chain(pending, wanted=1), [self.tree.root]
+        nodes = frontier(self.tree, self.plan, self.price, limit)
         nodes = [node for node in nodes if node.position + 1 < context]
         if not nodes or self.cached + len(self.scratch) + len(nodes) > rows:
             return None
@@ -118,6 +118,8 @@ class DraftSession:
         added: list[Node] = []
         floor = floor_score(self.plan, self.price)
         for node, row in self._rows.items():
+            if len(added) + self.plan.width > self._room:
+                break
             fits = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
             if fits and self.tree.score(node) > floor:
                 added += propose(self.tree, node, row, fit, self.plan, self.price)
@@ -144,6 +146,8 @@ class DraftSession:
             node = self.tree.node(OWN, identity)
             if node is not None:
                 self.tree.remove(node)
+        if identities:
+            self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
 
     def learn(self, fit: ScaleFit) -> None:
         """Fits the scores to what the target said."""
@@ -151,8 +155,13 @@ class DraftSession:
             fit.observe(row, token)
         self._lessons.clear()
 
-    def _may_send(self) -> bool:
-        return self.next_id + self.plan.width <= self.credit
+    @property
+    def _room(self) -> int:
+        """Nodes that the upstream's credit still allows."""
+        return max(0, self.credit - self.next_id + 1)
+
+    def _keep_rows(self, alive: set[Node]) -> None:
+        self._rows = {node: row for node, row in self._rows.items() if node in alive}
 
     def _identity(self, node: Node) -> int:
         return 0 if node is self.tree.root else node.names[0][1]

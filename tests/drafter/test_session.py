@@ -1,0 +1,181 @@
+"""A drafter's session keeps tree, cache rows and the upstream's copy in step, whatever the target says."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.session import DraftSession, Snapshot
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.growth import ScaleFit, candidates
+from outrider.core.tree import Delta, Node, TokenTree
+
+VOCABULARY = 12
+PROMPT = (3, 1, 4, 1, 5)
+TERMS = Contract(seed=4, max_tokens=100)
+
+
+class Rig:
+    """A session, a cache that holds tokens instead of KV, and the upstream's tree."""
+
+    def __init__(self, plan: Plan, seed: int, credit: int = 400) -> None:
+        self.session = DraftSession(Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit), 0, VOCABULARY)
+        self.upstream = TokenTree(PROMPT)
+        self.cache = np.full(300, -1)
+        self.fit = ScaleFit()
+        self.largest_id = 0
+        self._random = np.random.default_rng(seed)
+
+    def level(self, limit: int = 3) -> bool:
+        """Runs what the session wants next. False when it wants nothing."""
+        session = self.session
+        chosen = session.next_segment(chunk=4, limit=limit, context=200, rows=300)
+        if chosen is None:
+            return False
+        segment, nodes = chosen
+        count = len(segment.tokens)
+        span = count if segment.mask is None else segment.mask.shape[1]
+        rows = range(segment.prefix + span - count, segment.prefix + span)
+        self.cache[rows] = segment.tokens
+        assert self.cache[: segment.prefix].tolist() == session.tokens[: segment.prefix]
+        if segment.mask is not None:
+            for seen, node, position in zip(segment.mask, nodes, segment.positions, strict=True):
+                path = [above.token for above in node.ancestors(session.tree.root)][::-1]
+                visible = self.cache[segment.prefix : segment.prefix + span][seen].tolist()
+                assert sorted(visible) == sorted(path)
+                assert position == node.position == len(session.tokens) - 1 + len(path)
+        session.advance(segment, nodes)
+        if nodes:
+            logits = self._random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
+            found = [
+                candidates(row, TERMS, session.noise.row(node.position + 1))
+                for node, row in zip(nodes, logits, strict=True)
+            ]
+            self.deliver(session.expand(nodes, found, self.fit))
+        return True
+
+    def deliver(self, delta: Delta) -> None:
+        if delta.tokens:
+            assert delta.first_id == self.largest_id + 1
+            self.largest_id += len(delta.tokens)
+            assert self.largest_id <= self.session.credit
+            assert self.upstream.graft(1, delta).dropped == []
+
+    def commit(self, tokens: list[int]) -> None:
+        self.upstream.commit(tokens)
+        move = self.session.commit(tokens)
+        if move is not None:
+            self.cache[move.target] = self.cache[move.source].copy()
+        self.session.learn(self.fit)
+        self.deliver(self.session.refill(self.fit))
+        self.check()
+
+    def check(self) -> None:
+        session = self.session
+        session.tree.check_integrity()
+        assert session.tree.digest == self.upstream.digest
+        assert paths(session.tree) == paths(self.upstream)
+        assert self.cache[: session.cached].tolist() == session.tokens[: session.cached]
+        for index, node in enumerate(session.scratch):
+            assert node.row == session.cached + index
+            assert self.cache[node.row] == node.token
+            assert node.expanded
+
+    def likely(self, count: int) -> list[int]:
+        """The best path of the tree, at most `count` tokens."""
+        node, path = self.session.tree.root, []
+        while node.children and len(path) < count:
+            node = max(node.children.values(), key=lambda child: child.edge)
+            path.append(node.token)
+        return path
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    found = set()
+    stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
+    while stack:
+        path, node = stack.pop()
+        for token, child in node.children.items():
+            found.add((*path, token))
+            stack.append(((*path, token), child))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([Plan(depth=6, width=3, nodes=8), Plan(depth=6, width=3, nodes=8, overlap=True)]),
+    st.lists(
+        st.one_of(
+            st.integers(1, 4),  # levels
+            st.tuples(st.integers(0, 4), st.integers(0, VOCABULARY - 1)),  # commit: tokens along the tree, and one
+        ),
+        max_size=25,
+    ),
+)
+def test_rows_masks_and_both_trees_stay_in_step(seed: int, plan: Plan, moves: list[int | tuple[int, int]]) -> None:
+    rig = Rig(plan, seed)
+    for move in moves:
+        if isinstance(move, int):
+            for _ in range(move):
+                rig.level()
+            rig.check()
+        else:
+            along, other = move
+            rig.commit([*rig.likely(along), other])
+
+
+def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=1)
+    for _ in range(6):
+        rig.level()
+    held = len(rig.session.scratch)
+    rig.commit(rig.likely(1))
+    assert rig.session.cached == len(rig.session.tokens)  # the committed node's row was taken over
+    assert 0 < len(rig.session.scratch) < held
+
+
+def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=3)
+    rig.session.price = 0.35
+    for _ in range(8):
+        rig.level()
+    before = paths(rig.upstream)
+    best = rig.likely(1)
+    below = {path[1:] for path in before if path[:1] == tuple(best) and len(path) > 1}
+    rig.commit(best)
+    assert below < paths(rig.upstream)
+
+
+def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=30, overlap=True), seed=2, credit=7)
+    for _ in range(10):
+        rig.level()
+    assert rig.largest_id <= 7
+    assert not rig.level()
+    rig.session.credit = 40
+    assert rig.level()
+    rig.check()
+
+
+def test_what_the_upstream_dropped_is_abandoned_with_all_below_it() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=30, overlap=True), seed=5)
+    for _ in range(5):
+        rig.level()
+    session = rig.session
+    victim = next(node for node in session.scratch if session.tree.depth(node) == 1)
+    session.abandon([victim.names[0][1]])
+    session.tree.check_integrity()
+    assert victim.token not in session.tree.root.children
+    session.plan = Plan(depth=6, width=1, nodes=30)  # nothing is proposed again
+    assert session.refill(rig.fit).tokens == ()
+    size = session.tree.size
+    session.commit([victim.token])
+    assert session.tree.size == 0 < size
+
+
+def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None:
+    rig = Rig(Plan(depth=0), seed=0)
+    assert not rig.level()
+    rig = Rig(Plan(depth=6, width=3, nodes=8), seed=0)
+    assert rig.session.next_segment(chunk=9, limit=3, context=len(PROMPT), rows=300) is None
