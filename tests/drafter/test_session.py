@@ -112,9 +112,12 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
         ),
         max_size=25,
     ),
+    st.sampled_from([400, 40]),
 )
-def test_rows_masks_and_both_trees_stay_in_step(seed: int, plan: Plan, moves: list[int | tuple[int, int]]) -> None:
-    rig = Rig(plan, seed)
+def test_rows_masks_and_both_trees_stay_in_step(
+    seed: int, plan: Plan, moves: list[int | tuple[int, int]], credit: int
+) -> None:
+    rig = Rig(plan, seed, credit)
     for move in moves:
         if isinstance(move, int):
             for _ in range(move):
@@ -145,6 +148,21 @@ def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
     below = {path[1:] for path in before if path[:1] == tuple(best) and len(path) > 1}
     rig.commit(best)
     assert below < paths(rig.upstream)
+
+
+def test_a_refill_stays_within_the_credit() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=3)
+    rig.session.price = 0.35
+    for _ in range(8):
+        rig.level()
+    rig.session.price = 0.0
+    rig.session.credit = rig.largest_id + 4
+    rig.deliver(rig.session.refill(rig.fit))
+    rig.session.credit += 100
+    sent = rig.largest_id
+    rig.deliver(rig.session.refill(rig.fit))
+    assert rig.largest_id > sent
+    rig.check()
 
 
 def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
