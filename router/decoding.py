@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
-from outrider.errors import Cancelled, OutriderError, Unavailable
+from outrider.errors import Cancelled, InternalError, OutriderError, Unavailable
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
@@ -118,7 +118,8 @@ class DecodeStream:
             raise self._translated(from_rpc_error(error)) from None
 
     def _translated(self, error: OutriderError) -> OutriderError:
-        if isinstance(error, Unavailable | Cancelled):  # nobody here cancelled: the verifier is going down
+        # Nobody here cancelled: the verifier is going down. A write that meets that end makes it an internal error.
+        if isinstance(error, Unavailable | Cancelled | InternalError):
             return self._broken(f"failed ({error})")
         return error
 

@@ -24,6 +24,7 @@ from outrider.core.acceptance import Choice, Walk, choose, walk
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import StepReport
 from outrider.core.tree import Node
+from outrider.core.waiting import Patterns
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.errors import Overloaded, Superseded
@@ -105,6 +106,8 @@ class StepLoop:
         self._publish = publish
         self._free_slots = list(range(engine.slots - 1, -1, -1))
         self._busy_slots: set[int] = set()  # in the running pass; freed sessions' slots wait for its end
+        self._patterns = Patterns.unknown()
+        self._ended = 0.0  # when the last pass ended
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
@@ -126,7 +129,7 @@ class StepLoop:
             self.close(present)
         if not self._free_slots:
             raise Overloaded(f"all {self._engine.slots} slots of this verifier are in use; retry later")
-        session = Session(start, self._free_slots.pop(), self._engine.vocabulary)
+        session = Session(start, self._free_slots.pop(), self._engine.vocabulary, self._patterns)
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -169,7 +172,7 @@ class StepLoop:
                 continue
             now = time.monotonic()
             began = began or now
-            step, budget = self._select(ready)
+            step, budget = self._select(ready, now)
             hold = self._patience(step, budget, now)
             if hold <= 0.0:
                 step.waited = now - began
@@ -178,12 +181,13 @@ class StepLoop:
                 async with asyncio.timeout(hold):
                     await self._changed.wait()
 
-    def _select(self, ready: Sequence[Session]) -> tuple[Step, Budget]:
+    def _select(self, ready: Sequence[Session], now: float) -> tuple[Step, Budget]:
         works = [self._base_work(session) for session in ready]
         base = sum(work.end - work.start for work in works)
         deciding = [work for work in works if work.chooses]
         ranked = list(itertools.islice(heapq.merge(*map(_offers, deciding), key=_score_of), self._max_nodes))
-        budget = choose_budget([-cost for cost, _, _ in ranked], base, len(deciding), self.cost)
+        waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
+        budget = choose_budget([-cost for cost, _, _ in ranked], base, len(deciding), self.cost, waited)
         rows: dict[Node, int] = {}
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
@@ -200,11 +204,10 @@ class StepLoop:
         drafted = [work.session for work in step.works if work.session.drafting and work.session.ceilings.depth]
         if not drafted:
             return 0.0
-        since = now - max(session.committed_at for session in drafted)
         hold = 0.0
         for session in drafted:
             left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
-            wish = session.arrivals.patience(now, budget.expected / len(drafted), budget.seconds + since)
+            wish = session.arrivals.patience(now, budget.expected / len(drafted), budget.seconds)
             hold = max(hold, min(left, wish))
         return hold
 
@@ -212,7 +215,7 @@ class StepLoop:
         """The packed pass, in its own thread; the noise is computed meanwhile."""
         segments = [work.segment() for work in step.works]
         self._busy_slots = {segment.slot for segment in segments}
-        began = time.perf_counter()
+        began = time.monotonic()
         passing = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.forward, segments)
         for work in step.works:
             if work.chooses:
@@ -220,7 +223,8 @@ class StepLoop:
                 for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
                     work.session.noise.row(position)
         logits = await passing
-        step.seconds = time.perf_counter() - began
+        self._ended = time.monotonic()
+        step.seconds = self._ended - began
         self.steps += 1
         if step.tokens <= self._max_nodes:
             self.cost.observe(step.tokens, step.seconds)

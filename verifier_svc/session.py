@@ -11,7 +11,7 @@ from outrider.core.acceptance import Choice
 from outrider.core.contract import OFF, Contract, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, TokenTree
-from outrider.core.waiting import Arrivals
+from outrider.core.waiting import Arrivals, Patterns
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
@@ -54,7 +54,7 @@ class Subscription:
 class Session:
     """State of one session. Only the event loop's thread touches it."""
 
-    def __init__(self, start: Start, slot: int, vocabulary: int) -> None:
+    def __init__(self, start: Start, slot: int, vocabulary: int, patterns: Patterns) -> None:
         self.id = start.session_id
         self.epoch = start.epoch
         self.contract = start.contract
@@ -69,7 +69,7 @@ class Session:
         self.noise = NoiseRows(
             start.contract.seed, start.contract.choice, vocabulary, greedy=start.contract.temperature == 0.0
         )
-        self.arrivals = Arrivals()
+        self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.price = 0.0  # path score below which a node was not worth verifying in the last step
         self.wire_bytes = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-OVERHEAD_S = 0.0008  # of a step outside the forward pass
+OVERHEAD_S = 0.0015  # of a step outside the forward pass and the waits
 NEARBY, EVERYWHERE = 0.06, 0.04  # how far the curve follows one observation
 SLOPE_SPAN = 8  # tokens over which the marginal cost is averaged: the cost is stepped
 
@@ -57,21 +57,23 @@ class Budget(NamedTuple):
 
     nodes: int  # how many of the scores, best first
     expected: float  # tokens that the step is expected to commit
-    seconds: float  # that it is expected to take
+    seconds: float  # from the end of the step before to the end of this one, as expected
     price: float  # path score below which a node would not be worth verifying
 
 
-def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostModel) -> Budget:
-    """Picks n to maximise (certain + scores[:n].sum()) / (t(base + n) + overhead).
+def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostModel, waited: float = 0.0) -> Budget:
+    """Picks n to maximise (certain + scores[:n].sum()) / (t(base + n) + overhead + waited).
 
     scores: path scores of all candidates over all sessions, best first. base: tokens in the pass whatever is
-    chosen. certain: tokens it commits whatever is chosen, one a session.
+    chosen. certain: tokens it commits whatever is chosen, one a session. waited: seconds since the step before ended:
+    they are gone, but they are part of what a step costs, and the longer it took the more it should carry.
     """
-    best = Budget(0, float(certain), cost.seconds(base) + OVERHEAD_S, 1.0)
+    overhead = OVERHEAD_S + waited
+    best = Budget(0, float(certain), cost.seconds(base) + overhead, 1.0)
     expected = float(certain)
     for count, score in enumerate(scores, 1):
         expected += score
-        seconds = cost.seconds(base + count) + OVERHEAD_S
+        seconds = cost.seconds(base + count) + overhead
         if expected * best.seconds > best.expected * seconds:
             best = Budget(count, expected, seconds, score)
     here = base + best.nodes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 
-class _Pattern:
+
+class Pattern:
     """What the k-th delta after a commit brings, learned as a moving average."""
 
     DEPTH = 16
@@ -44,20 +46,34 @@ class _Pattern:
         return False
 
 
+class Patterns(NamedTuple):
+    """What deltas bring, shared by the sessions of a verifier so that a new one need not learn it anew.
+
+    A commit that leaves a part of the tree is followed by other deltas than one that leaves nothing.
+    """
+
+    fresh: Pattern
+    kept: Pattern
+
+    @classmethod
+    def unknown(cls) -> Patterns:
+        """Nothing is known yet."""
+        return cls(Pattern(), Pattern())
+
+
 class Arrivals:
     """Decides how long to wait for one session's next delta, by what deltas after earlier commits brought.
 
-    A commit that leaves a part of the tree is followed by other deltas than one that leaves nothing, so each has a
-    pattern of its own. A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass
-    slows the drafter. So that a drafter that is not waited for can show what it is worth, a wait of half a step is
-    tried now and then, ever more seldom while it brings nothing.
+    A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter. So that
+    a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then, ever more
+    seldom while it brings nothing.
     """
 
     FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried
 
-    def __init__(self) -> None:
-        self._patterns = {False: _Pattern(), True: _Pattern()}  # by whether the commit left a tree
-        self._pattern = self._patterns[False]
+    def __init__(self, patterns: Patterns) -> None:
+        self._patterns = patterns
+        self._pattern = patterns.fresh
         self._count = 0  # deltas since the last commit
         self._last = 0.0  # when the latest of them came, or the commit went out
         self._expected = 0.0
@@ -74,7 +90,7 @@ class Arrivals:
         """A commit went out; the tree that was left is worth `expected` tokens."""
         if self._waited and self._quiet:
             self._pattern.learn(self._count, now - self._last, 0.0)
-        self._pattern = self._patterns[expected > 1.0]
+        self._pattern = self._patterns.kept if expected > 1.0 else self._patterns.fresh
         self._unwaited += 1
         self._count = 0
         self._last = now

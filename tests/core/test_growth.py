@@ -12,7 +12,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals
+from outrider.core.waiting import Arrivals, Patterns
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -116,7 +116,7 @@ def test_the_cost_never_falls_with_more_tokens_and_follows_what_steps_take() -> 
 
 def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     """Teaches Arrivals a fixed pattern, then returns how long it waits in all when the pattern holds."""
-    arrivals = Arrivals()
+    arrivals = Arrivals(Patterns.unknown())
     now = 0.0
     for _ in range(60):
         now += 1.0
@@ -158,7 +158,7 @@ def test_the_wait_is_the_best_of_all(pattern: list[tuple[float, float]], seconds
 
 
 def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(Patterns.unknown())
     for now in range(10):
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
@@ -174,7 +174,7 @@ def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
 
 
 def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(Patterns.unknown())
     for now in range(Arrivals.FIRST_TRIAL):
         arrivals.restart(float(now), 1.0)
         assert arrivals.patience(float(now), 1.0, 0.02) == (0.0 if now == 0 else pytest.approx(0.01))
@@ -183,7 +183,7 @@ def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
 
 
 def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(Patterns.unknown())
     arrivals.restart(0.0, 1.0)
     arrivals.disturb()
     arrivals.arrived(5.0, 2.0, passing=False)  # it had a long prompt to read
