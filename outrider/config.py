@@ -83,7 +83,7 @@ class VerifierConfig(WorkerConfig):
 class DrafterConfig(WorkerConfig):
     """One drafter."""
 
-    level_nodes: int = Field(default=4, ge=1, le=256)  # nodes of a session expanded in one level
+    level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
 
 
 class ClusterConfig(Section):
@@ -118,11 +118,13 @@ def load_cluster(path: Path) -> ClusterConfig:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     cluster = parse(ClusterConfig, values, str(path))
     base = path.resolve().parent
+    data = cluster.redis.data
     router = cluster.router.model_copy(
         update={"models": {name: base / folder for name, folder in cluster.router.models.items()}}
     )
     return cluster.model_copy(
         update={
+            "redis": cluster.redis.model_copy(update={"data": data and base / data}),
             "router": router,
             "verifier": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.verifier],
             "drafter": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.drafter],

@@ -124,7 +124,7 @@ def drafter(
     prefill_chunk: PrefillChunk = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
-    level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 4]")] = None,
+    level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
 ) -> None:
     """Run ahead of a target with a small model: grow token trees, stream them to the verifier."""
     from outrider.config import DrafterConfig

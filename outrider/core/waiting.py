@@ -64,9 +64,9 @@ class Patterns(NamedTuple):
 class Arrivals:
     """Decides how long to wait for one session's next delta, by what deltas after earlier commits brought.
 
-    A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter. So that
-    a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then, ever more
-    seldom while it brings nothing.
+    A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter. So
+    that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then, ever
+    more seldom while it brings nothing.
     """
 
     FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried

@@ -1,0 +1,48 @@
+"""A cluster's file is read once: paths are relative to it, unknown keys and wrong values are named."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.config import load_cluster
+from outrider.errors import ConfigError
+
+GOOD = """
+[redis]
+data = "state"
+[router]
+models = { target = "m/target" }
+[[verifier]]
+model = "m/target"
+[[drafter]]
+model = "/absolute/drafter"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "cluster.toml"
+    file.write_text(text)
+    return file
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, GOOD))
+    assert cluster.redis.data == tmp_path / "state"
+    assert cluster.router.models["target"] == cluster.verifier[0].model == tmp_path / "m" / "target"
+    assert cluster.verifier[0].model_name == "target"
+    assert cluster.drafter[0].model == Path("/absolute/drafter")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (GOOD.replace("[[verifier]]", "[[verifier]]\nthreds = 2"), r"verifier\.0\.threds: unknown key"),
+        (GOOD.replace("[router]", "[router]\nlisten = 'localhost'"), r"router\.listen: .*HOST:PORT"),
+        (GOOD.replace("[router]", "[router]\nwidth = 0"), r"router\.width: .*greater than or equal to 1"),
+        (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),
+        ("[router", "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_cluster(written(tmp_path, text))
