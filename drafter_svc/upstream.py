@@ -65,7 +65,7 @@ class Attachment:
 
 
 class Upstream:
-    """Keeps the Draft stream to one upstream open while it has attachments.
+    """The Draft stream to one upstream: opened for the first attachment, and again while there are any.
 
     When the stream breaks, its sessions are closed for the listener; when it is back they are subscribed anew.
     """
@@ -82,18 +82,20 @@ class Upstream:
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
         self._numbers = 0
         self._open = False
+        self._wanted = asyncio.Event()  # there are attachments
         self._task = asyncio.create_task(self._run())
 
     def attach(self, attachment: Attachment) -> None:
         """Starts drafting for a session."""
         self.attachments[attachment.session_id] = attachment
+        self._wanted.set()
         if self._open:
             self._subscribe(attachment)
 
     def detach(self, attachment: Attachment) -> None:
         """Stops drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
-            del self.attachments[attachment.session_id]
+            self._drop(attachment)
             self._say(
                 pb.DraftUp(unsubscribe=pb.Unsubscribe(session_id=attachment.session_id, attachment=attachment.number))
             )
@@ -119,6 +121,11 @@ class Upstream:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
+    def _drop(self, attachment: Attachment) -> None:
+        del self.attachments[attachment.session_id]
+        if not self.attachments:
+            self._wanted.clear()
+
     def _say(self, frame: pb.DraftUp) -> None:
         if self._open:
             self._outgoing.put_nowait(frame)
@@ -142,6 +149,7 @@ class Upstream:
         reachable = True
         async with open_channel(self.address) as channel:
             while True:
+                await self._wanted.wait()
                 try:
                     await self._converse(channel)
                     reachable = True
@@ -185,7 +193,7 @@ class Upstream:
             return  # of a subscription that has ended
         try:
             if kind == "closed":
-                del self.attachments[attachment.session_id]
+                self._drop(attachment)
                 self._listener.closed(attachment)
             elif message.epoch != attachment.epoch:
                 self._refuse()

@@ -51,8 +51,9 @@ class Decoder(VerifierServicer):
                 await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=0)))
                 await self._report(session, commands, context)
             finally:
-                commands.cancel()
                 self._loop.close(session)
+                commands.cancel()
+                await asyncio.gather(commands, return_exceptions=True)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """What this verifier is and has."""

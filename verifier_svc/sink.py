@@ -55,9 +55,10 @@ class Sink(TreeSinkServicer):
                     reading.result()
             finally:
                 self.streams -= 1
+                self._forget(stream)
                 reading.cancel()
                 writing.cancel()
-                self._forget(stream)
+                await asyncio.gather(reading, writing, return_exceptions=True)
 
     def welcome_waiting(self, session: Session) -> None:
         """A session opened: subscribes the drafters that were there before it."""
