@@ -198,18 +198,17 @@ class StepLoop:
         return Work(session, session.cached, end)
 
     def _patience(self, step: Step, budget: Budget, now: float) -> float:
-        """Seconds to hold the step back; 0 when a prompt waits, or when nobody's next delta is worth it."""
-        if not all(work.chooses for work in step.works):
+        """Seconds to hold the step back; 0 unless it serves a single session whose next deltas are worth it.
+
+        Among several sessions, what one gains by a wait all others pay for; their deltas come while others' steps run.
+        """
+        if len(step.works) > 1 or not step.works[0].chooses:
             return 0.0
-        drafted = [work.session for work in step.works if work.session.drafting and work.session.ceilings.depth]
-        if not drafted:
+        session = step.works[0].session
+        if not session.drafting or not session.ceilings.depth:
             return 0.0
-        hold = 0.0
-        for session in drafted:
-            left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
-            wish = session.arrivals.patience(now, budget.expected / len(drafted), budget.seconds)
-            hold = max(hold, min(left, wish))
-        return hold
+        left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
+        return min(left, session.arrivals.patience(now, budget.expected, budget.seconds))
 
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""

@@ -203,8 +203,8 @@ class LocalCluster:
         self._ready(process)
 
     async def _stop(self) -> None:
-        await self.processes["router"].stop()  # first, so that it can still release its sessions
-        await _all(process.stop() for process in self.processes.values() if process.role != "router")
+        for role in ("router", "drafter", "verifier"):  # the callers first, so that they can still say goodbye
+            await _all(process.stop() for process in self.processes.values() if process.role == role)
 
     async def _registered(self) -> None:
         """Waits until the router sees the workers. Raises ConfigError when it does not."""

@@ -59,7 +59,9 @@ def router(
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
     nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 16]")] = None,
     wait_us: Annotated[int | None, typer.Option(help="Longest hold of a step, µs. [default: 50000]")] = None,
-    overlap: Annotated[bool | None, typer.Option(help="Draft on below nodes in verification.")] = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Draft on while a step runs: for drafters on other cores.")
+    ] = None,
     drafters_per_session: Annotated[int | None, typer.Option(help="0 to 16. [default: 1]")] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
