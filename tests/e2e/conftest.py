@@ -1,6 +1,5 @@
 """A whole cluster of real processes: reference models in fp32, one thread each."""
 
-import asyncio
 import json
 import warnings
 from collections.abc import AsyncIterator
@@ -65,10 +64,3 @@ def reference(tokenizer: Tokenizer, prompts: list[str]) -> list[int]:
                 torch.tensor([ids]), max_new_tokens=256, do_sample=False, eos_token_id=None, pad_token_id=0
             )
     return said[0, len(ids) :].tolist()
-
-
-async def until(holds: object, seconds: float = 10.0) -> None:
-    """Waits until `holds()` is true."""
-    async with asyncio.timeout(seconds):
-        while not await holds():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
