@@ -42,7 +42,10 @@ class FakeVerifier(VerifierServicer):
         async with translated(context):
             if self.full:
                 raise Overloaded("all slots are in use")
-            start = (await anext(requests)).start
+            first = await anext(requests, None)
+            if first is None:  # the call was broken off before it said anything
+                return
+            start = first.start
             self.starts.append(start)
             self.open += 1
             self.durable[start.session_id] = len(start.tokens)
