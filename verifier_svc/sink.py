@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 WAITING_SUBSCRIPTIONS = 1024  # that came before their session
 PATIENCE_S = 5.0  # how long one may wait
+LAST_WRITE_S = 1.0  # for a write that is under way when a stream ends
 
 
 class Sink(TreeSinkServicer):
@@ -57,6 +58,8 @@ class Sink(TreeSinkServicer):
                 self.streams -= 1
                 self._forget(stream)
                 reading.cancel()
+                stream.end()  # gRPC cannot send the status of a call while a write is under way
+                await asyncio.wait({writing}, timeout=LAST_WRITE_S)
                 writing.cancel()
                 await asyncio.gather(reading, writing, return_exceptions=True)
 
@@ -134,8 +137,8 @@ class Sink(TreeSinkServicer):
                 raise InvalidRequest("frame", f"'{kind}' is not allowed here")
 
     async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while True:
-            for frame in await stream.next():
+        while (frames := await stream.next()) is not None:
+            for frame in frames:
                 await context.write(frame)
 
     def _subscribe(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:

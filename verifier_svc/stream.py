@@ -21,6 +21,7 @@ class DraftStream:
         self._commits: dict[str, pb.Commit] = {}
         self._opening: set[str] = set()  # sessions whose snapshot waits: their commits go after it
         self._wake = asyncio.Event()
+        self._ended = False
 
     def say(self, frame: pb.DraftDown) -> None:
         """Queues a frame that is not a commit."""
@@ -83,10 +84,17 @@ class DraftStream:
         self._commits.pop(session_id, None)
         self.say(pb.DraftDown(closed=pb.Closed(session_id=session_id, attachment=attachment, reason=reason)))
 
-    async def next(self) -> list[pb.DraftDown]:
-        """The frames to write now, commits first; waits until there is one."""
+    def end(self) -> None:
+        """Nothing more is to be written."""
+        self._ended = True
+        self._wake.set()
+
+    async def next(self) -> list[pb.DraftDown] | None:
+        """The frames to write now, commits first; waits until there is one. None after the end."""
         await self._wake.wait()
         self._wake.clear()
+        if self._ended:
+            return None
         commits = list(self._commits.values())
         frames = [pb.DraftDown(commit=commit) for commit in commits if commit.session_id not in self._opening]
         frames.extend(self._control)
