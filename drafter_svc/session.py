@@ -52,7 +52,7 @@ class DraftSession:
         self.cached = 0
         self.scratch: list[Node] = []
         self.next_id = first_id
-        self.noise = NoiseRows(contract.seed, contract.choice, vocabulary, greedy=contract.temperature == 0.0)
+        self.noise = NoiseRows.of(contract, vocabulary)
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
         self._lessons: list[tuple[Candidates, int]] = []
 

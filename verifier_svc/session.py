@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core.acceptance import Choice
@@ -66,9 +66,7 @@ class Session:
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
-        self.noise = NoiseRows(
-            start.contract.seed, start.contract.choice, vocabulary, greedy=start.contract.temperature == 0.0
-        )
+        self.noise = NoiseRows.of(start.contract, vocabulary)
         self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.price = 0.0  # path score below which a node was not worth verifying in the last step
@@ -78,11 +76,6 @@ class Session:
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self._senders = 0
-
-    @property
-    def pending(self) -> int:
-        """Committed tokens without KV: the root at least."""
-        return len(self.tokens) - self.cached
 
     @property
     def ready(self) -> bool:
@@ -95,7 +88,7 @@ class Session:
         left = self.end - len(self.tokens) - 1
         if self.plan.depth <= left:
             return self.plan
-        return OFF if left <= 0 else _with_depth(self.plan, left)
+        return OFF if left <= 0 else replace(self.plan, depth=left)
 
     def worth(self) -> float:
         """Expected tokens of a step that verifies the best of the tree within the plan."""
@@ -148,7 +141,3 @@ class Session:
         commit = Commit(position, list(choices), self.tree.digest, report, self.finished)
         self.commits.put_nowait(commit)
         return commit
-
-
-def _with_depth(plan: Plan, depth: int) -> Plan:
-    return Plan(plan.version, depth, plan.width, plan.nodes, plan.wait_us, plan.overlap)

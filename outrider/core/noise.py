@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.contract import Contract
 from outrider.core.digest import MASK, PHI, mix64
 
 FloatRow = NDArray[np.float64]
@@ -63,6 +64,11 @@ class NoiseRows:
         self._vocabulary = vocabulary
         self._greedy = greedy
         self._rows: dict[int, FloatRow] = {}
+
+    @classmethod
+    def of(cls, contract: Contract, vocabulary: int) -> NoiseRows:
+        """The rows that a contract names."""
+        return cls(contract.seed, contract.choice, vocabulary, greedy=contract.temperature == 0.0)
 
     def row(self, position: int) -> FloatRow | None:
         """Noise of `position`, [vocabulary] float64; None at temperature 0, where it is zero."""
