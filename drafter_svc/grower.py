@@ -18,13 +18,15 @@ from outrider.core.growth import Candidates, ScaleFit, candidates
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
+from outrider.engine.slots import Slots, Taken
+from outrider.rpc.liveness import Progress
 
 
 @dataclass(slots=True)
 class Member:
     """A session in the loop, and what its upstream said since the last level."""
 
-    slot: int
+    place: Taken
     news: deque[Snapshot | Update] = field(default_factory=deque)
     session: DraftSession | None = None
     next: tuple[Segment, list[Node]] | None = None  # what to run for it next, and the nodes that this expands
@@ -59,30 +61,26 @@ class Grower:
         resync: Callable[[Attachment], None],
     ) -> None:
         self.members: dict[Attachment, Member] = {}
-        self.levels = 0
+        self.progress = Progress()
+        self.slots = Slots(engine.slots)
         self.nodes = 0
         self._engine = engine
         self._level_nodes = level_nodes
         self._prefill_chunk = prefill_chunk
         self._send = send
         self._resync = resync
-        self._free_slots = list(range(engine.slots - 1, -1, -1))
+        self._copies: list[Taken] = []  # of KV between slots, before the next pass
         self._fits: dict[str, ScaleFit] = {}
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
-
-    @property
-    def full(self) -> bool:
-        """Whether no further session fits."""
-        return not self._free_slots
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
         """A session begins, or begins anew. Ignored when no slot is free."""
         member = self.members.get(key)
         if member is None:
-            if not self._free_slots:
+            if not self.slots.free:
                 return
-            member = self.members[key] = Member(self._free_slots.pop())
+            member = self.members[key] = Member(self._place(key, snapshot))
         member.news.append(snapshot)
         self._changed.set()
 
@@ -94,10 +92,13 @@ class Grower:
             self._changed.set()
 
     def closed(self, key: Attachment) -> None:
-        """A session is over."""
+        """A session is over. Its KV stays until memory is needed.
+
+        A pass that runs writes behind the rows that count, so the slot may be taken at once.
+        """
         member = self.members.pop(key, None)
         if member is not None:
-            self._free_slots.append(member.slot)
+            self._give_back(key, member)
 
     async def run(self) -> None:
         """Grows until cancelled."""
@@ -145,15 +146,35 @@ class Grower:
         while member.news:
             news = member.news.popleft()
             if isinstance(news, Snapshot):
-                first_id = member.session.next_id if member.session else 1
-                member.session = DraftSession(news, member.slot, self._engine.vocabulary, first_id)
+                member.session = self._begin(key, member, news)
                 if member.session.tree.digest == news.digest:
                     continue
             elif member.session is None or self._apply(member.session, news):
                 continue
             member.session = None
+            member.place = Taken(member.place.slot, 0, None)  # what it holds is not known any more
             member.news.clear()
             self._resync(key)
+
+    def _begin(self, key: Attachment, member: Member, snapshot: Snapshot) -> DraftSession:
+        """The session over what the upstream says, which may be less than it was; KV that is still good is kept."""
+        first_id = 1
+        if member.session is not None:
+            first_id = member.session.next_id
+            self._give_back(key, member)
+            member.place = self._place(key, snapshot)
+        place = member.place
+        return DraftSession(snapshot, place.slot, self._engine.vocabulary, first_id=first_id, cached=place.cached)
+
+    def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
+        place = self.slots.take(snapshot.tokens, key.tenant)
+        if place.source is not None:
+            self._copies.append(place)
+        return place
+
+    def _give_back(self, key: Attachment, member: Member) -> None:
+        held = member.session.tokens[: member.session.cached] if member.session else []
+        self.slots.give_back(member.place.slot, held, key.tenant)
 
     def _apply(self, session: DraftSession, update: Update) -> bool:
         """False when the copy turns out to be another one than the upstream's."""
@@ -172,14 +193,22 @@ class Grower:
     async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
         """The packed pass, in its own thread; noise and lessons are dealt with meanwhile."""
         loop = asyncio.get_running_loop()
-        passing = loop.run_in_executor(self._thread, self._engine.forward, [turn.segment for turn in turns])
+        copies, self._copies = self._copies, []
+        self.progress.begin()
+        passing = loop.run_in_executor(self._thread, self._pass, copies, [turn.segment for turn in turns])
         for turn in turns:
             for node in turn.nodes:
                 turn.session.noise.row(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
         logits = await passing
-        self.levels += 1
+        self.progress.end()
         return logits
+
+    def _pass(self, copies: Sequence[Taken], segments: Sequence[Segment]) -> NDArray[np.float32]:
+        for place in copies:
+            assert place.source is not None
+            self._engine.copy(place.source, place.slot, place.cached)
+        return self._engine.forward(segments)
 
     def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
         first = 0

@@ -22,6 +22,8 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
 
+IDLE_S = 60.0  # how long the stream to an upstream stays open with no session on it
+
 Context = grpc.aio.ServicerContext
 
 
@@ -49,13 +51,16 @@ class Roster(DrafterServicer):
                 raise InvalidRequest("session_id", "and upstream must both be given")
             upstream, present = self._find(request.session_id)
             if present and upstream and request.epoch <= present.epoch:
+                if request.epoch == present.epoch:
+                    present.ticket = request.ticket  # for the next time it subscribes
                 return pb.AttachResponse()
             if present and upstream:
                 self._drop(upstream, present)
             if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._engine.slots:
                 raise Overloaded(f"all {self._engine.slots} slots of this drafter are in use")
-            attachment = Attachment(request.session_id, request.epoch, request.ticket)
-            self._upstream(request.upstream).attach(attachment)
+            attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
+            upstream = await self._reach(request.upstream)
+            upstream.attach(attachment)
             return pb.AttachResponse()
 
     async def Detach(self, request: pb.DetachRequest, context: Context[Any, Any]) -> pb.DetachResponse:
@@ -75,9 +80,10 @@ class Roster(DrafterServicer):
             context=self._engine.context,
             slots=self._engine.slots,
             sessions=len(self.grower.members),
-            levels=self.grower.levels,
+            levels=self.grower.progress.steps,
             nodes=self.grower.nodes,
             refused_frames=self._refused,
+            tasks=len(asyncio.all_tasks()),
         )
 
     def describe(self, address: str) -> Worker:
@@ -110,7 +116,11 @@ class Roster(DrafterServicer):
         upstream.detach(attachment)
         self.grower.closed(attachment)
 
-    def _upstream(self, address: str) -> Upstream:
+    async def _reach(self, address: str) -> Upstream:
+        """The stream to an upstream. Those that nothing was drafted for in a while are ended."""
+        for idle in [upstream for upstream in self._upstreams.values() if upstream.idle_s > IDLE_S]:
+            del self._upstreams[idle.address]
+            await idle.close()
         if address not in self._upstreams:
             hello = pb.Hello(
                 drafter_id=self._worker_id,
@@ -143,7 +153,12 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
     """
     engine = await asyncio.to_thread(
-        Engine.load, config.model, dtype=config.dtype, slots=config.slots, threads=config.threads
+        Engine.load,
+        config.model,
+        dtype=config.dtype,
+        slots=config.slots,
+        threads=config.threads,
+        numerics=config.numerics,
     )
     roster = Roster(config, f"drafter-{secrets.token_hex(4)}", engine)
 

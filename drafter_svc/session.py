@@ -26,6 +26,7 @@ class Snapshot:
     contract: Contract
     plan: Plan
     credit: int
+    price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,16 @@ class DraftSession:
     """Grows one session's tree. Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the
     rows behind them hold, oldest first. A node has KV if and only if it is expanded."""
 
-    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, first_id: int = 1) -> None:
+    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
         contract = snapshot.contract
         self.slot = slot
         self.contract = contract
         self.plan = snapshot.plan
         self.credit = snapshot.credit
-        self.price = 0.0
+        self.price = snapshot.price
         self.tokens = list(snapshot.tokens)
         self.tree = TokenTree(self.tokens)
-        self.cached = 0
+        self.cached = cached
         self.scratch: list[Node] = []
         self.next_id = first_id
         self.noise = NoiseRows.of(contract, vocabulary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +15,8 @@ import grpc.aio
 from drafter_svc.session import Snapshot
 from outrider.core.contract import Plan
 from outrider.core.tree import Delta
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Unavailable
+from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, plan_from_pb
 from outrider.rpc.status import from_rpc_error
@@ -52,12 +54,17 @@ class Listener(Protocol):
     def closed(self, key: Attachment) -> None:
         """Nothing more is wanted for this session until it is opened again."""
 
+    @property
+    def progress(self) -> liveness.Progress:
+        """How it goes, for heartbeats."""
+
 
 @dataclass(eq=False, slots=True)
 class Attachment:
     """One session drafted for one upstream."""
 
     session_id: str
+    tenant: str
     epoch: int
     ticket: bytes
     number: int = 0  # of the last subscription
@@ -80,10 +87,17 @@ class Upstream:
         self._listener = listener
         self._refuse = refuse
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
+        self._numbered: dict[int, Attachment] = {}  # by the number of its subscription
         self._numbers = 0
+        self._idle_since = time.monotonic()
         self._open = False
         self._wanted = asyncio.Event()  # there are attachments
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def idle_s(self) -> float:
+        """For how long no session has been drafted here."""
+        return 0.0 if self.attachments else time.monotonic() - self._idle_since
 
     def attach(self, attachment: Attachment) -> None:
         """Starts drafting for a session."""
@@ -96,9 +110,7 @@ class Upstream:
         """Stops drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
             self._drop(attachment)
-            self._say(
-                pb.DraftUp(unsubscribe=pb.Unsubscribe(session_id=attachment.session_id, attachment=attachment.number))
-            )
+            self._say(pb.DraftUp(unsubscribe=pb.Unsubscribe(attachment=attachment.number)))
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Sends new nodes. The credit that the upstream grants bounds what may wait here."""
@@ -106,9 +118,8 @@ class Upstream:
             pb.DraftUp(
                 delta=delta_to_pb(
                     delta,
-                    session_id=attachment.session_id,
-                    epoch=attachment.epoch,
                     attachment=attachment.number,
+                    epoch=attachment.epoch,
                     plan_version=plan_version,
                     exhausted=exhausted,
                 )
@@ -123,7 +134,9 @@ class Upstream:
 
     def _drop(self, attachment: Attachment) -> None:
         del self.attachments[attachment.session_id]
+        self._numbered.pop(attachment.number, None)
         if not self.attachments:
+            self._idle_since = time.monotonic()
             self._wanted.clear()
 
     def _say(self, frame: pb.DraftUp) -> None:
@@ -131,8 +144,10 @@ class Upstream:
             self._outgoing.put_nowait(frame)
 
     def _subscribe(self, attachment: Attachment) -> None:
+        self._numbered.pop(attachment.number, None)
         self._numbers += 1
         attachment.number = self._numbers
+        self._numbered[attachment.number] = attachment
         attachment.parts.clear()
         self._say(
             pb.DraftUp(
@@ -153,9 +168,10 @@ class Upstream:
                 try:
                     await self._converse(channel)
                     reachable = True
-                except grpc.aio.AioRpcError as error:
+                except (grpc.aio.AioRpcError, Unavailable) as error:
                     if reachable:
-                        log.warning("upstream %s: %s", self.address, from_rpc_error(error))
+                        known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                        log.warning("upstream %s: %s", self.address, known)
                     reachable = False
                 finally:
                     self._open = False
@@ -172,7 +188,7 @@ class Upstream:
         call = TreeSinkStub(channel).Draft()
         writing = asyncio.create_task(self._write(call))
         try:
-            async for frame in call:
+            async for frame in liveness.heard(aiter(call), f"upstream {self.address}"):
                 self._hear(frame)
         finally:
             writing.cancel()
@@ -181,15 +197,25 @@ class Upstream:
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader hears why
             while True:
-                await call.write(await self._outgoing.get())
+                await call.write(await self._next())
+
+    async def _next(self) -> pb.DraftUp:
+        """The next frame, or a heartbeat when there is nothing else to say."""
+        try:
+            async with asyncio.timeout(liveness.HEARTBEAT_S):
+                return await self._outgoing.get()
+        except TimeoutError:
+            return pb.DraftUp(heartbeat=self._listener.progress.heartbeat())
 
     def _hear(self, frame: pb.DraftDown) -> None:
         kind = frame.WhichOneof("frame")
+        if kind == "heartbeat":
+            liveness.check(frame.heartbeat, f"upstream {self.address}")
         if kind not in ("snapshot", "commit", "closed"):
             return
         message = getattr(frame, kind)
-        attachment = self.attachments.get(message.session_id)
-        if attachment is None or message.attachment != attachment.number:
+        attachment = self._numbered.get(message.attachment)
+        if attachment is None:
             return  # of a subscription that has ended
         try:
             if kind == "closed":
@@ -223,6 +249,7 @@ class Upstream:
                 contract_from_pb(part.contract),
                 plan_from_pb(part.plan),
                 part.credit,
+                part.price,
             )
             attachment.parts.clear()
             self._listener.opened(attachment, snapshot)

@@ -4,7 +4,9 @@ OutriderError
 ├── InvalidRequest        a field of a request is wrong: names the field and what is allowed
 ├── NotFound              no such model or session
 ├── TokenizerMismatch     two parts of the cluster use different tokenizers
+├── Forbidden             a ticket is missing, forged, expired or for something else
 ├── Superseded            somebody with a higher epoch owns the session now
+├── Busy                  a generation of this session has not ended
 ├── Conflict              the log already says something else, or would get a gap
 ├── Overloaded            no room; `retry_after` says when to come back
 ├── Unavailable           a part of the cluster cannot be reached
@@ -38,8 +40,16 @@ class TokenizerMismatch(OutriderError):
     """Two parts of the cluster use different tokenizers."""
 
 
+class Forbidden(OutriderError):
+    """A ticket is missing, forged, expired, or permits something else."""
+
+
 class Superseded(OutriderError):
     """Somebody with a higher epoch owns the session now. Do not retry."""
+
+
+class Busy(OutriderError):
+    """A generation of this session has not ended: resume it, cancel it, or wait."""
 
 
 class Conflict(OutriderError):

@@ -10,11 +10,14 @@ import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.errors import Cancelled, InternalError, OutriderError, Unavailable
+from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+
+BEATS = 4  # heartbeats in a lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Start:
     """What a verifier has to know to begin."""
 
     session_id: str
+    tenant: str
     epoch: int
     model: str
     tokenizer_digest: bytes
@@ -31,6 +35,7 @@ class Start:
     contract: Contract
     plan: Plan
     window: int
+    lease_s: float
     timeout_s: float | None  # until the deadline; None: none
 
 
@@ -42,6 +47,7 @@ class Commit:
     position: int  # of the first
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]  # one for each token
+    logprobs: bytes  # as in outrider.core.logprobs; empty unless the contract asks for them
     digest: int  # over the session with them
     report: StepReport
 
@@ -53,15 +59,23 @@ class End:
     stopped: bool  # by a stop id; else by max_tokens
 
 
+class Idle:
+    """Nothing happened for a while, and the verifier is alive."""
+
+
 class DecodeStream:
-    """One session on one verifier, from `open` to `cancel` or the end."""
+    """One session on one verifier, from `open` to `cancel` or the end. Tells the verifier that we are alive."""
 
     def __init__(self, worker: Worker, channel: grpc.aio.Channel, start: Start) -> None:
         self.worker = worker
+        self.opened = False
+        self.cached = 0  # tokens whose KV was there, once it is open
         self._start = start
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
-        self._responses = aiter(self._call)
+        self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
+        self._writing = asyncio.Lock()
+        self._beating: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Sends the start and waits until the session has a place.
@@ -69,28 +83,26 @@ class DecodeStream:
         Raises what the verifier answers: Unavailable and Overloaded say that another one may be asked.
         """
         await self._send(verifier_pb2.DecodeRequest(start=_start_to_pb(self._start)))
-        if (await self._read()).WhichOneof("event") != "started":
-            raise self._broken("did not begin with DecodeStarted")
-
-    async def next(self) -> Commit | End:
-        """The next commit, or the end. Raises Unavailable when the verifier failed, DeadlineExceeded in time."""
         response = await self._read()
-        event = response.WhichOneof("event")
-        if event == "finished":
-            return End(response.finished.reason == types_pb2.FINISH_REASON_STOP)
-        if event != "commit":
-            raise self._broken(f"sent {event!r} in the middle of a session")
-        commit = response.commit
-        if len(commit.gaps) != len(commit.tokens):
-            raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
-        return Commit(
-            epoch=commit.epoch,
-            position=commit.position,
-            tokens=tuple(commit.tokens),
-            gaps=tuple(commit.gaps),
-            digest=commit.digest,
-            report=report_from_pb(commit.report),
-        )
+        if response.WhichOneof("event") != "started":
+            raise self._broken("did not begin with DecodeStarted")
+        self.opened = True
+        self.cached = response.started.cached
+        self._beating = asyncio.create_task(self._beat())
+
+    async def next(self) -> Commit | End | Idle:
+        """What happens next. Raises Unavailable when the verifier failed, DeadlineExceeded in time."""
+        response = await self._read()
+        match response.WhichOneof("event"):
+            case "commit":
+                return self._commit(response.commit)
+            case "finished":
+                return End(response.finished.reason == types_pb2.FINISH_REASON_STOP)
+            case "heartbeat":
+                liveness.check(response.heartbeat, f"verifier {self.worker.worker_id}")
+                return Idle()
+            case event:
+                raise self._broken(f"sent {event!r} in the middle of a session")
 
     async def durable(self, position: int) -> None:
         """Tells that every token below `position` is in the log."""
@@ -102,12 +114,35 @@ class DecodeStream:
 
     def cancel(self) -> None:
         """Ends the call; the verifier starts no further step. A pending `next` raises CancelledError."""
+        if self._beating is not None:
+            self._beating.cancel()
         self._call.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._start.lease_s / BEATS)
+            await self._send(verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat()))
+
+    def _commit(self, commit: verifier_pb2.DecodeCommit) -> Commit:
+        if len(commit.gaps) != len(commit.tokens):
+            raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
+        if commit.epoch != self._start.epoch:
+            raise self._broken(f"committed under epoch {commit.epoch}, not {self._start.epoch}")
+        return Commit(
+            epoch=commit.epoch,
+            position=commit.position,
+            tokens=tuple(commit.tokens),
+            gaps=tuple(commit.gaps),
+            logprobs=commit.logprobs,
+            digest=commit.digest,
+            report=report_from_pb(commit.report),
+        )
 
     async def _send(self, request: verifier_pb2.DecodeRequest) -> None:
         # An error says that the call has ended; reading says how.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(request)
+        async with self._writing:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._call.write(request)
 
     async def _read(self) -> verifier_pb2.DecodeResponse:
         try:
@@ -130,6 +165,7 @@ class DecodeStream:
 def _start_to_pb(start: Start) -> verifier_pb2.DecodeStart:
     return verifier_pb2.DecodeStart(
         session_id=start.session_id,
+        tenant=start.tenant,
         epoch=start.epoch,
         model=start.model,
         tokenizer_digest=start.tokenizer_digest,
@@ -139,4 +175,5 @@ def _start_to_pb(start: Start) -> verifier_pb2.DecodeStart:
         contract=contract_to_pb(start.contract),
         plan=plan_to_pb(start.plan),
         window=start.window,
+        lease_ms=round(start.lease_s * 1000),
     )

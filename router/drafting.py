@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc.aio
 
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tickets import Permit, sign
 from outrider.store.registry import Worker
 from outrider.v1 import drafter_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
@@ -27,19 +29,28 @@ class Post:
     """Where to draft."""
 
     session_id: str
+    tenant: str
     epoch: int
-    upstream: str  # address of the TreeSink
+    upstream: Worker
     tokenizer_digest: bytes
 
 
 class Drafters:
     """The drafters of one session at one verifier. Nothing here blocks or fails the session."""
 
-    def __init__(self, fleet: Fleet, background: Background, post: Post, wanted: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        background: Background,
+        post: Post,
+        wanted: int,
+        ticket_key: Callable[[], Awaitable[bytes]],
+    ) -> None:
         self._fleet = fleet
         self._background = background
         self._post = post
         self._wanted = wanted
+        self._ticket_key = ticket_key
         self._attached: dict[str, Worker] = {}
         self._short_since: float | None = None
         self._asked_again = False  # the last shortage ended with the same drafters, all of them answering
@@ -100,10 +111,16 @@ class Drafters:
             # Counted from here on, so that `dismiss` detaches it even if it has yet to answer.
             self._attached[worker.worker_id] = worker
             self._fleet.take(worker)
-        request = drafter_pb2.AttachRequest(
-            session_id=self._post.session_id, epoch=self._post.epoch, upstream=self._post.upstream
-        )
+        post = self._post
+        permit = Permit(post.session_id, post.tenant, worker.worker_id, post.upstream.worker_id, post.epoch)
         try:
+            request = drafter_pb2.AttachRequest(
+                session_id=post.session_id,
+                tenant=post.tenant,
+                epoch=post.epoch,
+                upstream=post.upstream.address,
+                ticket=sign(await self._ticket_key(), permit),
+            )
             await DrafterStub(self._fleet.channel(worker)).Attach(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
             log.info("drafter %s is no use: %s", worker.worker_id, from_rpc_error(error))

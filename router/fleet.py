@@ -47,6 +47,10 @@ class Fleet:
         """Counts a session out."""
         self._placed[worker.address] -= 1
 
+    def suspected(self, worker: Worker) -> bool:
+        """Whether a worker failed lately."""
+        return self._suspects.get(worker.address, 0.0) > time.monotonic()
+
     def suspect(self, worker: Worker) -> None:
         """Makes a worker that failed the last choice for a while."""
         self._suspects[worker.address] = time.monotonic() + _SUSPECTED_S
@@ -64,7 +68,7 @@ class Fleet:
 
     def _burden(self, worker: Worker) -> tuple[bool, float]:
         sessions = max(worker.sessions, self._placed[worker.address])
-        return worker.address in self._suspects, sessions / max(1, worker.slots)
+        return self.suspected(worker), sessions / max(1, worker.slots)
 
     async def _forget(self, listed: set[str]) -> None:
         """Drops what is kept for workers that are gone."""

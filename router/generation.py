@@ -1,40 +1,37 @@
-"""One generation, from a checked request to its end."""
+"""One generation while it is this router's: decoded, made durable, sent; then ended, or left for another to resume."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum
 
-from outrider.config import RouterConfig
-from outrider.core.digest import EMPTY, extend
-from outrider.errors import Cancelled, DeadlineExceeded, OutriderError, Overloaded, TokenizerMismatch, Unavailable
-from outrider.store.registry import Worker
-from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
-from router.answer import Answer, Part
-from router.background import Background
-from router.decoding import Commit, DecodeStream, Start
+from outrider.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    OutriderError,
+    Overloaded,
+    Superseded,
+    Unavailable,
+)
+from router.answer import Part, Reason
+from router.decoding import Commit, DecodeStream, End, Start
 from router.drafting import Drafters, Post
-from router.fleet import Fleet
-from router.requests import Ask, check_fits, empty_prompt
-from router.text import AnswerText, Detokenizer
+from router.ledger import Ledger
+from router.opening import Cluster, Opened, suitable
+from router.requests import check_fits
 from router.usage import Figures
 
-_DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
+DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
+ATTEMPTS = 4  # verifiers in a row that fail without a token, before the client hears of it
+BEATS = 3  # renewals in a lease
+SLOW_CLIENT_S = 10.0  # a client that does not read for so long loses its place, and gets it back when it reads
 
-
-class Reason(Enum):
-    """Why a generation ended; the values stand in the log."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    DISCONNECTED = "disconnected"
-    FAILED = "failed"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,12 @@ class Started:
     """The generation has been placed."""
 
     session_id: str
+    generation: int
     model: str
     seed: int
     prompt_tokens: int
+    cached_tokens: int
+    forked_from: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,49 +60,37 @@ Event = Started | Part | Finished
 Emit = Callable[[Event], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What generations share."""
-
-    router_id: str
-    config: RouterConfig
-    fleet: Fleet
-    sessions: Sessions
-    background: Background
-
-
 class Generation:
-    """One session's only generation. `run` it once; `cancel` may come at any time.
+    """`run` it once; `cancel` may come at any time. `ended` is set when `run` has returned or raised."""
 
-    `deadline` is absolute, in seconds since 1970. `ended` is set when `run` has returned or raised.
-    """
-
-    def __init__(self, cluster: Cluster, ask: Ask, deadline: float | None) -> None:
-        self.session_id = secrets.token_hex(16)
-        self._cluster = cluster
-        self._ask = ask
-        self._deadline = deadline
-        self._figures = Figures()
-        self._plan = ask.policy.plan()
-        self._stream: DecodeStream | None = None
-        self._cancelled = False
+    def __init__(self, cluster: Cluster, opened: Opened) -> None:
+        self.session_id = opened.record.session_id
         self.ended = asyncio.Event()
+        self._cluster = cluster
+        self._opened = opened
+        self._answer = opened.answer
+        self._plan = opened.policy.plan()
+        self._stream: DecodeStream | None = None
+        self._started = False
+        self._cancelled = False
+        self._stalled = False
 
     async def run(self, emit: Emit) -> None:
         """Emits Started, the answer's parts, and Finished; raises what went wrong. Leaves nothing running.
 
-        A part is emitted once its tokens are durable.
+        A part is emitted once its tokens are durable. A generation whose client has gone, or that finds no verifier,
+        is left to be resumed.
         """
         try:
-            prompt, verifiers = await self._prepare()
-            owned = await self._register(prompt, verifiers[0])
-            try:
-                reason = await self._decode(owned, prompt, verifiers, emit)
-                await owned.finish(reason.value)
-            except BaseException as error:
-                self._cluster.background.spawn(owned.finish(self._why(error).value))
-                raise
-            await emit(Finished(reason, len(prompt), self._figures))
+            reason = self._opened.ended
+            if reason is None:
+                reason = await self._own(emit)
+            else:
+                await self._start(emit, cached=0)
+            rest = self._answer.rest()
+            if rest.text:
+                await emit(rest)
+            await emit(Finished(reason, self._answer.start, self._answer.figures))
         finally:
             self.ended.set()
 
@@ -113,149 +101,200 @@ class Generation:
             self._stream.cancel()
         await self.ended.wait()
 
-    async def _prepare(self) -> tuple[tuple[int, ...], list[Worker]]:
-        """The prompt's tokens, and the verifiers that can answer it, best choice first."""
-        model, prompt = self._ask.model, self._ask.prompt
-        tokens = await model.encode(prompt) if isinstance(prompt, str) else prompt
-        if not tokens:
-            raise empty_prompt()
-        verifiers = await self._cluster.fleet.verifiers(model.name)
-        if not verifiers:
-            raise Unavailable(f"no verifier serves model {model.name!r} right now; start one, or try again")
-        matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
-        if not matching:
-            raise TokenizerMismatch(
-                f"the router's tokenizer for model {model.name!r} is not its verifiers' own; "
-                "give the router the tokenizer.json of their checkpoint"
-            )
-        return tokens, check_fits(tokens, self._ask.contract, matching)
-
-    async def _register(self, prompt: tuple[int, ...], verifier: Worker) -> OwnedSession:
-        """Makes the session ours and its prompt durable."""
-        record = SessionRecord(
-            session_id=self.session_id,
-            tenant="",
-            model=self._ask.model.name,
-            tokenizer_digest=self._ask.model.digest,
-            contract=self._ask.contract,
-            answer_position=len(prompt),
-            plan=self._plan,
-            verifier=verifier.worker_id,
-            drafters=(),
-            deadline=self._deadline,
-        )
-        await self._cluster.sessions.create(record)
-        owner = f"{self._cluster.router_id}/{secrets.token_hex(4)}"
-        owned = await self._cluster.sessions.acquire(self.session_id, 0, owner)
-        await owned.append(0, prompt, extend(EMPTY, prompt))
-        return owned
-
-    async def _decode(
-        self, owned: OwnedSession, prompt: tuple[int, ...], verifiers: Sequence[Worker], emit: Emit
-    ) -> Reason:
-        """The answer, from a verifier's first token to the reason that it ended for."""
-        detokenizer = Detokenizer(self._ask.model.tokenizer, prompt, silent=self._ask.contract.stop_ids)
-        answer = Answer(prompt, AnswerText(detokenizer, self._ask.stops), self._figures)
+    async def _own(self, emit: Emit) -> Reason:
+        """Decodes under our epoch; ends the generation or leaves it to others, whatever happens."""
+        ledger = self._opened.ledger
+        assert ledger is not None  # it has not ended
         try:
-            stream = await self._place(owned, prompt, verifiers)
-            drafters = self._draft(owned, stream)
+            reason = self._answer.reason or await self._decode(ledger, emit)
+            await ledger.finish(reason.value, self._answer.figures.dump())
+        except Superseded:
+            record = await self._cluster.sessions.get(self.session_id)
+            if record.finished and record.generation == self._opened.record.generation:
+                return Reason(record.finished)  # somebody else ended it: a Cancel on another router
+            raise
+        except BaseException as error:
+            self._leave(ledger, error)
+            raise
+        if not self._started:
+            await self._start(emit, cached=0)
+        return reason
+
+    def _leave(self, ledger: Ledger, error: BaseException) -> None:
+        """Ends or gives up what the error has broken off, in the background."""
+        usage = self._answer.figures.dump()
+        gone = isinstance(error, asyncio.CancelledError | Cancelled)
+        if gone and self._past_deadline(DEADLINE_SLACK_S):
+            self._cluster.background.spawn(ledger.finish(Reason.DEADLINE.value, usage))
+        elif gone or isinstance(error, Unavailable | Overloaded):
+            self._cluster.background.spawn(ledger.release(usage))
+        else:
+            self._cluster.background.spawn(ledger.finish(Reason.FAILED.value, usage))
+
+    async def _decode(self, ledger: Ledger, emit: Emit) -> Reason:
+        """The answer, from verifier to verifier if need be."""
+        failures = 0
+        while True:
+            before = self._answer.position
             try:
-                await emit(Started(self.session_id, self._ask.model.name, self._ask.contract.seed, len(prompt)))
-                return await self._follow(owned, stream, drafters, answer, emit)
+                return await self._attempt(ledger, emit)
+            except DeadlineExceeded:
+                return Reason.DEADLINE
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not self._cancelled or (task and task.cancelling()):
+                    raise
+                return Reason.CANCELLED  # it was not us who were cancelled but the stream, by `cancel`
+            except Unavailable as error:
+                failures = 1 if self._answer.position > before else failures + 1
+                if not self._started or self._stalled or failures >= ATTEMPTS:
+                    raise
+                log.warning("session %s moves to another verifier: %s", self.session_id, error)
+                await ledger.reacquire(self._cluster.owner())
+
+    async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:
+        """The rest of the answer, from one verifier."""
+        async with self._placed(ledger) as stream:
+            drafters = self._draft(ledger, stream)
+            try:
+                await self._start(emit, stream.cached)
+                return await self._follow(ledger, stream, drafters, emit)
+            finally:
+                drafters.dismiss()
+
+    @asynccontextmanager
+    async def _placed(self, ledger: Ledger) -> AsyncIterator[DecodeStream]:
+        """A place on the first verifier that has one: where its KV is, else the least loaded."""
+        fleet, contract = self._cluster.fleet, self._opened.turn.contract
+        workers = check_fits(
+            ledger.tokens, contract, await suitable(self._cluster, self._opened.model), self._answer.start
+        )
+        workers.sort(key=lambda worker: fleet.suspected(worker) or worker.worker_id != ledger.record.verifier)
+        refusal: OutriderError | None = None
+        for worker in workers:
+            fleet.take(worker)
+            self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._decode_start(ledger))
+            try:
+                if self._cancelled:
+                    stream.cancel()
+                await stream.open()
+                yield stream
+                return
+            except Unavailable as error:
+                if not self._stalled:
+                    fleet.suspect(worker)
+                if stream.opened:
+                    raise
+                refusal = error
+            except Overloaded as error:
+                refusal = error
             finally:
                 stream.cancel()
-                self._cluster.fleet.release(stream.worker)
-                drafters.dismiss()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._cancelled or (task and task.cancelling()):
-                raise
-            # It was not us who were cancelled but the stream, by `cancel`.
-            await self._emit_rest(answer, emit)
-            return Reason.CANCELLED
-
-    async def _place(self, owned: OwnedSession, prompt: tuple[int, ...], verifiers: Sequence[Worker]) -> DecodeStream:
-        """The session's place on the first verifier that has one. The caller gives it back to the fleet."""
-        fleet = self._cluster.fleet
-        refusal: OutriderError | None = None
-        for worker in verifiers:
-            fleet.take(worker)
-            self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._start(owned, prompt))
-            if self._cancelled:
-                stream.cancel()
-            try:
-                await stream.open()
-            except BaseException as error:
-                stream.cancel()
                 fleet.release(worker)
-                if not isinstance(error, Unavailable | Overloaded):
-                    raise
-                if isinstance(error, Unavailable):
-                    fleet.suspect(worker)
-                refusal = error
-            else:
-                return stream
         assert refusal is not None  # there is at least one verifier
         raise refusal
 
-    def _start(self, owned: OwnedSession, prompt: tuple[int, ...]) -> Start:
+    def _decode_start(self, ledger: Ledger) -> Start:
+        config, record, turn = self._cluster.config, self._opened.record, self._opened.turn
         return Start(
             session_id=self.session_id,
-            epoch=owned.epoch,
-            model=self._ask.model.name,
-            tokenizer_digest=self._ask.model.digest,
-            tokens=prompt,
-            digest=extend(EMPTY, prompt),
-            answer_position=len(prompt),
-            contract=self._ask.contract,
+            tenant=record.tenant,
+            epoch=ledger.epoch,
+            model=record.model,
+            tokenizer_digest=record.tokenizer_digest,
+            tokens=tuple(ledger.tokens),
+            digest=self._answer.digest,
+            answer_position=turn.answer_position,
+            contract=turn.contract,
             plan=self._plan,
-            window=self._cluster.config.window,
-            timeout_s=None if self._deadline is None else max(0.0, self._deadline - time.time()),
+            window=config.window,
+            lease_s=config.lease_s,
+            timeout_s=None if turn.deadline is None else max(0.0, turn.deadline - time.time()),
         )
 
-    def _draft(self, owned: OwnedSession, stream: DecodeStream) -> Drafters:
+    def _draft(self, ledger: Ledger, stream: DecodeStream) -> Drafters:
         wanted = self._cluster.config.drafters_per_session if self._plan.depth else 0
-        post = Post(self.session_id, owned.epoch, stream.worker.address, self._ask.model.digest)
-        return Drafters(self._cluster.fleet, self._cluster.background, post, wanted)
+        post = Post(
+            session_id=self.session_id,
+            tenant=self._opened.record.tenant,
+            epoch=ledger.epoch,
+            upstream=stream.worker,
+            tokenizer_digest=self._opened.model.digest,
+        )
+        return Drafters(self._cluster.fleet, self._cluster.background, post, wanted, self._cluster.ticket_key)
 
-    async def _follow(
-        self, owned: OwnedSession, stream: DecodeStream, drafters: Drafters, answer: Answer, emit: Emit
-    ) -> Reason:
+    async def _start(self, emit: Emit, cached: int) -> None:
+        """Tells the client where it stands, once."""
+        if self._started:
+            return
+        self._started = True
+        opened = self._opened
+        await emit(
+            Started(
+                session_id=self.session_id,
+                generation=opened.record.generation,
+                model=opened.model.name,
+                seed=opened.turn.contract.seed,
+                prompt_tokens=self._answer.start,
+                cached_tokens=min(cached, self._answer.start),
+                forked_from=opened.forked_from,
+            )
+        )
+        if opened.missing.tokens or opened.missing.text:
+            await emit(opened.missing)
+
+    async def _follow(self, ledger: Ledger, stream: DecodeStream, drafters: Drafters, emit: Emit) -> Reason:
         """Every commit: log it, acknowledge it, pass it on, learn from it."""
-        recorded_plan, recorded_drafters = self._plan, drafters.names
-        while isinstance(commit := await stream.next(), Commit):
-            part = answer.take(commit)
-            await owned.append(
-                part.position,
+        answer, policy = self._answer, self._opened.policy
+        while not isinstance(event := await stream.next(), End):
+            if not isinstance(event, Commit):
+                if ledger.idle_s > self._cluster.config.lease_s / BEATS:
+                    await ledger.renew()
+                if self._past_deadline():
+                    return Reason.DEADLINE
+                continue
+            part = answer.take(event)
+            await ledger.append(
                 part.tokens,
                 answer.digest,
-                plan=None if self._plan is recorded_plan else self._plan,
-                drafters=None if drafters.names == recorded_drafters else drafters.names,
+                logprobs=part.logprobs,
+                plan=self._plan,
                 verifier=stream.worker.worker_id,
+                drafters=drafters.names,
             )
-            recorded_plan, recorded_drafters = self._plan, drafters.names
             await stream.durable(answer.position)
-            await emit(part)
-            if part.stopped:
+            await self._emit_to_reader(part, ledger, emit)
+            if answer.stopped:
                 return Reason.STOP
-            drafters.observe(commit.report.drafters)
-            self._ask.policy.observe(commit.report)
-            plan = self._ask.policy.plan()
+            drafters.observe(event.report.drafters)
+            policy.observe(event.report)
+            plan = policy.plan()
             if plan is not self._plan:
                 self._plan = plan
                 await stream.plan(plan)
-        await self._emit_rest(answer, emit)
-        return Reason.STOP if commit.stopped else Reason.LENGTH
+        if answer.reason is None:
+            raise InternalError(f"verifier {stream.worker.worker_id} ended the answer before its contract did")
+        return answer.reason
 
-    async def _emit_rest(self, answer: Answer, emit: Emit) -> None:
-        rest = answer.rest()
-        if rest.text:
-            await emit(rest)
+    async def _emit_to_reader(self, part: Part, ledger: Ledger, emit: Emit) -> None:
+        """Emits; while the client does not read, its place and its drafters go to others.
 
-    def _why(self, error: BaseException) -> Reason:
-        if isinstance(error, DeadlineExceeded):
-            return Reason.DEADLINE
-        if isinstance(error, asyncio.CancelledError | Cancelled):
-            passed = self._deadline is not None and time.time() >= self._deadline - _DEADLINE_SLACK_S
-            return Reason.DEADLINE if passed else Reason.DISCONNECTED
-        return Reason.FAILED
+        Raises Unavailable when that happened: the client resumes.
+        """
+        slow = asyncio.get_running_loop().call_later(SLOW_CLIENT_S, self._stall, ledger)
+        try:
+            await emit(part)
+        finally:
+            slow.cancel()
+        if self._stalled:
+            raise Unavailable("the client did not read for a while and lost its place; resume the generation")
+
+    def _stall(self, ledger: Ledger) -> None:
+        self._stalled = True
+        if self._stream is not None:
+            self._stream.cancel()
+        self._cluster.background.spawn(ledger.release(self._answer.figures.dump()))
+
+    def _past_deadline(self, slack_s: float = 0.0) -> bool:
+        deadline = self._opened.turn.deadline
+        return deadline is not None and time.time() >= deadline - slack_s

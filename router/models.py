@@ -27,14 +27,14 @@ class ServedModel:
     digest: bytes  # of the tokenizer
     eos_ids: tuple[int, ...]
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer itself puts around one."""
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Token ids of a text; `special`: with the tokens that the tokenizer itself puts around a prompt."""
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text)
-        return self._encode(text)
+            return await asyncio.to_thread(self._encode, text, special)
+        return self._encode(text, special)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text).ids)
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 
 def load_model(name: str, folder: Path) -> ServedModel:

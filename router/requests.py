@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from outrider.core.control import GammaPolicy, policy
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens
 from outrider.store.registry import Worker
+from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
 from router.models import ServedModel
 
@@ -19,6 +21,7 @@ DEFAULT_MAX_TOKENS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
+MAX_KEY = 128  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +33,47 @@ class Ask:
     contract: Contract
     stops: tuple[str, ...]
     policy: GammaPolicy
+    whole_history: bool
+    key: str  # idempotency key; empty: none
+    fingerprint: bytes  # of the request
 
 
-def parse(request: inference_pb2.GenerateRequest, models: Mapping[str, ServedModel], config: RouterConfig) -> Ask:
-    """Checks a request and fills in what it leaves out.
+def parse(
+    request: inference_pb2.GenerateRequest,
+    models: Mapping[str, ServedModel],
+    config: RouterConfig,
+    held: SessionRecord | None = None,
+) -> Ask:
+    """Checks a request and fills in what it leaves out; `held` is the session that it is a turn of.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
     another tokenizer.
     """
-    model = _model(request.model, models)
+    if held and request.model not in ("", held.model):
+        raise InvalidRequest("model", f"is {request.model!r}, but session {held.session_id} is for {held.model!r}")
+    model = served(held.model if held else request.model, models)
+    if len(request.idempotency_key) > MAX_KEY:
+        raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     return Ask(
         model=model,
         prompt=_prompt(request, model),
         contract=_contract(request.sampling, model),
         stops=_stops(request.sampling.stop),
         policy=_policy(request.speculation, config),
+        whole_history=request.whole_history,
+        key=request.idempotency_key,
+        fingerprint=_fingerprint(request),
     )
 
 
-def check_fits(prompt: Sequence[int], contract: Contract, verifiers: Sequence[Worker]) -> list[Worker]:
-    """Those of one model's verifiers that can hold prompt and answer. Raises InvalidRequest when none can."""
+def check_fits(
+    tokens: Sequence[int], contract: Contract, verifiers: Sequence[Worker], answer_position: int | None = None
+) -> list[Worker]:
+    """Those of one model's verifiers that can hold prompt and answer. Raises InvalidRequest when none can.
+
+    `tokens`: the prompt, or with an `answer_position` the prompt and a part of the answer.
+    """
+    prompt = tokens[:answer_position]
     check_tokens(prompt, max(worker.vocabulary for worker in verifiers), "prompt")
     needed = len(prompt) + contract.max_tokens
     context = max(worker.context for worker in verifiers)
@@ -64,7 +88,8 @@ def check_fits(prompt: Sequence[int], contract: Contract, verifiers: Sequence[Wo
     return [worker for worker in verifiers if worker.context >= needed]
 
 
-def _model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+def served(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+    """The model of that name, or the only one. Raises NotFound."""
     if not name and len(models) == 1:
         return next(iter(models.values()))
     if name not in models:
@@ -104,6 +129,7 @@ def _contract(sampling: inference_pb2.Sampling, model: ServedModel) -> Contract:
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         stop_ids=() if sampling.ignore_eos else model.eos_ids,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
 
 
@@ -119,11 +145,23 @@ def _stops(stops: Sequence[str]) -> tuple[str, ...]:
 def _policy(speculation: inference_pb2.Speculation, config: RouterConfig) -> GammaPolicy:
     if speculation.depth > MAX_DEPTH:
         raise InvalidRequest("speculation.depth", f"is {speculation.depth}, must be 0 (the default) to {MAX_DEPTH}")
-    ceilings = Plan(
-        depth=speculation.depth or config.depth,
+    return policy(speculation.policy or config.policy, ceilings(config, speculation.depth))
+
+
+def ceilings(config: RouterConfig, depth: int = 0) -> Plan:
+    """The router's ceilings; `depth` replaces its own unless it is 0."""
+    return Plan(
+        depth=depth or config.depth,
         width=config.width,
         nodes=config.nodes,
         wait_us=config.wait_us,
         overlap=config.overlap,
     )
-    return policy(speculation.policy or config.policy, ceilings)
+
+
+def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
+    """Names what a request asks for, whatever its key."""
+    asked = inference_pb2.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.idempotency_key = ""
+    return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()

@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from outrider.config import RouterConfig
-from outrider.errors import Cancelled, NotFound, Overloaded
+from outrider.core.contract import Contract
+from outrider.core.logprobs import unpack
+from outrider.errors import Cancelled, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.store.client import connect, ping
 from outrider.store.registry import Registry
-from outrider.store.sessions import Sessions
+from outrider.store.sessions import SessionRecord, Sessions
+from outrider.store.tickets import ticket_key
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from router.answer import Part
+from router import opening
+from router.answer import Part, Reason
 from router.background import Background
 from router.fleet import Fleet
-from router.generation import Cluster, Event, Finished, Generation, Reason, Started
+from router.generation import Event, Finished, Generation, Started
 from router.models import ServedModel, load_model
-from router.requests import parse
+from router.opening import Cluster, Opened
+from router.requests import parse, served
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
 
@@ -35,6 +40,8 @@ _REASONS = {
     Reason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
     Reason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
     Reason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+    Reason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
+    Reason.FAILED: types_pb2.FINISH_REASON_FAILED,
 }
 
 Context = grpc.aio.ServicerContext
@@ -43,44 +50,83 @@ Context = grpc.aio.ServicerContext
 class Inference(InferenceServicer):
     """Translates: requests to generations, their events to messages."""
 
-    def __init__(self, cluster: Cluster, models: Mapping[str, ServedModel]) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._models = models
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """One generation, for as long as the call lasts."""
         async with translated(context):
-            most = self._cluster.config.max_sessions
-            if len(self.running) >= most:
-                raise Overloaded(f"this router has {most} sessions, which is its max_sessions; try again soon")
+            self._make_room()
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
-            ask = parse(request, self._models, self._cluster.config)
-            generation = Generation(self._cluster, ask, deadline)
-            self.running[generation.session_id] = generation
-            try:
-                await generation.run(partial(_send, context))
-            finally:
-                del self.running[generation.session_id]
+            sessions = self._cluster.sessions
+            held = await opening.open_record(sessions, request.session_id) if request.session_id else None
+            ask = parse(request, self._cluster.models, self._cluster.config, held)
+            await self._run(await opening.begin(self._cluster, ask, held, deadline), context)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
+        """Goes on with a generation, whoever had it."""
+        async with translated(context):
+            self._make_room()
+            opened = await opening.take_over(
+                self._cluster, request.session_id, request.generation, request.next_position, request.text_offset
+            )
+            await self._run(opened, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
-        """Ends a generation of this router."""
+        """Ends a generation, wherever it runs."""
+        async with translated(context):
+            generation = self.running.get(request.session_id)
+            if generation is None:
+                await opening.end(self._cluster, request.session_id)
+            else:
+                await generation.cancel()
+            return pb.CancelResponse()
+
+    async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
+        """An empty session."""
+        async with translated(context):
+            model = served(request.model, self._cluster.models)
+            session_id = secrets.token_hex(16)
+            await self._cluster.sessions.create(session_id, "", model.name, model.digest)
+            return _session_to_pb(await self._cluster.sessions.get(session_id))
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
+        """What is known of a session."""
+        async with translated(context):
+            return _session_to_pb(await opening.open_record(self._cluster.sessions, request.session_id))
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context[Any, Any]
+    ) -> pb.CloseSessionResponse:
+        """Ends a session and forgets its log."""
         async with translated(context):
             generation = self.running.get(request.session_id)
             if generation is not None:
                 await generation.cancel()
-                return pb.CancelResponse()
-            record = await self._cluster.sessions.get(request.session_id)
-            if not record.finished and record.lease > time.time():
-                raise NotFound(f"session {request.session_id} runs on router {record.owner}; cancel it there")
-            return pb.CancelResponse()
+            await self._cluster.sessions.close(request.session_id)
+            return pb.CloseSessionResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """The models that have a verifier."""
         async with translated(context):
-            listed = [await self._describe(model) for model in self._models.values()]
+            listed = [await self._describe(model) for model in self._cluster.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
+
+    def _make_room(self) -> None:
+        most = self._cluster.config.max_sessions
+        if len(self.running) >= most:
+            raise Overloaded(f"this router has {most} sessions, which is its max_sessions; try again soon")
+
+    async def _run(self, opened: Opened, context: Context[Any, Any]) -> None:
+        generation = Generation(self._cluster, opened)
+        self.running[generation.session_id] = generation  # one that we took it over from ends by itself
+        try:
+            await generation.run(partial(_send, context, opened.turn.contract))
+        finally:
+            if self.running.get(generation.session_id) is generation:
+                del self.running[generation.session_id]
 
     async def _describe(self, model: ServedModel) -> pb.Model:
         fleet = self._cluster.fleet
@@ -110,11 +156,13 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
     cluster = Cluster(
         router_id=f"router-{secrets.token_hex(4)}",
         config=config,
+        models=models,
         fleet=fleet,
-        sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s),
+        sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         background=background,
+        ticket_key=partial(ticket_key, client),
     )
-    service = Inference(cluster, models)
+    service = Inference(cluster)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_InferenceServicer_to_server(service, server)
@@ -133,14 +181,14 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
         await client.aclose()
 
 
-async def _send(context: Context[Any, Any], event: Event) -> None:
+async def _send(context: Context[Any, Any], contract: Contract, event: Event) -> None:
     try:
-        await context.write(_event_to_pb(event))
+        await context.write(_event_to_pb(event, contract))
     except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None
 
 
-def _event_to_pb(event: Event) -> pb.GenerateResponse:
+def _event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
     match event:
         case Started():
             return pb.GenerateResponse(
@@ -149,20 +197,50 @@ def _event_to_pb(event: Event) -> pb.GenerateResponse:
                     model=event.model,
                     seed=event.seed,
                     prompt_tokens=event.prompt_tokens,
+                    generation=event.generation,
+                    cached_tokens=event.cached_tokens,
+                    forked_from=event.forked_from,
                 )
             )
         case Part():
-            return pb.GenerateResponse(
-                chunk=pb.Chunk(
-                    text=event.text,
-                    token_ids=event.tokens,
-                    gaps=event.gaps,
-                    next_position=event.position + len(event.tokens),
-                    text_offset=event.text_offset,
-                )
-            )
+            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract))
         case Finished():
             return pb.GenerateResponse(finished=_finished_to_pb(event))
+
+
+def _chunk_to_pb(part: Part, contract: Contract) -> pb.Chunk:
+    entries = [] if contract.logprobs is None else unpack(part.logprobs, contract.logprobs)
+    return pb.Chunk(
+        text=part.text,
+        token_ids=part.tokens,
+        gaps=part.gaps,
+        next_position=part.position + len(part.tokens),
+        text_offset=part.text_offset,
+        logprobs=[
+            pb.TokenLogprobs(
+                logprob=entry.logprob,
+                top_ids=[token for token, _ in entry.top],
+                top_logprobs=[logprob for _, logprob in entry.top],
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _session_to_pb(record: SessionRecord) -> pb.Session:
+    return pb.Session(
+        session_id=record.session_id,
+        model=record.model,
+        length=record.length,
+        digest=record.digest,
+        generation=record.generation,
+        running=record.generation > 0 and not record.finished,
+        reason=_REASONS[Reason(record.finished)] if record.finished else None,
+        answer_position=record.turn.answer_position if record.turn else 0,
+        epoch=record.epoch,
+        verifier=record.verifier,
+        drafters=record.drafters,
+    )
 
 
 def _finished_to_pb(event: Finished) -> pb.Finished:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
+from typing import Any
 
 from outrider.core.contract import StepReport
 
+_COUNTERS = ("steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes")
+_TIMES = ("first_token_us", "last_token_us")
+
 
 class Figures:
-    """Counts one generation. Times are in microseconds since the request arrived, on the monotonic clock."""
+    """Counts one generation. Times are in microseconds since the request arrived, on the monotonic clock.
 
-    def __init__(self) -> None:
+    A generation that was handed over goes on from what its last owner put on record; time in between counts as none.
+    """
+
+    def __init__(self, record: str = "") -> None:
+        """`record`: what `dump` gave to the generation's last owner; empty for a new one."""
         self._arrival = time.monotonic()
         self.completion_tokens = 0
         self.steps = 0
@@ -21,6 +30,21 @@ class Figures:
         self.wire_bytes = 0
         self.first_token_us = 0
         self.last_token_us = 0
+        if record:
+            values: dict[str, Any] = json.loads(record)
+            self._arrival -= values["elapsed_us"] / 1e6
+            for name in (*_COUNTERS, *_TIMES):
+                setattr(self, name, values[name])
+
+    def dump(self) -> str:
+        """What goes on record when the generation ends or is handed over."""
+        return json.dumps(
+            {name: getattr(self, name) for name in (*_COUNTERS, *_TIMES)} | {"elapsed_us": self.elapsed_us()}
+        )
+
+    def replayed(self, tokens: int) -> None:
+        """Takes tokens that the log held."""
+        self.completion_tokens += tokens
 
     def observe(self, report: StepReport, tokens: int) -> None:
         """Takes one step and the number of the answer's tokens that came of it."""

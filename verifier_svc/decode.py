@@ -1,9 +1,10 @@
-"""The Verifier service: one Decode call a session, from the router."""
+"""The Verifier service: one Decode call a generation, from the router."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc.aio
@@ -13,6 +14,7 @@ from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.engine.native import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch
+from outrider.rpc import liveness
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
 from outrider.rpc.status import translated
 from outrider.v1 import types_pb2
@@ -23,6 +25,8 @@ from verifier_svc.session import Commit, Session, Start
 from verifier_svc.sink import Sink
 
 HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
+MAX_WINDOW = 4096  # tokens beyond the durable position
+LEASE_MS = range(100, 600_001)  # that a router may ask for
 
 Requests = AsyncIterator[pb.DecodeRequest]
 Context = grpc.aio.ServicerContext
@@ -39,16 +43,16 @@ class Decoder(VerifierServicer):
         self._sink = sink
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
-        """One session from its start to its end; whatever ends the call closes the session."""
+        """One generation from its start to its end; whatever ends the call closes the session, and its KV stays."""
         async with translated(context):
-            first = await anext(requests, None)
+            first = await anext(liveness.heard(requests, "the router"), None)
             if first is None or first.WhichOneof("command") != "start":
                 raise InvalidRequest("start", "must be the first message of Decode")
             session = self._loop.open(self._check(first.start))
             self._sink.welcome_waiting(session)
-            commands = asyncio.create_task(self._obey(session, requests))
+            commands = asyncio.create_task(self._obey(session, requests, first.start.lease_ms / 1000))
             try:
-                await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=0)))
+                await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.place.cached)))
                 await self._report(session, commands, context)
             finally:
                 self._loop.close(session)
@@ -66,7 +70,7 @@ class Decoder(VerifierServicer):
             slots=self._engine.slots,
             sessions=len(self._loop.sessions),
             drafters=self._sink.streams,
-            steps=self._loop.steps,
+            steps=self._loop.progress.steps,
             dtype=self._engine.dtype,
             parameters=self._engine.parameters,
             step_costs=[
@@ -74,6 +78,9 @@ class Decoder(VerifierServicer):
                 for tokens, seconds in self._loop.cost.points()
             ],
             refused_frames=self._sink.refused,
+            numerics=self._engine.numerics,
+            warm=self._loop.slots.warm,
+            tasks=len(asyncio.all_tasks()),
         )
 
     def _check(self, start: pb.DecodeStart) -> Start:
@@ -86,8 +93,10 @@ class Decoder(VerifierServicer):
             )
         if not start.tokens:
             raise InvalidRequest("tokens", "a session needs at least one token")
-        if start.window < 1:
-            raise InvalidRequest("window", "must be at least 1")
+        if not 1 <= start.window <= MAX_WINDOW:
+            raise InvalidRequest("window", f"is {start.window}, must be 1 to {MAX_WINDOW}")
+        if start.lease_ms not in LEASE_MS:
+            raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
         check_tokens(start.tokens, self._engine.vocabulary)
         contract = contract_from_pb(start.contract)
         check_tokens(contract.stop_ids, self._engine.vocabulary, "contract.stop_ids")
@@ -103,6 +112,7 @@ class Decoder(VerifierServicer):
             raise InvalidRequest("digest", "does not fit the tokens")
         return Start(
             start.session_id,
+            start.tenant,
             start.epoch,
             tuple(start.tokens),
             start.answer_position,
@@ -111,9 +121,9 @@ class Decoder(VerifierServicer):
             start.window,
         )
 
-    async def _obey(self, session: Session, requests: Requests) -> None:
-        """The router's commands, until it cancels or closes its side."""
-        async for request in requests:
+    async def _obey(self, session: Session, requests: Requests, lease_s: float) -> None:
+        """The router's commands, until it cancels or closes its side. Raises Unavailable after a lease of silence."""
+        async for request in liveness.heard(requests, "the router", lease_s):
             command = request.WhichOneof("command")
             if command == "durable":
                 if request.durable > len(session.tokens):
@@ -126,7 +136,7 @@ class Decoder(VerifierServicer):
                     self._replan(session, plan)
             elif command == "cancel":
                 return
-            else:
+            elif command != "heartbeat":
                 raise InvalidRequest("command", f"'{command}' is not allowed here")
 
     def _replan(self, session: Session, plan: Plan) -> None:
@@ -137,7 +147,7 @@ class Decoder(VerifierServicer):
     async def _report(self, session: Session, commands: asyncio.Task[None], context: Context[Any, Any]) -> None:
         """Writes commits until the generation ends, the router gives it up, or it is fenced."""
         commands.add_done_callback(lambda _: session.commits.put_nowait(None))
-        while commit := await session.commits.get():
+        while commit := await self._next(session, context):
             await context.write(_response(session, commit))
             if commit.last:
                 break
@@ -151,6 +161,14 @@ class Decoder(VerifierServicer):
         # The router closes its side first: a write of its own that met the end of the call would fail the call.
         return await asyncio.wait_for(commands, HALF_CLOSE_S)
 
+    async def _next(self, session: Session, context: Context[Any, Any]) -> Commit | None:
+        """The session's next commit, or None when it was closed; heartbeats until there is one."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(liveness.HEARTBEAT_S):
+                    return await session.commits.get()
+            await context.write(pb.DecodeResponse(heartbeat=self._loop.progress.heartbeat()))
+
 
 def _response(session: Session, commit: Commit) -> pb.DecodeResponse:
     return pb.DecodeResponse(
@@ -161,5 +179,6 @@ def _response(session: Session, commit: Commit) -> pb.DecodeResponse:
             gaps=[choice.gap for choice in commit.choices],
             digest=commit.digest,
             report=report_to_pb(commit.report),
+            logprobs=b"".join(choice.logprobs for choice in commit.choices),
         )
     )

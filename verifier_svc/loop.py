@@ -27,8 +27,13 @@ from outrider.core.tree import Node
 from outrider.core.waiting import Patterns
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
-from outrider.errors import Overloaded, Superseded
+from outrider.engine.slots import Slots, Taken
+from outrider.errors import Superseded
+from outrider.rpc.liveness import Progress
 from verifier_svc.session import Commit, Session, Start
+
+FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
+LEAST_SHARE = 4
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +72,7 @@ class Work:
             for row, parent in enumerate(self.parents, chain):
                 mask[row] = mask[chain - 1 + parent]
                 mask[row, row] = True
-        return Segment(session.slot, session.cached, tokens, positions, mask, count + 1 if self.chooses else 0)
+        return Segment(session.place.slot, session.cached, tokens, positions, mask, count + 1 if self.chooses else 0)
 
 
 @dataclass(slots=True)
@@ -98,28 +103,24 @@ class StepLoop:
         publish: Callable[[Session, Commit, float], None],
     ) -> None:
         self.sessions: dict[str, Session] = {}
-        self.steps = 0
+        self.progress = Progress()
+        self.slots = Slots(engine.slots)
         self.cost = cost
         self._engine = engine
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
-        self._free_slots = list(range(engine.slots - 1, -1, -1))
-        self._busy_slots: set[int] = set()  # in the running pass; freed sessions' slots wait for its end
+        self._copies: list[Taken] = []  # of KV between slots, before the next pass
         self._patterns = Patterns.unknown()
         self._ended = 0.0  # when the last pass ended
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
-    @property
-    def passing(self) -> bool:
-        """Whether a forward pass runs."""
-        return bool(self._busy_slots)
-
     def open(self, start: Start) -> Session:
-        """Gives a session a slot. Raises Superseded for an epoch that is not newer, Overloaded when slots are out.
+        """Gives a session a slot, if possible one that holds the KV of its first tokens.
 
-        A session that is open under an older epoch is closed as fenced.
+        A session that is open under an older epoch is closed as fenced, and its KV stays for the new one. Raises
+        Superseded for an epoch that is not newer, Overloaded when slots are out.
         """
         present = self.sessions.get(start.session_id)
         if present:
@@ -127,24 +128,29 @@ class StepLoop:
                 raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
             present.fenced = True
             self.close(present)
-        if not self._free_slots:
-            raise Overloaded(f"all {self._engine.slots} slots of this verifier are in use; retry later")
-        session = Session(start, self._free_slots.pop(), self._engine.vocabulary, self._patterns)
+        place = self.slots.take(start.tokens, start.tenant)
+        if place.source is not None:
+            self._copies.append(place)
+        session = Session(start, place, self._engine.vocabulary, self._patterns)
         self.sessions[session.id] = session
         self.wake()
         return session
 
     def close(self, session: Session) -> None:
-        """Ends a session: no new step starts for it. Repeating it changes nothing."""
+        """Ends a session: no new step starts for it, and its KV stays until memory is needed. Repeating it changes
+        nothing.
+
+        A pass that runs writes behind the rows that count, so the slot may be taken at once.
+        """
         if self.sessions.get(session.id) is not session:
             return
         del self.sessions[session.id]
         session.finished = True
         session.commits.put_nowait(None)
-        if session.slot not in self._busy_slots:
-            self._free_slots.append(session.slot)
-        for subscription in session.subscriptions.values():
-            subscription.stream.close(session.id, subscription.attachment, "fenced" if session.fenced else "finished")
+        self.slots.give_back(session.place.slot, session.tokens[: session.cached], session.tenant)
+        for stream, subscription in list(session.subscriptions.items()):
+            session.unsubscribe(stream)
+            stream.close(subscription.attachment, "fenced" if session.fenced else "finished")
 
     def wake(self) -> None:
         """Something changed that may make a session ready or a tree better."""
@@ -185,7 +191,9 @@ class StepLoop:
         works = [self._base_work(session) for session in ready]
         base = sum(work.end - work.start for work in works)
         deciding = [work for work in works if work.chooses]
-        ranked = list(itertools.islice(heapq.merge(*map(_offers, deciding), key=_score_of), self._max_nodes))
+        share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
+        offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
+        ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
         waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
         budget = choose_budget([-cost for cost, _, _ in ranked], base, len(deciding), self.cost, waited)
         rows: dict[Node, int] = {}
@@ -213,9 +221,10 @@ class StepLoop:
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""
         segments = [work.segment() for work in step.works]
-        self._busy_slots = {segment.slot for segment in segments}
+        copies, self._copies = self._copies, []
         began = time.monotonic()
-        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._engine.forward, segments)
+        self.progress.begin()
+        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, copies, segments)
         for work in step.works:
             if work.chooses:
                 root = len(work.session.tokens)
@@ -224,10 +233,16 @@ class StepLoop:
         logits = await passing
         self._ended = time.monotonic()
         step.seconds = self._ended - began
-        self.steps += 1
+        self.progress.end()
         if step.tokens <= self._max_nodes:
             self.cost.observe(step.tokens, step.seconds)
         return logits
+
+    def _pass(self, copies: Sequence[Taken], segments: Sequence[Segment]) -> NDArray[np.float32]:
+        for place in copies:
+            assert place.source is not None
+            self._engine.copy(place.source, place.slot, place.cached)
+        return self._engine.forward(segments)
 
     def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
         """For each session the target's own tokens as far as its tree holds them; None inside a prompt."""
@@ -248,9 +263,7 @@ class StepLoop:
         now = time.monotonic()
         for work, walked in zip(step.works, walks, strict=True):
             session = work.session
-            if session.finished:  # cancelled while the pass ran
-                if self.sessions.get(session.id) is not session:
-                    self._free_slots.append(session.slot)
+            if session.finished:  # it was closed while the pass ran
                 continue
             if walked is None:
                 session.cached = work.end
@@ -273,9 +286,9 @@ class StepLoop:
                 drafters=len(session.subscriptions),
             )
             session.wire_bytes = 0
+            session.learn(work.nodes, {work.nodes[row - 1] for row in walked.path[:accepted]})
             self._publish(session, session.commit(choices, report, now), step.price)
             self._keep(work, walked.path[:accepted])
-        self._busy_slots = set()
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""
@@ -284,15 +297,15 @@ class StepLoop:
         if path and path[-1] != len(path):
             source = session.cached + chain - 1 + np.array(path)
             target = session.cached + chain + np.arange(len(path))
-            self._engine.move(session.slot, source, target)
+            self._engine.move(session.place.slot, source, target)
         session.cached += chain + len(path)
 
 
-def _offers(work: Work) -> list[tuple[float, Work, Node]]:
-    """A session's nodes within its plan, best first; the score is negated so that merging keeps the order."""
+def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:
+    """At most `most` of a session's nodes, best first; the score is negated so that merging keeps the order."""
     plan = work.session.ceilings
     best = work.session.tree.best_first(depth=plan.depth, width=plan.width)
-    return [(-score, work, node) for score, node in itertools.islice(best, plan.nodes)]
+    return [(-score, work, node) for score, node in itertools.islice(best, most)]
 
 
 def _score_of(offer: tuple[float, Work, Node]) -> float:

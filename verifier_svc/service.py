@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
 
 import grpc.aio
 
@@ -12,13 +14,15 @@ from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.engine.native import Engine
 from outrider.rpc.server import serving
+from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
+from outrider.store.tickets import ticket_key
 from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.decode import Decoder
 from verifier_svc.loop import StepLoop
-from verifier_svc.sink import Sink
+from verifier_svc.sink import Keyring, Sink
 
 SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
@@ -33,7 +37,9 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     engine = await asyncio.to_thread(_load, config)
     sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
     cost = CostModel(await asyncio.to_thread(engine.measure_costs, sweep))
-    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary)
+    redis = connect(redis_url)
+    keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
+    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
     loop = StepLoop(engine, cost, prefill_chunk=config.prefill_chunk, max_nodes=config.max_nodes, publish=sink.publish)
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -47,6 +53,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         ]
 
     async with (
+        aclosing(redis),
         serving(config.listen, register, drain_s=config.drain_s) as address,
         asyncio.TaskGroup() as tasks,
     ):
@@ -72,4 +79,11 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
 
 def _load(config: VerifierConfig) -> Engine:
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    return Engine.load(config.model, dtype=config.dtype, slots=config.slots, rows=rows, threads=config.threads)
+    return Engine.load(
+        config.model,
+        dtype=config.dtype,
+        slots=config.slots,
+        rows=rows,
+        threads=config.threads,
+        numerics=config.numerics,
+    )

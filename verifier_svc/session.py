@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core.acceptance import Choice
+from outrider.core.calibration import Calibration
 from outrider.core.contract import OFF, Contract, Plan, StepReport
 from outrider.core.noise import NoiseRows
-from outrider.core.tree import Delta, TokenTree
+from outrider.core.tree import Delta, Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
+from outrider.engine.slots import Taken
+from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
+MAX_DRAFTERS = 16  # of one session
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Start:
     """A checked request to decode."""
 
     session_id: str
+    tenant: str
     epoch: int
     tokens: Sequence[int]  # the session so far, prompt included; not empty
     answer_position: int  # where the contract's max_tokens counts from
@@ -40,13 +45,16 @@ class Commit(NamedTuple):
     last: bool  # whether the generation ends with it
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Subscription:
     """One drafter's part in a session. Node ids are scoped to it."""
 
+    session: Session
     stream: DraftStream
     attachment: int
     sender: int  # its key in the tree
+    calibration: Calibration  # of the drafter
+    granted: int = 0  # the largest id that it was ever allowed
     plan_version: int = -1  # the last one that it was told
     exhausted: int = -1  # position of the root below which it has sent all it will
 
@@ -54,15 +62,15 @@ class Subscription:
 class Session:
     """State of one session. Only the event loop's thread touches it."""
 
-    def __init__(self, start: Start, slot: int, vocabulary: int, patterns: Patterns) -> None:
+    def __init__(self, start: Start, place: Taken, vocabulary: int, patterns: Patterns) -> None:
         self.id = start.session_id
+        self.tenant = start.tenant
         self.epoch = start.epoch
         self.contract = start.contract
         self.plan = start.plan
-        self.window = start.window
-        self.slot = slot
+        self.place = place
         self.tokens = list(start.tokens)
-        self.cached = 0  # cache rows [0, cached) hold the KV of tokens[:cached]
+        self.cached = place.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
@@ -75,12 +83,14 @@ class Session:
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
+        self._window = start.window
         self._senders = 0
+        self._claims: dict[int, Calibration] = {}  # by sender
 
     @property
     def ready(self) -> bool:
         """Whether a step may serve it now."""
-        return not self.finished and len(self.tokens) - self.durable < self.window
+        return not self.finished and len(self.tokens) - self.durable < self._window
 
     @property
     def ceilings(self) -> Plan:
@@ -96,12 +106,15 @@ class Session:
         scores = (score for score, _ in self.tree.best_first(depth=plan.depth, width=plan.width))
         return 1.0 + sum(score for score, _ in zip(scores, range(plan.nodes), strict=False))
 
-    def subscribe(self, stream: DraftStream, attachment: int) -> Subscription:
-        """Adds a drafter, or restarts its part under new ids."""
+    def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
+        """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
         self.unsubscribe(stream)
+        if len(self.subscriptions) >= MAX_DRAFTERS:
+            raise Overloaded(f"a session has at most {MAX_DRAFTERS} drafters")
         self._senders += 1
-        subscription = Subscription(stream, attachment, self._senders)
-        self.subscriptions[stream] = subscription
+        subscription = Subscription(self, stream, attachment, self._senders, calibration)
+        self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
+        self._claims[subscription.sender] = calibration
         self.arrivals.disturb()
         return subscription
 
@@ -109,11 +122,18 @@ class Session:
         """Removes a drafter; its nodes stay."""
         subscription = self.subscriptions.pop(stream, None)
         if subscription:
+            stream.subscriptions.pop(subscription.attachment, None)
             self.tree.forget(subscription.sender)
 
     def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[int]:
-        """Takes nodes that came while a pass runs or not. Returns ids that were dropped; raises as the tree does."""
-        grafted = self.tree.graft(subscription.sender, delta)
+        """Takes nodes that came while a pass runs or not. Returns ids that were dropped.
+
+        Raises as the tree does, and InvalidRequest for nodes beyond the credit.
+        """
+        last = delta.first_id + len(delta.tokens) - 1
+        if last > subscription.granted:
+            raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
+        grafted = self.tree.graft(subscription.sender, delta, subscription.calibration.corrected)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
         return grafted.dropped
@@ -124,9 +144,18 @@ class Session:
         root = self.tree.root.position
         return any(subscription.exhausted != root for subscription in self.subscriptions.values())
 
-    def credit(self, subscription: Subscription) -> int:
-        """The largest id that the drafter may send."""
-        return self.tree.last_id(subscription.sender) + max(0, TREE_CAPACITY - self.tree.size)
+    def grant(self, subscription: Subscription) -> int:
+        """The largest id that the drafter may send from here on."""
+        credit = self.tree.last_id(subscription.sender) + max(0, TREE_CAPACITY - self.tree.size)
+        subscription.granted = max(subscription.granted, credit)
+        return credit
+
+    def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
+        """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
+        for node in nodes:
+            if node.claim and (node.parent is self.tree.root or node.parent in path):
+                sender, claimed = node.claim
+                self._claims[sender].observe(claimed, node in path)
 
     def commit(self, choices: Sequence[Choice], report: StepReport, now: float) -> Commit:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
+from outrider.core.calibration import Calibration
 from outrider.core.tree import Drifted
-from outrider.errors import InvalidRequest, OutriderError, TokenizerMismatch
-from outrider.rpc.codec import delta_from_pb, plan_to_pb
+from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.rpc import liveness
+from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, plan_to_pb
 from outrider.rpc.status import translated
+from outrider.rpc.tickets import Permit
+from outrider.rpc.tickets import check as check_ticket
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
 from verifier_svc.loop import StepLoop
@@ -25,35 +30,69 @@ log = logging.getLogger(__name__)
 WAITING_SUBSCRIPTIONS = 1024  # that came before their session
 PATIENCE_S = 5.0  # how long one may wait
 LAST_WRITE_S = 1.0  # for a write that is under way when a stream ends
+MOST_REFUSED = 1000  # frames in a row that are refused before the stream is; a session's end explains a handful
+KEY_AGE_S = 1.0  # a ticket that does not fit the key has it read again at most this often
+DRAFTERS_REMEMBERED = 1024  # whose calibration is kept
+
+Requests = AsyncIterator[pb.DraftUp]
+
+
+class Keyring:
+    """The cluster's ticket key, read again when tickets do not fit it: Redis may have lost it and got another."""
+
+    def __init__(self, key: bytes, read: Callable[[], Awaitable[bytes]]) -> None:
+        self._key = key
+        self._read = read
+        self._read_at = time.monotonic()
+        self._reading: asyncio.Task[None] | None = None
+
+    def check(self, ticket: bytes, permit: Permit) -> None:
+        """Raises Forbidden unless the ticket permits this."""
+        try:
+            check_ticket(self._key, ticket, permit)
+        except Forbidden:
+            if time.monotonic() - self._read_at > KEY_AGE_S:
+                self._read_at = time.monotonic()
+                self._reading = asyncio.create_task(self._refresh())
+            raise
+
+    async def _refresh(self) -> None:
+        try:
+            self._key = await self._read()
+        except Unavailable as error:
+            log.warning("the ticket key cannot be read again: %s", error)
 
 
 class Sink(TreeSinkServicer):
     """Grafts what drafters send onto their sessions' trees, and tells them what was committed."""
 
-    def __init__(self, worker_id: str, tokenizer_digest: bytes, vocabulary: int) -> None:
+    def __init__(self, worker_id: str, tokenizer_digest: bytes, vocabulary: int, keys: Keyring) -> None:
         self.streams = 0
         self.refused = 0
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._vocabulary = vocabulary
-        self._waiting: dict[tuple[DraftStream, str], pb.Subscribe] = {}
+        self._keys = keys
+        self._waiting: dict[tuple[DraftStream, int], pb.Subscribe] = {}
+        self._calibrations: dict[str, Calibration] = {}  # by drafter
         self._loop: StepLoop
 
     def serve(self, loop: StepLoop) -> None:
         """Takes the sessions from `loop`. Called once, before the first stream."""
         self._loop = loop
 
-    async def Draft(self, requests: AsyncIterator[pb.DraftUp], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One drafter's stream, for as long as it lives."""
         async with translated(context):
-            stream = await self._greet(requests)
-            reading = asyncio.create_task(self._read(stream, requests))
+            frames = liveness.heard(requests, "the drafter")
+            stream = await self._greet(frames)
+            reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self.streams += 1
             try:
-                await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-                if reading.done():
-                    reading.result()
+                done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             finally:
                 self.streams -= 1
                 self._forget(stream)
@@ -65,52 +104,42 @@ class Sink(TreeSinkServicer):
 
     def welcome_waiting(self, session: Session) -> None:
         """A session opened: subscribes the drafters that were there before it."""
-        for (stream, session_id), subscribe in list(self._waiting.items()):
-            if session_id == session.id:
-                del self._waiting[stream, session_id]
-                self._subscribe(stream, subscribe)
+        for (stream, attachment), subscribe in list(self._waiting.items()):
+            if subscribe.session_id == session.id:
+                del self._waiting[stream, attachment]
+                self._open(stream, subscribe)
 
     def refresh(self, session: Session) -> None:
         """The plan or the credit changed without a commit."""
         for subscription in session.subscriptions.values():
-            self._tell(session, subscription, pb.Commit(position=len(session.tokens)))
+            self._tell(subscription, pb.Commit(position=len(session.tokens)))
 
     def publish(self, session: Session, commit: Commit, price: float) -> None:
         """Tells a session's drafters what was committed."""
         session.price = price
         tokens = [choice.token for choice in commit.choices]
         for subscription in session.subscriptions.values():
-            self._tell(session, subscription, pb.Commit(position=commit.position, tokens=tokens))
+            self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
 
-    def _tell(self, session: Session, subscription: Subscription, commit: pb.Commit) -> None:
-        commit.session_id = session.id
-        commit.epoch = session.epoch
+    def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
+        session = subscription.session
         commit.attachment = subscription.attachment
+        commit.epoch = session.epoch
         commit.digest = session.tree.digest
         commit.price = session.price
-        commit.credit = session.credit(subscription)
+        commit.credit = session.grant(subscription)
         if subscription.plan_version != session.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
             subscription.plan_version = session.plan.version
         session.wire_bytes += commit.ByteSize()
         if not subscription.stream.commit(commit):
-            self._snapshot(session, subscription)
+            self._snapshot(subscription)
 
-    def _snapshot(self, session: Session, subscription: Subscription) -> None:
-        subscription.plan_version = session.plan.version
-        subscription.stream.snapshot(
-            session_id=session.id,
-            epoch=session.epoch,
-            attachment=subscription.attachment,
-            tokens=session.tokens,
-            digest=session.tree.digest,
-            contract=session.contract,
-            plan=session.ceilings,
-            credit=session.credit(subscription),
-        )
+    def _snapshot(self, subscription: Subscription) -> None:
+        subscription.stream.snapshot(subscription.attachment, partial(_parts, subscription))
 
-    async def _greet(self, requests: AsyncIterator[pb.DraftUp]) -> DraftStream:
-        first = await anext(requests, None)
+    async def _greet(self, frames: Requests) -> DraftStream:
+        first = await anext(frames, None)
         if first is None or first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
         hello = first.hello
@@ -120,94 +149,140 @@ class Sink(TreeSinkServicer):
                 f"({hello.vocabulary} tokens) than this verifier's model ({self._vocabulary} tokens); "
                 "draft with a model of the same family"
             )
-        stream = DraftStream(hello.drafter_id)
+        stream = DraftStream(hello.drafter_id, self._loop.progress.heartbeat)
         stream.say(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
         return stream
 
-    async def _read(self, stream: DraftStream, requests: AsyncIterator[pb.DraftUp]) -> None:
-        async for frame in requests:
-            kind = frame.WhichOneof("frame")
-            if kind == "delta":
-                self._graft(stream, frame.delta)
-            elif kind == "subscribe":
-                self._subscribe(stream, frame.subscribe)
-            elif kind == "unsubscribe":
-                self._unsubscribe(stream, frame.unsubscribe)
-            elif kind != "heartbeat":
-                raise InvalidRequest("frame", f"'{kind}' is not allowed here")
+    async def _read(self, stream: DraftStream, frames: Requests) -> None:
+        refused_before = self.refused
+        async for frame in frames:
+            refused = self.refused
+            match frame.WhichOneof("frame"):
+                case "delta":
+                    self._graft(stream, frame.delta)
+                case "subscribe":
+                    self._subscribe(stream, frame.subscribe)
+                case "unsubscribe":
+                    self._unsubscribe(stream, frame.unsubscribe)
+                case "heartbeat":
+                    liveness.check(frame.heartbeat, f"drafter {stream.drafter_id}")
+                case kind:
+                    raise InvalidRequest("frame", f"'{kind}' is not allowed here")
+            if self.refused == refused:
+                refused_before = refused
+            elif self.refused - refused_before > MOST_REFUSED:
+                raise Overloaded(f"more than {MOST_REFUSED} frames in a row were refused")
 
     async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while (frames := await stream.next()) is not None:
-            for frame in frames:
-                await context.write(frame)
+        while (frame := await stream.next()) is not None:
+            await context.write(frame)
 
     def _subscribe(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+        if subscribe.attachment <= stream.attached:
+            self.refused += 1  # a replay
+            return
+        stream.attached = subscribe.attachment
+        self._open(stream, subscribe)
+
+    def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+        """Gives a drafter its session, has it wait for it, or says why not."""
         session = self._loop.sessions.get(subscribe.session_id)
-        if session is None:
-            self._wait(stream, subscribe)
-        elif subscribe.epoch != session.epoch:
-            stream.close(session.id, subscribe.attachment, "fenced")
-        else:
-            subscription = session.subscribe(stream, subscribe.attachment)
-            self._snapshot(session, subscription)
+        try:
+            if session is None:
+                self._wait(stream, subscribe)
+            else:
+                self._admit(stream, subscribe, session)
+        except OutriderError as error:
+            self._refuse(stream, subscribe.attachment, str(error))
+
+    def _admit(self, stream: DraftStream, subscribe: pb.Subscribe, session: Session) -> None:
+        if subscribe.epoch != session.epoch:
+            raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
+        permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
+        self._keys.check(subscribe.ticket, permit)
+        self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
+        self._loop.wake()
+
+    def _calibration(self, drafter_id: str) -> Calibration:
+        if drafter_id not in self._calibrations and len(self._calibrations) >= DRAFTERS_REMEMBERED:
+            del self._calibrations[next(iter(self._calibrations))]
+        return self._calibrations.setdefault(drafter_id, Calibration())
 
     def _wait(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
-        key = (stream, subscribe.session_id)
         if len(self._waiting) >= WAITING_SUBSCRIPTIONS:
-            stream.close(subscribe.session_id, subscribe.attachment, "too many subscriptions wait for their session")
-            return
+            raise Overloaded("too many subscriptions wait for their session")
+        key = (stream, subscribe.attachment)
         self._waiting[key] = subscribe
         asyncio.get_running_loop().call_later(PATIENCE_S, self._expire, key, subscribe)
 
-    def _expire(self, key: tuple[DraftStream, str], subscribe: pb.Subscribe) -> None:
+    def _expire(self, key: tuple[DraftStream, int], subscribe: pb.Subscribe) -> None:
         if self._waiting.get(key) is subscribe:
             del self._waiting[key]
-            key[0].close(subscribe.session_id, subscribe.attachment, "unknown session")
+            self._refuse(*key, "unknown session")
 
     def _unsubscribe(self, stream: DraftStream, unsubscribe: pb.Unsubscribe) -> None:
-        self._waiting.pop((stream, unsubscribe.session_id), None)
-        session = self._loop.sessions.get(unsubscribe.session_id)
-        subscription = session.subscriptions.get(stream) if session else None
-        if session and subscription and subscription.attachment == unsubscribe.attachment:
-            session.unsubscribe(stream)
+        self._waiting.pop((stream, unsubscribe.attachment), None)
+        subscription = stream.subscriptions.get(unsubscribe.attachment)
+        if subscription:
+            subscription.session.unsubscribe(stream)
             self._loop.wake()
 
     def _graft(self, stream: DraftStream, message: pb.TreeDelta) -> None:
         """Adds a delta to its session's tree. What is wrong with it costs that session its drafter, no more."""
-        session = self._loop.sessions.get(message.session_id)
-        subscription = session.subscriptions.get(stream) if session else None
-        if (
-            session is None
-            or subscription is None
-            or subscription.attachment != message.attachment
-            or session.epoch != message.epoch
-        ):
+        subscription = stream.subscriptions.get(message.attachment)
+        if subscription is None or subscription.session.epoch != message.epoch:
             self.refused += 1  # it was on its way when the session ended or changed hands
             return
+        session = subscription.session
         session.wire_bytes += message.ByteSize()
         try:
             delta = delta_from_pb(message, self._vocabulary)
-            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._loop.passing)
+            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._loop.progress.running)
         except Drifted:
             self.refused += 1
-            self._snapshot(session, subscription)
+            self._snapshot(subscription)
             return
         except OutriderError as error:
-            self.refused += 1
             log.warning("drafter %s is detached from a session: %s", stream.drafter_id, error)
             session.unsubscribe(stream)
-            stream.close(session.id, message.attachment, f"malformed: {error}")
+            self._refuse(stream, message.attachment, f"malformed: {error}")
             return
         if message.exhausted:
             subscription.exhausted = message.root_position
         if dropped:
-            commit = pb.Commit(position=len(session.tokens), dropped=dropped)
-            self._tell(session, subscription, commit)
+            self._tell(subscription, pb.Commit(position=len(session.tokens), dropped=dropped))
         self._loop.wake()
+
+    def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:
+        self.refused += 1
+        stream.close(attachment, reason)
 
     def _forget(self, stream: DraftStream) -> None:
         for key in [key for key in self._waiting if key[0] is stream]:
             del self._waiting[key]
-        for session in self._loop.sessions.values():
-            session.unsubscribe(stream)
+        for subscription in list(stream.subscriptions.values()):
+            subscription.session.unsubscribe(stream)
         self._loop.wake()
+
+
+def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
+    """A session's committed tokens as they are now, in parts, and the terms to draft under."""
+    session = subscription.session
+    tokens, digest = tuple(session.tokens), session.tree.digest
+    for start in range(0, len(tokens), SNAPSHOT_TOKENS):
+        part = pb.Snapshot(
+            attachment=subscription.attachment,
+            epoch=session.epoch,
+            position=start,
+            tokens=tokens[start : start + SNAPSHOT_TOKENS],
+        )
+        if start + SNAPSHOT_TOKENS >= len(tokens):
+            part.last = True
+            part.digest = digest
+            part.contract.CopyFrom(contract_to_pb(session.contract))
+            part.plan.CopyFrom(plan_to_pb(session.ceilings))
+            part.credit = session.grant(subscription)
+            part.price = session.price
+            subscription.plan_version = session.plan.version
+        session.wire_bytes += part.ByteSize()
+        yield part

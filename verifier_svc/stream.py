@@ -1,43 +1,68 @@
-"""What waits to be sent on one drafter's stream: control frames in order, and one coalesced commit a session."""
+"""What waits to be sent on one drafter's stream: commits first, coalesced; then control frames; snapshots last."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from outrider.core.contract import Contract, Plan
 from outrider.core.tree import ALIAS_SPAN
-from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
+from outrider.errors import Overloaded
+from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from verifier_svc.session import Subscription
+
+CONTROL_FRAMES = 4096  # that may wait; a drafter that reads needs a handful
+
+Parts = Iterator[pb.Snapshot]
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """One that is wanted, and, once its first part is out, the rest of it."""
+
+    begin: Callable[[], Parts]  # over the committed tokens of that moment
+    rest: Parts | None = None
 
 
 class DraftStream:
-    """The sending side of a Draft call. Bounded: a session's commits coalesce until the drafter reads them."""
+    """The sending side of a Draft call. Bounded, however slowly the drafter reads.
 
-    def __init__(self, drafter_id: str) -> None:
+    A commit joins the one that still waits for the same attachment. An attachment that lags so far that late nodes
+    could not be aliased any more is detached: its commits are forgotten and it gets a snapshot, made when it is
+    sent. `heartbeat` says how the upstream goes; it is sent where there is nothing else to say.
+    """
+
+    def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
         self.drafter_id = drafter_id
+        self.subscriptions: dict[int, Subscription] = {}  # by attachment
+        self.attached = 0  # the largest attachment so far
+        self._heartbeat = heartbeat
         self._control: deque[pb.DraftDown] = deque()
-        self._commits: dict[str, pb.Commit] = {}
-        self._opening: set[str] = set()  # sessions whose snapshot waits: their commits go after it
+        self._commits: dict[int, pb.Commit] = {}  # by attachment
+        self._snapshots: dict[int, _Snapshot] = {}
         self._wake = asyncio.Event()
         self._ended = False
 
     def say(self, frame: pb.DraftDown) -> None:
-        """Queues a frame that is not a commit."""
+        """Queues a control frame."""
         self._control.append(frame)
         self._wake.set()
 
     def commit(self, commit: pb.Commit) -> bool:
-        """Queues a session's commit, joined with one that still waits.
-
-        False when the drafter lags so far that its nodes could not be aliased any more: it needs a snapshot.
-        """
-        waiting = self._commits.get(commit.session_id)
-        if waiting is None or waiting.attachment != commit.attachment:
-            self._commits[commit.session_id] = commit
+        """Queues a commit. False when the drafter lags too far: it needs a snapshot."""
+        snapshot = self._snapshots.get(commit.attachment)
+        if snapshot is not None and snapshot.rest is None:
+            return True  # the snapshot will hold it
+        waiting = self._commits.get(commit.attachment)
+        if waiting is None:
+            self._commits[commit.attachment] = commit
         elif len(waiting.tokens) + len(commit.tokens) > ALIAS_SPAN:
-            del self._commits[commit.session_id]
             return False
         else:
             waiting.tokens.extend(commit.tokens)
@@ -48,58 +73,52 @@ class DraftStream:
         self._wake.set()
         return True
 
-    def snapshot(
-        self,
-        *,
-        session_id: str,
-        epoch: int,
-        attachment: int,
-        tokens: Sequence[int],
-        digest: int,
-        contract: Contract,
-        plan: Plan,
-        credit: int,
-    ) -> None:
-        """Queues all committed tokens, in parts, and forgets the commits that they contain."""
-        self._commits.pop(session_id, None)
-        self._opening.add(session_id)
-        for start in range(0, len(tokens), SNAPSHOT_TOKENS):
-            part = pb.Snapshot(
-                session_id=session_id,
-                epoch=epoch,
-                attachment=attachment,
-                position=start,
-                tokens=tokens[start : start + SNAPSHOT_TOKENS],
-            )
-            if start + SNAPSHOT_TOKENS >= len(tokens):
-                part.last = True
-                part.digest = digest
-                part.contract.CopyFrom(contract_to_pb(contract))
-                part.plan.CopyFrom(plan_to_pb(plan))
-                part.credit = credit
-            self.say(pb.DraftDown(snapshot=part))
+    def snapshot(self, attachment: int, begin: Callable[[], Parts]) -> None:
+        """Sends all committed tokens, as they are when it is their turn, instead of what waits."""
+        self._commits.pop(attachment, None)
+        self._snapshots[attachment] = _Snapshot(begin)
+        self._wake.set()
 
-    def close(self, session_id: str, attachment: int, reason: str) -> None:
+    def close(self, attachment: int, reason: str) -> None:
         """Tells the drafter that a session is over for it."""
-        self._commits.pop(session_id, None)
-        self.say(pb.DraftDown(closed=pb.Closed(session_id=session_id, attachment=attachment, reason=reason)))
+        self._commits.pop(attachment, None)
+        self._snapshots.pop(attachment, None)
+        self.say(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
 
     def end(self) -> None:
         """Nothing more is to be written."""
         self._ended = True
         self._wake.set()
 
-    async def next(self) -> list[pb.DraftDown] | None:
-        """The frames to write now, commits first; waits until there is one. None after the end."""
-        await self._wake.wait()
-        self._wake.clear()
-        if self._ended:
-            return None
-        commits = list(self._commits.values())
-        frames = [pb.DraftDown(commit=commit) for commit in commits if commit.session_id not in self._opening]
-        frames.extend(self._control)
-        frames.extend(pb.DraftDown(commit=commit) for commit in commits if commit.session_id in self._opening)
-        self._opening.clear()
-        self._commits.clear()
-        self._control.clear()
-        return frames
+    async def next(self) -> pb.DraftDown | None:
+        """The frame to write now; waits until there is one. None after the end.
+
+        Raises Overloaded when the drafter has let too much pile up.
+        """
+        while not self._ended:
+            if len(self._control) > CONTROL_FRAMES:
+                raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
+            if frame := self._most_urgent():
+                return frame
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                return pb.DraftDown(heartbeat=self._heartbeat())
+        return None
+
+    def _most_urgent(self) -> pb.DraftDown | None:
+        for attachment in self._commits:
+            if attachment not in self._snapshots:
+                return pb.DraftDown(commit=self._commits.pop(attachment))
+        if self._control:
+            return self._control.popleft()
+        for attachment, snapshot in self._snapshots.items():
+            if snapshot.rest is None:
+                snapshot.rest = snapshot.begin()
+            part = next(snapshot.rest)
+            if part.last:
+                del self._snapshots[attachment]
+            return pb.DraftDown(snapshot=part)
+        return None

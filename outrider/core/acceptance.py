@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.core.contract import Contract
 from outrider.core.filters import filtered
+from outrider.core.logprobs import pack
 from outrider.core.noise import FloatRow
 
 
@@ -22,6 +23,7 @@ class Choice(NamedTuple):
 
     token: int
     gap: float
+    logprobs: bytes = b""  # see outrider.core.logprobs; empty where the contract asks for none
 
 
 class Walk(NamedTuple):
@@ -39,7 +41,8 @@ def choose(logits: NDArray[np.float32], contract: Contract, noise: FloatRow | No
     token = int(scores.argmax())
     best = scores[token]
     scores[token] = -np.inf
-    return Choice(token, float(best - scores.max()))
+    gap = float(best - scores.max())
+    return Choice(token, gap, b"" if contract.logprobs is None else pack(logits, token, contract.logprobs))
 
 
 def walk(parents: Sequence[int], tokens: Sequence[int], choose_at: Callable[[int], Choice]) -> Walk:

@@ -8,6 +8,7 @@ from outrider.errors import InvalidRequest
 
 SHARED_NOISE = "shared-noise"
 MAX_STOP_IDS = 64
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Contract:
     top_p: float = 1.0  # 1 keeps all
     stop_ids: tuple[int, ...] = ()  # ids that end the generation
     rule: str = SHARED_NOISE
+    logprobs: int | None = None  # alternatives whose log-probabilities go with each token's own; None: none at all
 
     def __post_init__(self) -> None:
         checks = (
@@ -33,6 +35,7 @@ class Contract:
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
             ("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
             ("rule", self.rule == SHARED_NOISE, f"'{SHARED_NOISE}'"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
         )
         for field, holds, allowed in checks:
             if not holds:

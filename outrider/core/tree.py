@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def edge_from_code(code: int) -> float:
 class Node:
     """One token that may come next. Compared by identity."""
 
-    __slots__ = ("children", "edge", "expanded", "log_score", "names", "parent", "position", "row", "token")
+    __slots__ = ("children", "claim", "edge", "expanded", "log_score", "names", "parent", "position", "row", "token")
 
     def __init__(self, token: int, position: int, parent: Node | None, edge: float) -> None:
         self.token = token
@@ -45,6 +45,7 @@ class Node:
         self.log_score: float = edge + (parent.log_score if parent else 0.0)  # from an arbitrary origin
         self.children: dict[int, Node] = {}
         self.names: list[tuple[int, int]] = []  # (sender, id): one for each drafter that sent it
+        self.claim: tuple[int, float] | None = None  # the sender whose edge score counts, and what it said
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
 
@@ -89,6 +90,10 @@ class _Sender:
     last_id: int = 0
     settled: int = 0  # every id up to here that has no entry is dead
     dead: set[int] = field(default_factory=set)  # dead ids above `settled`
+
+
+def _believe(edge: float) -> float:
+    return edge
 
 
 class TokenTree:
@@ -150,8 +155,8 @@ class TokenTree:
         entry.nodes[identity] = node
         entry.last_id = max(entry.last_id, identity)
 
-    def graft(self, sender: int, delta: Delta) -> Grafted:
-        """Adds a drafter's nodes. A replayed delta changes nothing.
+    def graft(self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe) -> Grafted:
+        """Adds a drafter's nodes. A replayed delta changes nothing. `judge` says what a claimed edge score is worth.
 
         A node that equals a token committed meanwhile becomes an alias of it, so that its children are still good.
         Raises Drifted when the delta's root is not what is committed there, InvalidRequest when the delta
@@ -195,7 +200,10 @@ class TokenTree:
                 dropped.append(identity)
             else:
                 before = self.size
-                child = self.add(parent, token, edge)
+                judged = judge(edge)
+                child = self.add(parent, token, judged)
+                if child.edge == judged:
+                    child.claim = sender, edge
                 self.name(child, sender, identity)
                 added += self.size - before
         return Grafted(added, dropped)

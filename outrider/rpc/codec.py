@@ -30,7 +30,8 @@ def contract_to_pb(contract: Contract) -> types_pb2.Contract:
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
     """The contract. Raises InvalidRequest naming the field that is absurd."""
     values = {name: getattr(message, name) for name in _CONTRACT}
-    return Contract(**values | {"stop_ids": tuple(message.stop_ids)})
+    wanted = message.logprobs if message.HasField("logprobs") else None
+    return Contract(**values | {"stop_ids": tuple(message.stop_ids), "logprobs": wanted})
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:
@@ -54,13 +55,12 @@ def report_from_pb(message: types_pb2.StepReport) -> StepReport:
 
 
 def delta_to_pb(
-    delta: Delta, *, session_id: str, epoch: int, attachment: int, plan_version: int, exhausted: bool = False
+    delta: Delta, *, attachment: int, epoch: int, plan_version: int, exhausted: bool = False
 ) -> drafter_pb2.TreeDelta:
     """The delta's message: about four bytes a node. `exhausted`: nothing more comes before the next commit."""
     return drafter_pb2.TreeDelta(
-        session_id=session_id,
-        epoch=epoch,
         attachment=attachment,
+        epoch=epoch,
         root_position=delta.root_position,
         root_digest=delta.root_digest,
         first_id=delta.first_id,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xeb\x01\n\x07\x44raftUp\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12+\n\tsubscribe\x18\x02 \x01(\x0b\x32\x16.outrider.v1.SubscribeH\x00\x12/\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x18.outrider.v1.UnsubscribeH\x00\x12\'\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x16.outrider.v1.TreeDeltaH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"I\n\x05Hello\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\x12\x12\n\nvocabulary\x18\x03 \x01(\r\"R\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"5\n\x0bUnsubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\"\xd9\x01\n\tTreeDelta\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12\x15\n\rroot_position\x18\x04 \x01(\x04\x12\x13\n\x0broot_digest\x18\x05 \x01(\x06\x12\x10\n\x08\x66irst_id\x18\x06 \x01(\x04\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\r\n\x05\x65\x64ges\x18\t \x01(\x0c\x12\x14\n\x0cplan_version\x18\n \x01(\x04\x12\x11\n\texhausted\x18\x0b \x01(\x08\"\x1a\n\tHeartbeat\x12\r\n\x05steps\x18\x01 \x01(\x04\"\xe3\x01\n\tDraftDown\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12)\n\x08snapshot\x18\x02 \x01(\x0b\x32\x15.outrider.v1.SnapshotH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\x1e\n\x07Welcome\x12\x13\n\x0bupstream_id\x18\x01 \x01(\t\"\xdb\x01\n\x08Snapshot\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12\x10\n\x08position\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12\'\n\x08\x63ontract\x18\x08 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\t \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06\x63redit\x18\n \x01(\x04\"\xd0\x01\n\x06\x43ommit\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12\x10\n\x08position\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12$\n\x04plan\x18\x07 \x01(\x0b\x32\x11.outrider.v1.PlanH\x00\x88\x01\x01\x12\r\n\x05price\x18\x08 \x01(\x02\x12\x0e\n\x06\x63redit\x18\t \x01(\x04\x12\x0f\n\x07\x64ropped\x18\n \x03(\x04\x42\x07\n\x05_plan\"@\n\x06\x43losed\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nattachment\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"T\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08upstream\x18\x03 \x01(\t\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"\x10\n\x0e\x41ttachResponse\"2\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x10\n\x0e\x44\x65tachResponse\"\xcd\x01\n\x12\x44rafterDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x0e\n\x06levels\x18\x08 \x01(\x04\x12\r\n\x05nodes\x18\t \x01(\x04\x12\x16\n\x0erefused_frames\x18\n \x01(\x04\x32\x45\n\x08TreeSink\x12\x39\n\x05\x44raft\x12\x14.outrider.v1.DraftUp\x1a\x16.outrider.v1.DraftDown(\x01\x30\x01\x32\xda\x01\n\x07\x44rafter\x12\x41\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x1b.outrider.v1.AttachResponse\x12\x41\n\x06\x44\x65tach\x12\x1a.outrider.v1.DetachRequest\x1a\x1b.outrider.v1.DetachResponse\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.DrafterDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19outrider/v1/drafter.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xeb\x01\n\x07\x44raftUp\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.outrider.v1.HelloH\x00\x12+\n\tsubscribe\x18\x02 \x01(\x0b\x32\x16.outrider.v1.SubscribeH\x00\x12/\n\x0bunsubscribe\x18\x03 \x01(\x0b\x32\x18.outrider.v1.UnsubscribeH\x00\x12\'\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x16.outrider.v1.TreeDeltaH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"I\n\x05Hello\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\x12\x12\n\nvocabulary\x18\x03 \x01(\r\"R\n\tSubscribe\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nattachment\x18\x03 \x01(\r\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\"!\n\x0bUnsubscribe\x12\x12\n\nattachment\x18\x01 \x01(\r\"\xc5\x01\n\tTreeDelta\x12\x12\n\nattachment\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x15\n\rroot_position\x18\x03 \x01(\x04\x12\x13\n\x0broot_digest\x18\x04 \x01(\x06\x12\x10\n\x08\x66irst_id\x18\x05 \x01(\x04\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\r\n\x05\x65\x64ges\x18\x08 \x01(\x0c\x12\x14\n\x0cplan_version\x18\t \x01(\x04\x12\x11\n\texhausted\x18\n \x01(\x08\"\xe3\x01\n\tDraftDown\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.outrider.v1.WelcomeH\x00\x12)\n\x08snapshot\x18\x02 \x01(\x0b\x32\x15.outrider.v1.SnapshotH\x00\x12%\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x13.outrider.v1.CommitH\x00\x12%\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x13.outrider.v1.ClosedH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\x07\n\x05\x66rame\"\x1e\n\x07Welcome\x12\x13\n\x0bupstream_id\x18\x01 \x01(\t\"\xd6\x01\n\x08Snapshot\x12\x12\n\nattachment\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\'\n\x08\x63ontract\x18\x07 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\x08 \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06\x63redit\x18\t \x01(\x04\x12\r\n\x05price\x18\n \x01(\x02\"\xbc\x01\n\x06\x43ommit\x12\x12\n\nattachment\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08position\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12$\n\x04plan\x18\x06 \x01(\x0b\x32\x11.outrider.v1.PlanH\x00\x88\x01\x01\x12\r\n\x05price\x18\x07 \x01(\x02\x12\x0e\n\x06\x63redit\x18\x08 \x01(\x04\x12\x0f\n\x07\x64ropped\x18\t \x03(\x04\x42\x07\n\x05_plan\",\n\x06\x43losed\x12\x12\n\nattachment\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"d\n\rAttachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08upstream\x18\x03 \x01(\t\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"\x10\n\x0e\x41ttachResponse\"2\n\rDetachRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x10\n\x0e\x44\x65tachResponse\"\xdc\x01\n\x12\x44rafterDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x0e\n\x06levels\x18\x08 \x01(\x04\x12\r\n\x05nodes\x18\t \x01(\x04\x12\x16\n\x0erefused_frames\x18\n \x01(\x04\x12\r\n\x05tasks\x18\x0b \x01(\r2E\n\x08TreeSink\x12\x39\n\x05\x44raft\x12\x14.outrider.v1.DraftUp\x1a\x16.outrider.v1.DraftDown(\x01\x30\x01\x32\xda\x01\n\x07\x44rafter\x12\x41\n\x06\x41ttach\x12\x1a.outrider.v1.AttachRequest\x1a\x1b.outrider.v1.AttachResponse\x12\x41\n\x06\x44\x65tach\x12\x1a.outrider.v1.DetachRequest\x1a\x1b.outrider.v1.DetachResponse\x12I\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a\x1f.outrider.v1.DrafterDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,33 +39,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBSCRIBE']._serialized_start=380
   _globals['_SUBSCRIBE']._serialized_end=462
   _globals['_UNSUBSCRIBE']._serialized_start=464
-  _globals['_UNSUBSCRIBE']._serialized_end=517
-  _globals['_TREEDELTA']._serialized_start=520
-  _globals['_TREEDELTA']._serialized_end=737
-  _globals['_HEARTBEAT']._serialized_start=739
-  _globals['_HEARTBEAT']._serialized_end=765
-  _globals['_DRAFTDOWN']._serialized_start=768
-  _globals['_DRAFTDOWN']._serialized_end=995
-  _globals['_WELCOME']._serialized_start=997
-  _globals['_WELCOME']._serialized_end=1027
-  _globals['_SNAPSHOT']._serialized_start=1030
-  _globals['_SNAPSHOT']._serialized_end=1249
-  _globals['_COMMIT']._serialized_start=1252
-  _globals['_COMMIT']._serialized_end=1460
-  _globals['_CLOSED']._serialized_start=1462
-  _globals['_CLOSED']._serialized_end=1526
-  _globals['_ATTACHREQUEST']._serialized_start=1528
-  _globals['_ATTACHREQUEST']._serialized_end=1612
-  _globals['_ATTACHRESPONSE']._serialized_start=1614
-  _globals['_ATTACHRESPONSE']._serialized_end=1630
-  _globals['_DETACHREQUEST']._serialized_start=1632
-  _globals['_DETACHREQUEST']._serialized_end=1682
-  _globals['_DETACHRESPONSE']._serialized_start=1684
-  _globals['_DETACHRESPONSE']._serialized_end=1700
-  _globals['_DRAFTERDESCRIPTION']._serialized_start=1703
-  _globals['_DRAFTERDESCRIPTION']._serialized_end=1908
-  _globals['_TREESINK']._serialized_start=1910
-  _globals['_TREESINK']._serialized_end=1979
-  _globals['_DRAFTER']._serialized_start=1982
-  _globals['_DRAFTER']._serialized_end=2200
+  _globals['_UNSUBSCRIBE']._serialized_end=497
+  _globals['_TREEDELTA']._serialized_start=500
+  _globals['_TREEDELTA']._serialized_end=697
+  _globals['_DRAFTDOWN']._serialized_start=700
+  _globals['_DRAFTDOWN']._serialized_end=927
+  _globals['_WELCOME']._serialized_start=929
+  _globals['_WELCOME']._serialized_end=959
+  _globals['_SNAPSHOT']._serialized_start=962
+  _globals['_SNAPSHOT']._serialized_end=1176
+  _globals['_COMMIT']._serialized_start=1179
+  _globals['_COMMIT']._serialized_end=1367
+  _globals['_CLOSED']._serialized_start=1369
+  _globals['_CLOSED']._serialized_end=1413
+  _globals['_ATTACHREQUEST']._serialized_start=1415
+  _globals['_ATTACHREQUEST']._serialized_end=1515
+  _globals['_ATTACHRESPONSE']._serialized_start=1517
+  _globals['_ATTACHRESPONSE']._serialized_end=1533
+  _globals['_DETACHREQUEST']._serialized_start=1535
+  _globals['_DETACHREQUEST']._serialized_end=1585
+  _globals['_DETACHRESPONSE']._serialized_start=1587
+  _globals['_DETACHRESPONSE']._serialized_end=1603
+  _globals['_DRAFTERDESCRIPTION']._serialized_start=1606
+  _globals['_DRAFTERDESCRIPTION']._serialized_end=1826
+  _globals['_TREESINK']._serialized_start=1828
+  _globals['_TREESINK']._serialized_end=1897
+  _globals['_DRAFTER']._serialized_start=1900
+  _globals['_DRAFTER']._serialized_end=2118
 # @@protoc_insertion_point(module_scope)

@@ -18,8 +18,8 @@ class DraftUp(_message.Message):
     subscribe: Subscribe
     unsubscribe: Unsubscribe
     delta: TreeDelta
-    heartbeat: Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    heartbeat: _types_pb2.Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary")
@@ -44,18 +44,15 @@ class Subscribe(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Unsubscribe(_message.Message):
-    __slots__ = ("session_id", "attachment")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attachment",)
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
     attachment: int
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("session_id", "epoch", "attachment", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
     ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     FIRST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -64,9 +61,8 @@ class TreeDelta(_message.Message):
     EDGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    epoch: int
     attachment: int
+    epoch: int
     root_position: int
     root_digest: int
     first_id: int
@@ -75,13 +71,7 @@ class TreeDelta(_message.Message):
     edges: bytes
     plan_version: int
     exhausted: bool
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ...) -> None: ...
-
-class Heartbeat(_message.Message):
-    __slots__ = ("steps",)
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    steps: int
-    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ...) -> None: ...
 
 class DraftDown(_message.Message):
     __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat")
@@ -94,8 +84,8 @@ class DraftDown(_message.Message):
     snapshot: Snapshot
     commit: Commit
     closed: Closed
-    heartbeat: Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    heartbeat: _types_pb2.Heartbeat
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("upstream_id",)
@@ -104,10 +94,9 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("session_id", "epoch", "attachment", "position", "tokens", "last", "digest", "contract", "plan", "credit")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
@@ -115,9 +104,9 @@ class Snapshot(_message.Message):
     CONTRACT_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    epoch: int
+    PRICE_FIELD_NUMBER: _ClassVar[int]
     attachment: int
+    epoch: int
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     last: bool
@@ -125,13 +114,13 @@ class Snapshot(_message.Message):
     contract: _types_pb2.Contract
     plan: _types_pb2.Plan
     credit: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ...) -> None: ...
+    price: float
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("session_id", "epoch", "attachment", "position", "tokens", "digest", "plan", "price", "credit", "dropped")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -139,9 +128,8 @@ class Commit(_message.Message):
     PRICE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
-    epoch: int
     attachment: int
+    epoch: int
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     digest: int
@@ -149,29 +137,29 @@ class Commit(_message.Message):
     price: float
     credit: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Closed(_message.Message):
-    __slots__ = ("session_id", "attachment", "reason")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attachment", "reason")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    session_id: str
     attachment: int
     reason: str
-    def __init__(self, session_id: _Optional[str] = ..., attachment: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, attachment: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_id", "epoch", "upstream", "ticket")
+    __slots__ = ("session_id", "epoch", "upstream", "ticket", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPSTREAM_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     upstream: str
     ticket: bytes
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ()
@@ -190,7 +178,7 @@ class DetachResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames", "tasks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +189,7 @@ class DrafterDescription(_message.Message):
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     tokenizer_digest: bytes
@@ -211,4 +200,5 @@ class DrafterDescription(_message.Message):
     levels: int
     nodes: int
     refused_frames: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ...) -> None: ...
+    tasks: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/inference.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xbe\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12-\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x18.outrider.v1.SpeculationB\x08\n\x06prompt\"1\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\"\xd7\x01\n\x08Sampling\x12\x11\n\x04seed\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokens\",\n\x0bSpeculation\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.outrider.v1.ChunkH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Q\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"b\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04gaps\x18\x03 \x03(\x02\x12\x15\n\rnext_position\x18\x04 \x01(\x04\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\"X\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\"\xef\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x18\n\x10reached_by_depth\x18\x06 \x03(\r\x12\x16\n\x0etried_by_depth\x18\x07 \x03(\r\x12\x12\n\nwire_bytes\x18\x08 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\t \x01(\x04\x12\x10\n\x08total_us\x18\n \x01(\x04\x12\x11\n\tdecode_us\x18\x0b \x01(\x04\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\"y\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\r\x12\x12\n\nvocabulary\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x11\n\tverifiers\x18\x05 \x01(\r\x12\x10\n\x08\x64rafters\x18\x06 \x01(\r2\xe8\x01\n\tInference\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x1b.outrider.v1.CancelResponse\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1boutrider/v1/inference.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\x82\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.outrider.v1.Sampling\x12-\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x18.outrider.v1.Speculation\x12\x12\n\nsession_id\x18\x06 \x01(\t\x12\x15\n\rwhole_history\x18\x07 \x01(\x08\x12\x17\n\x0fidempotency_key\x18\x08 \x01(\tB\x08\n\x06prompt\"1\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\"\xfb\x01\n\x08Sampling\x12\x11\n\x04seed\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x15\n\x08logprobs\x18\t \x01(\rH\x04\x88\x01\x01\x42\x07\n\x05_seedB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\",\n\x0bSpeculation\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\"\x94\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x12.outrider.v1.ChunkH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\x07Started\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x13\n\x0b\x66orked_from\x18\x07 \x01(\t\"\x90\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04gaps\x18\x03 \x03(\x02\x12\x15\n\rnext_position\x18\x04 \x01(\x04\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.TokenLogprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"X\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\"\xef\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x10\n\x08verified\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x18\n\x10reached_by_depth\x18\x06 \x03(\r\x12\x16\n\x0etried_by_depth\x18\x07 \x03(\r\x12\x12\n\nwire_bytes\x18\x08 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\t \x01(\x04\x12\x10\n\x08total_us\x18\n \x01(\x04\x12\x11\n\tdecode_us\x18\x0b \x01(\x04\"c\n\rResumeRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x15\n\rnext_position\x18\x03 \x01(\x04\x12\x13\n\x0btext_offset\x18\x04 \x01(\x04\"%\n\x14\x43reateSessionRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\xe8\x01\n\x07Session\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x06\x12\x12\n\ngeneration\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\x08\x12)\n\x06reason\x18\x07 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\x0f\x61nswer_position\x18\x08 \x01(\x04\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x10\n\x08verifier\x18\n \x01(\t\x12\x10\n\x08\x64rafters\x18\x0b \x03(\t\"#\n\rCancelRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.outrider.v1.Model\"y\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\r\x12\x12\n\nvocabulary\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x11\n\tverifiers\x18\x05 \x01(\r\x12\x10\n\x08\x64rafters\x18\x06 \x01(\r2\x92\x04\n\tInference\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x45\n\x06Resume\x12\x1a.outrider.v1.ResumeRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.outrider.v1.CancelRequest\x1a\x1b.outrider.v1.CancelResponse\x12H\n\rCreateSession\x12!.outrider.v1.CreateSessionRequest\x1a\x14.outrider.v1.Session\x12\x42\n\nGetSession\x12\x1e.outrider.v1.GetSessionRequest\x1a\x14.outrider.v1.Session\x12S\n\x0c\x43loseSession\x12 .outrider.v1.CloseSessionRequest\x1a!.outrider.v1.CloseSessionResponse\x12M\n\nListModels\x12\x1e.outrider.v1.ListModelsRequest\x1a\x1f.outrider.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,47 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.inference_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=70
-  _globals['_GENERATEREQUEST']._serialized_end=260
-  _globals['_TOKENIDS']._serialized_start=262
-  _globals['_TOKENIDS']._serialized_end=311
-  _globals['_SAMPLING']._serialized_start=314
-  _globals['_SAMPLING']._serialized_end=529
-  _globals['_SPECULATION']._serialized_start=531
-  _globals['_SPECULATION']._serialized_end=575
-  _globals['_GENERATERESPONSE']._serialized_start=578
-  _globals['_GENERATERESPONSE']._serialized_end=726
-  _globals['_STARTED']._serialized_start=728
-  _globals['_STARTED']._serialized_end=809
-  _globals['_CHUNK']._serialized_start=811
-  _globals['_CHUNK']._serialized_end=909
-  _globals['_FINISHED']._serialized_start=911
-  _globals['_FINISHED']._serialized_end=999
-  _globals['_USAGE']._serialized_start=1002
-  _globals['_USAGE']._serialized_end=1241
-  _globals['_CANCELREQUEST']._serialized_start=1243
-  _globals['_CANCELREQUEST']._serialized_end=1278
-  _globals['_CANCELRESPONSE']._serialized_start=1280
-  _globals['_CANCELRESPONSE']._serialized_end=1296
-  _globals['_LISTMODELSREQUEST']._serialized_start=1298
-  _globals['_LISTMODELSREQUEST']._serialized_end=1317
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1319
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1375
-  _globals['_MODEL']._serialized_start=1377
-  _globals['_MODEL']._serialized_end=1498
-  _globals['_INFERENCE']._serialized_start=1501
-  _globals['_INFERENCE']._serialized_end=1733
+  _globals['_GENERATEREQUEST']._serialized_end=328
+  _globals['_TOKENIDS']._serialized_start=330
+  _globals['_TOKENIDS']._serialized_end=379
+  _globals['_SAMPLING']._serialized_start=382
+  _globals['_SAMPLING']._serialized_end=633
+  _globals['_SPECULATION']._serialized_start=635
+  _globals['_SPECULATION']._serialized_end=679
+  _globals['_GENERATERESPONSE']._serialized_start=682
+  _globals['_GENERATERESPONSE']._serialized_end=830
+  _globals['_STARTED']._serialized_start=833
+  _globals['_STARTED']._serialized_end=978
+  _globals['_CHUNK']._serialized_start=981
+  _globals['_CHUNK']._serialized_end=1125
+  _globals['_TOKENLOGPROBS']._serialized_start=1127
+  _globals['_TOKENLOGPROBS']._serialized_end=1198
+  _globals['_FINISHED']._serialized_start=1200
+  _globals['_FINISHED']._serialized_end=1288
+  _globals['_USAGE']._serialized_start=1291
+  _globals['_USAGE']._serialized_end=1530
+  _globals['_RESUMEREQUEST']._serialized_start=1532
+  _globals['_RESUMEREQUEST']._serialized_end=1631
+  _globals['_CREATESESSIONREQUEST']._serialized_start=1633
+  _globals['_CREATESESSIONREQUEST']._serialized_end=1670
+  _globals['_GETSESSIONREQUEST']._serialized_start=1672
+  _globals['_GETSESSIONREQUEST']._serialized_end=1711
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1713
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1754
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1756
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1778
+  _globals['_SESSION']._serialized_start=1781
+  _globals['_SESSION']._serialized_end=2013
+  _globals['_CANCELREQUEST']._serialized_start=2015
+  _globals['_CANCELREQUEST']._serialized_end=2050
+  _globals['_CANCELRESPONSE']._serialized_start=2052
+  _globals['_CANCELRESPONSE']._serialized_end=2068
+  _globals['_LISTMODELSREQUEST']._serialized_start=2070
+  _globals['_LISTMODELSREQUEST']._serialized_end=2089
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2091
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2147
+  _globals['_MODEL']._serialized_start=2149
+  _globals['_MODEL']._serialized_end=2270
+  _globals['_INFERENCE']._serialized_start=2273
+  _globals['_INFERENCE']._serialized_end=2803
 # @@protoc_insertion_point(module_scope)

@@ -40,10 +40,30 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/outrider.v1.Inference/Resume',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/outrider.v1.Inference/Cancel',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
+        self.CreateSession = channel.unary_unary(
+                '/outrider.v1.Inference/CreateSession',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.CreateSessionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/outrider.v1.Inference/GetSession',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.Session.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/outrider.v1.Inference/CloseSession',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/outrider.v1.Inference/ListModels',
@@ -63,8 +83,36 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with a generation whose call broke off, from a position on, through any router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Ends a session's running generation. Succeeds if it has ended already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateSession(self, request, context):
+        """A session for several turns. A Generate without one makes its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """What is known of a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Ends a session and forgets its log. Succeeds if it was closed before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,10 +133,30 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'CreateSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateSession,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.CreateSessionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.GetSessionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -135,6 +203,33 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Inference/Resume',
+            outrider_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Cancel(request,
             target,
             options=(),
@@ -151,6 +246,87 @@ class Inference:
             '/outrider.v1.Inference/Cancel',
             outrider_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/CreateSession',
+            outrider_dot_v1_dot_inference__pb2.CreateSessionRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/GetSession',
+            outrider_dot_v1_dot_inference__pb2.GetSessionRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/CloseSession',
+            outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,14 +14,18 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
+    FINISH_REASON_ABANDONED: _ClassVar[FinishReason]
+    FINISH_REASON_FAILED: _ClassVar[FinishReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 FINISH_REASON_DEADLINE: FinishReason
+FINISH_REASON_ABANDONED: FinishReason
+FINISH_REASON_FAILED: FinishReason
 
 class Contract(_message.Message):
-    __slots__ = ("seed", "choice", "temperature", "top_k", "top_p", "rule", "max_tokens", "stop_ids")
+    __slots__ = ("seed", "choice", "temperature", "top_k", "top_p", "rule", "max_tokens", "stop_ids", "logprobs")
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +34,7 @@ class Contract(_message.Message):
     RULE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     seed: int
     choice: int
     temperature: float
@@ -38,7 +43,8 @@ class Contract(_message.Message):
     rule: str
     max_tokens: int
     stop_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., rule: _Optional[str] = ..., max_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: int
+    def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., rule: _Optional[str] = ..., max_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("version", "depth", "width", "nodes", "wait_us", "overlap")
@@ -75,6 +81,38 @@ class StepReport(_message.Message):
     plan_version: int
     drafters: int
     def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("steps", "running_ms")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_MS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    running_ms: int
+    def __init__(self, steps: _Optional[int] = ..., running_ms: _Optional[int] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("session_id", "tenant", "drafter_id", "upstream_id", "epoch", "expires_ms")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    UPSTREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_MS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    tenant: str
+    drafter_id: str
+    upstream_id: str
+    epoch: int
+    expires_ms: int
+    def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., drafter_id: _Optional[str] = ..., upstream_id: _Optional[str] = ..., epoch: _Optional[int] = ..., expires_ms: _Optional[int] = ...) -> None: ...
+
+class SignedTicket(_message.Message):
+    __slots__ = ("ticket", "mac")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    mac: bytes
+    def __init__(self, ticket: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

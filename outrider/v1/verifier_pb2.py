@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xa8\x01\n\rDecodeRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DecodeStartH\x00\x12!\n\x04plan\x18\x02 \x01(\x0b\x32\x11.outrider.v1.PlanH\x00\x12\x11\n\x07\x64urable\x18\x03 \x01(\x04H\x00\x12+\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x19.outrider.v1.CancelDecodeH\x00\x42\t\n\x07\x63ommand\"\xfc\x01\n\x0b\x44\x65\x63odeStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x17\n\x0f\x61nswer_position\x18\x07 \x01(\x04\x12\'\n\x08\x63ontract\x18\x08 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\t \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\t\"\x0e\n\x0c\x43\x61ncelDecode\"\xa6\x01\n\x0e\x44\x65\x63odeResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.DecodeStartedH\x00\x12+\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x19.outrider.v1.DecodeCommitH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.DecodeFinishedH\x00\x42\x07\n\x05\x65vent\"\x1f\n\rDecodeStarted\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\"\x86\x01\n\x0c\x44\x65\x63odeCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04gaps\x18\x04 \x03(\x02\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StepReport\";\n\x0e\x44\x65\x63odeFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"\x9e\x02\n\x13VerifierDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x12\n\nparameters\x18\x0b \x01(\x04\x12)\n\nstep_costs\x18\x0c \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x16\n\x0erefused_frames\x18\r \x01(\x04\"0\n\x08StepCost\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r2\x9d\x01\n\x08Verifier\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.outrider.v1.DecodeRequest\x1a\x1b.outrider.v1.DecodeResponse(\x01\x30\x01\x12J\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a .outrider.v1.VerifierDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xd5\x01\n\rDecodeRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DecodeStartH\x00\x12!\n\x04plan\x18\x02 \x01(\x0b\x32\x11.outrider.v1.PlanH\x00\x12\x11\n\x07\x64urable\x18\x03 \x01(\x04H\x00\x12+\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x19.outrider.v1.CancelDecodeH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\x8e\x02\n\x0b\x44\x65\x63odeStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x17\n\x0f\x61nswer_position\x18\x07 \x01(\x04\x12\'\n\x08\x63ontract\x18\x08 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\t \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\"\x0e\n\x0c\x43\x61ncelDecode\"\xd3\x01\n\x0e\x44\x65\x63odeResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.DecodeStartedH\x00\x12+\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x19.outrider.v1.DecodeCommitH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.DecodeFinishedH\x00\x12+\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"\x1f\n\rDecodeStarted\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\"\x98\x01\n\x0c\x44\x65\x63odeCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04gaps\x18\x04 \x03(\x02\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StepReport\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\";\n\x0e\x44\x65\x63odeFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"\xcd\x02\n\x13VerifierDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x12\n\nparameters\x18\x0b \x01(\x04\x12)\n\nstep_costs\x18\x0c \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x16\n\x0erefused_frames\x18\r \x01(\x04\x12\x10\n\x08numerics\x18\x0e \x01(\t\x12\x0c\n\x04warm\x18\x0f \x01(\r\x12\r\n\x05tasks\x18\x10 \x01(\r\"0\n\x08StepCost\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r2\x9d\x01\n\x08Verifier\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.outrider.v1.DecodeRequest\x1a\x1b.outrider.v1.DecodeResponse(\x01\x30\x01\x12J\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a .outrider.v1.VerifierDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.verifier_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=69
-  _globals['_DECODEREQUEST']._serialized_end=237
-  _globals['_DECODESTART']._serialized_start=240
-  _globals['_DECODESTART']._serialized_end=492
-  _globals['_CANCELDECODE']._serialized_start=494
-  _globals['_CANCELDECODE']._serialized_end=508
-  _globals['_DECODERESPONSE']._serialized_start=511
-  _globals['_DECODERESPONSE']._serialized_end=677
-  _globals['_DECODESTARTED']._serialized_start=679
-  _globals['_DECODESTARTED']._serialized_end=710
-  _globals['_DECODECOMMIT']._serialized_start=713
-  _globals['_DECODECOMMIT']._serialized_end=847
-  _globals['_DECODEFINISHED']._serialized_start=849
-  _globals['_DECODEFINISHED']._serialized_end=908
-  _globals['_VERIFIERDESCRIPTION']._serialized_start=911
-  _globals['_VERIFIERDESCRIPTION']._serialized_end=1197
-  _globals['_STEPCOST']._serialized_start=1199
-  _globals['_STEPCOST']._serialized_end=1247
-  _globals['_VERIFIER']._serialized_start=1250
-  _globals['_VERIFIER']._serialized_end=1407
+  _globals['_DECODEREQUEST']._serialized_end=282
+  _globals['_DECODESTART']._serialized_start=285
+  _globals['_DECODESTART']._serialized_end=555
+  _globals['_CANCELDECODE']._serialized_start=557
+  _globals['_CANCELDECODE']._serialized_end=571
+  _globals['_DECODERESPONSE']._serialized_start=574
+  _globals['_DECODERESPONSE']._serialized_end=785
+  _globals['_DECODESTARTED']._serialized_start=787
+  _globals['_DECODESTARTED']._serialized_end=818
+  _globals['_DECODECOMMIT']._serialized_start=821
+  _globals['_DECODECOMMIT']._serialized_end=973
+  _globals['_DECODEFINISHED']._serialized_start=975
+  _globals['_DECODEFINISHED']._serialized_end=1034
+  _globals['_VERIFIERDESCRIPTION']._serialized_start=1037
+  _globals['_VERIFIERDESCRIPTION']._serialized_end=1370
+  _globals['_STEPCOST']._serialized_start=1372
+  _globals['_STEPCOST']._serialized_end=1420
+  _globals['_VERIFIER']._serialized_start=1423
+  _globals['_VERIFIER']._serialized_end=1580
 # @@protoc_insertion_point(module_scope)

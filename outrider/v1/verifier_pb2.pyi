@@ -8,19 +8,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("start", "plan", "durable", "cancel")
+    __slots__ = ("start", "plan", "durable", "cancel", "heartbeat")
     START_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     start: DecodeStart
     plan: _types_pb2.Plan
     durable: int
     cancel: CancelDecode
-    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., durable: _Optional[int] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ...) -> None: ...
+    heartbeat: _types_pb2.Heartbeat
+    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., durable: _Optional[int] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant")
+    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant", "lease_ms")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +34,7 @@ class DecodeStart(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     model: str
@@ -43,21 +46,24 @@ class DecodeStart(_message.Message):
     plan: _types_pb2.Plan
     window: int
     tenant: str
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    lease_ms: int
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class CancelDecode(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("started", "commit", "finished")
+    __slots__ = ("started", "commit", "finished", "heartbeat")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     started: DecodeStarted
     commit: DecodeCommit
     finished: DecodeFinished
-    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+    heartbeat: _types_pb2.Heartbeat
+    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("cached",)
@@ -66,20 +72,22 @@ class DecodeStarted(_message.Message):
     def __init__(self, cached: _Optional[int] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report")
+    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "logprobs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     GAPS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     gaps: _containers.RepeatedScalarFieldContainer[float]
     digest: int
     report: _types_pb2.StepReport
-    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ...) -> None: ...
+    logprobs: bytes
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason",)
@@ -88,7 +96,7 @@ class DecodeFinished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
 class VerifierDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +110,9 @@ class VerifierDescription(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     STEP_COSTS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    WARM_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     tokenizer_digest: bytes
@@ -115,7 +126,10 @@ class VerifierDescription(_message.Message):
     parameters: int
     step_costs: _containers.RepeatedCompositeFieldContainer[StepCost]
     refused_frames: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ...) -> None: ...
+    numerics: str
+    warm: int
+    tasks: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ..., numerics: _Optional[str] = ..., warm: _Optional[int] = ..., tasks: _Optional[int] = ...) -> None: ...
 
 class StepCost(_message.Message):
     __slots__ = ("tokens", "microseconds")

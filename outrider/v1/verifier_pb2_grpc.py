@@ -53,7 +53,7 @@ class VerifierServicer:
     """
 
     def Decode(self, request_iterator, context):
-        """One session: a start, then plans, durable positions or a cancel down; commits up.
+        """One generation: a start, then plans, durable positions or a cancel down; commits up.
         After DecodeFinished the router closes its side, and then the verifier ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

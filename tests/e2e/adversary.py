@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from outrider.core.tree import Delta
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import delta_to_pb
+from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
+from tests.e2e.mini_router import ticket
 
 VOCABULARY = 4096
 
@@ -33,7 +35,8 @@ class Adversary:
                 drafter_id="adversary", tokenizer_digest=described.tokenizer_digest, vocabulary=described.vocabulary
             )
             self._outgoing.put_nowait(pb.DraftUp(hello=hello))
-            subscribe = pb.Subscribe(session_id=self._session, epoch=1, attachment=1)
+            signed = await ticket(self._verifier, self._session, "adversary")
+            subscribe = pb.Subscribe(session_id=self._session, epoch=1, attachment=1, ticket=signed)
             self._outgoing.put_nowait(pb.DraftUp(subscribe=subscribe))
             call = TreeSinkStub(channel).Draft(self._requests())
             tokens = 0
@@ -51,7 +54,12 @@ class Adversary:
 
     async def _requests(self) -> AsyncIterator[pb.DraftUp]:
         while True:
-            yield await self._outgoing.get()
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    frame = await self._outgoing.get()
+            except TimeoutError:
+                frame = pb.DraftUp(heartbeat=types_pb2.Heartbeat())
+            yield frame
 
     def _boast(self, root: int, digest: int, credit: int) -> None:
         first = self.sent + 1
@@ -69,5 +77,5 @@ class Adversary:
             edges=(-1 / 16,) * count,
         )
         self.sent += count
-        message = delta_to_pb(delta, session_id=self._session, epoch=1, attachment=1, plan_version=1)
+        message = delta_to_pb(delta, attachment=1, epoch=1, plan_version=1)
         self._outgoing.put_nowait(pb.DraftUp(delta=message))

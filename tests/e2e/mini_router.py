@@ -9,10 +9,12 @@ from outrider.core.contract import OFF, Contract, Plan, StepReport
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.rpc.tickets import Permit, sign
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
+KEYS: list[bytes] = []  # the cluster's ticket key, once it runs
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16)
 _names = itertools.count(1)
 
@@ -63,6 +65,7 @@ async def decode(
             contract=contract_to_pb(contract),
             plan=plan_to_pb(plan),
             window=1 if pace else 64,
+            lease_ms=10_000,
         )
         commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
 
@@ -98,4 +101,13 @@ async def detach(drafter: str, session: str) -> None:
 
 async def attach(drafter: str, session: str, verifier: str) -> None:
     async with open_channel(drafter) as channel:
-        await DrafterStub(channel).Attach(drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier))
+        described = await DrafterStub(channel).Describe(types_pb2.DescribeRequest())
+        signed = await ticket(verifier, session, described.worker_id)
+        request = drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier, ticket=signed)
+        await DrafterStub(channel).Attach(request)
+
+
+async def ticket(verifier: str, session: str, drafter_id: str, epoch: int = 1) -> bytes:
+    async with open_channel(verifier) as channel:
+        described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+    return sign(KEYS[-1], Permit(session, "", drafter_id, described.worker_id, epoch))

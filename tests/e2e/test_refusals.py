@@ -14,10 +14,11 @@ from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
+from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.e2e.mini_router import SPECULATE, decode
+from tests.e2e.mini_router import SPECULATE, decode, ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -42,6 +43,7 @@ async def start_of(verifier: str, **changes: Any) -> verifier_pb2.DecodeStart:
         "contract": contract_to_pb(Contract(seed=1, max_tokens=4)),
         "plan": plan_to_pb(SPECULATE),
         "window": 64,
+        "lease_ms": 10_000,
     }
     return verifier_pb2.DecodeStart(**(fields | changes))
 
@@ -80,6 +82,8 @@ def absurd(**changes: Any) -> types_pb2.Contract:
         ({"digest": 7}, grpc.StatusCode.INVALID_ARGUMENT, "digest"),
         ({"answer_position": 4}, grpc.StatusCode.INVALID_ARGUMENT, "answer_position"),
         ({"window": 0}, grpc.StatusCode.INVALID_ARGUMENT, "window"),
+        ({"window": 2**31}, grpc.StatusCode.INVALID_ARGUMENT, "window"),
+        ({"lease_ms": 0}, grpc.StatusCode.INVALID_ARGUMENT, "lease_ms"),
         ({"contract": absurd(max_tokens=1022)}, grpc.StatusCode.INVALID_ARGUMENT, "1024"),
         ({"contract": absurd(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
         ({"contract": absurd(top_p=7)}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
@@ -137,7 +141,9 @@ async def draft(verifier: str, *frames: drafter_pb2.DraftUp, seconds: float = 0.
     async def say() -> AsyncIterator[drafter_pb2.DraftUp]:
         for frame in frames:
             yield frame
-        await asyncio.sleep(10)
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            yield drafter_pb2.DraftUp(heartbeat=types_pb2.Heartbeat())
 
     heard = []
     async with open_channel(verifier) as channel:
@@ -190,22 +196,26 @@ async def test_a_malformed_delta_detaches_its_session_alone_and_the_text_stays(
     while (await described(verifier)).sessions < 2:
         await asyncio.sleep(0.005)
     subscriptions = [
-        drafter_pb2.DraftUp(subscribe=drafter_pb2.Subscribe(session_id=name, epoch=1, attachment=number))
+        drafter_pb2.DraftUp(
+            subscribe=drafter_pb2.Subscribe(
+                session_id=name, epoch=1, attachment=number, ticket=await ticket(verifier, name, "stranger")
+            )
+        )
         for number, name in enumerate(("bad", "good"), 1)
     ]
     node: dict[str, Any] = {"first_id": 1, "parents": [0], "tokens": [1], "edges": b"a"}
     broken = [
-        drafter_pb2.TreeDelta(session_id="bad", epoch=1, attachment=1, **(node | {"tokens": [9999]})),
-        drafter_pb2.TreeDelta(session_id="bad", epoch=0, attachment=1, **node),
-        drafter_pb2.TreeDelta(session_id="nobody", epoch=1, attachment=1, **node),
+        drafter_pb2.TreeDelta(epoch=1, attachment=1, **(node | {"tokens": [9999]})),
+        drafter_pb2.TreeDelta(epoch=0, attachment=1, **node),
+        drafter_pb2.TreeDelta(epoch=1, attachment=77, **node),
     ]
     deltas = [drafter_pb2.DraftUp(delta=delta) for delta in broken]
     heard = await draft(verifier, hello, *subscriptions, *deltas, seconds=0.7)
-    closed = {frame.closed.session_id: frame.closed.reason for frame in heard if frame.WhichOneof("frame") == "closed"}
-    assert "4095" in closed["bad"]
-    assert closed.get("good", "finished") == "finished"
+    closed = {frame.closed.attachment: frame.closed.reason for frame in heard if frame.WhichOneof("frame") == "closed"}
+    assert "4095" in closed[1]
+    assert closed.get(2, "finished") == "finished"
     commits = [frame.commit for frame in heard if frame.WhichOneof("frame") == "commit"]
-    assert any(commit.session_id == "good" for commit in commits)
+    assert any(commit.attachment == 2 for commit in commits)
     assert [answer.tokens for answer in await answers] == [alone.tokens] * 2
     assert (await described(verifier)).refused_frames >= before + 3
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.core.contract import StepReport
+from outrider.core.contract import Contract, StepReport
 from outrider.core.digest import EMPTY, extend
 from outrider.errors import InternalError
 from router.answer import Answer
@@ -20,7 +20,8 @@ SAID = tuple(TOKENIZER.encode("[1, 2, 3]\n").ids)
 
 
 def _answer(*stops: str) -> Answer:
-    return Answer(PROMPT, AnswerText(Detokenizer(TOKENIZER, PROMPT), stops), Figures())
+    text = AnswerText(Detokenizer(TOKENIZER, PROMPT), stops)
+    return Answer(PROMPT, Contract(seed=1, max_tokens=99), text, Figures())
 
 
 def _commit(tokens: tuple[int, ...] = SAID) -> Commit:
@@ -29,6 +30,7 @@ def _commit(tokens: tuple[int, ...] = SAID) -> Commit:
         position=len(PROMPT),
         tokens=tokens,
         gaps=tuple(float(index) for index in range(len(tokens))),
+        logprobs=b"",
         digest=extend(EMPTY, PROMPT + tokens),
         report=StepReport(verified=3, accepted=1, verified_depth=2, wire_bytes=9),
     )
@@ -46,7 +48,7 @@ def test_a_commit_that_does_not_continue_the_answer_is_refused(commit: Commit) -
 def test_tokens_after_the_stop_string_belong_to_nobody() -> None:
     answer = _answer(", 2")
     part = answer.take(_commit())
-    assert (part.text, part.text_offset, part.stopped) == ("[1", 2, True)
+    assert (part.text, part.text_offset, answer.stopped) == ("[1", 2, True)
     assert part.tokens == SAID[: len(part.tokens)]
     assert len(part.gaps) == len(part.tokens) < len(SAID)
     assert answer.position == len(PROMPT) + len(part.tokens)

@@ -23,6 +23,7 @@ contracts = st.builds(
     top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     stop_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
 )
 plans = st.builds(
     Plan,
@@ -63,7 +64,7 @@ def test_contracts_plans_and_reports_round_trip(contract: Contract, plan: Plan, 
 
 @given(deltas())
 def test_deltas_round_trip_through_bytes(delta: Delta) -> None:
-    message = codec.delta_to_pb(delta, session_id="s", epoch=1, attachment=2, plan_version=3)
+    message = codec.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3)
     assert codec.delta_from_pb(pb.TreeDelta.FromString(message.SerializeToString()), 4096) == delta
 
 
@@ -71,13 +72,13 @@ def test_a_node_costs_about_four_bytes() -> None:
     def size(count: int) -> int:
         parents = tuple(max(0, identity - 3) for identity in range(1, count + 1))
         delta = Delta(5, 6, 1, parents, (3000,) * count, (-0.5,) * count)
-        return codec.delta_to_pb(delta, session_id="s", epoch=1, attachment=2, plan_version=3).ByteSize()
+        return codec.delta_to_pb(delta, attachment=2, epoch=1, plan_version=3).ByteSize()
 
     assert (size(100) - size(20)) / 80 <= 4.1
 
 
 def good() -> dict[str, Any]:
-    return {"session_id": "s", "first_id": 4, "parents": [0, 1], "tokens": [7, 8], "edges": b"\x01\x02"}
+    return {"attachment": 1, "first_id": 4, "parents": [0, 1], "tokens": [7, 8], "edges": b"\x01\x02"}
 
 
 def test_the_well_formed_delta_of_the_next_test_is_accepted() -> None:
@@ -122,6 +123,7 @@ def test_arbitrary_bytes_are_refused_or_decoded_and_never_crash(data: bytes) -> 
         ({"max_tokens": 0}, "max_tokens"),
         ({"rule": "typical"}, "rule"),
         ({"stop_ids": [1] * 65}, "stop_ids"),
+        ({"logprobs": 21}, "logprobs"),
     ],
 )
 def test_an_absurd_contract_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:

@@ -1,0 +1,57 @@
+"""Log-probabilities as the wire and the log carry them: a fixed number of bytes for each token.
+
+A token's entry has 4 + 8n bytes, little-endian: its own log-probability (float32), then n times a token id (uint32) and
+its log-probability (float32), most likely first. They are the raw model's: at temperature 1, before any filter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ENTRY = np.dtype([("id", "<u4"), ("logprob", "<f4")])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position."""
+
+    logprob: float  # of the token that was said
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and theirs, most likely first
+
+
+def stride(alternatives: int) -> int:
+    """Bytes of one token's entry."""
+    return 4 + 8 * alternatives
+
+
+def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
+    """The entry of `token`, said after a row of logits [vocabulary] that has at least that many alternatives."""
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    own = np.float32(scores[token]).tobytes()
+    if not alternatives:
+        return own
+    top = np.zeros(alternatives, _ENTRY)
+    best = np.argpartition(-scores, min(alternatives, scores.size) - 1)[:alternatives]
+    best = best[np.lexsort((best, -scores[best]))]
+    top["id"][: best.size] = best
+    top["logprob"] = -np.inf
+    top["logprob"][: best.size] = scores[best]
+    return own + top.tobytes()
+
+
+def unpack(blob: bytes, alternatives: int) -> list[TokenLogprobs]:
+    """The entries of several tokens. Raises ValueError when `blob` is not a whole number of them."""
+    size = stride(alternatives)
+    if len(blob) % size:
+        raise ValueError(f"{len(blob)} bytes are not a whole number of entries of {size}")
+    entries = []
+    for start in range(0, len(blob), size):
+        own = float(np.frombuffer(blob, "<f4", 1, start)[0])
+        top = np.frombuffer(blob, _ENTRY, alternatives, start + 4)
+        entries.append(TokenLogprobs(own, tuple((int(entry["id"]), float(entry["logprob"])) for entry in top)))
+    return entries

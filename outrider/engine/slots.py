@@ -1,0 +1,88 @@
+"""Which cache slots are free, and whose KV they still hold: a finished turn's stays until memory is needed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import Overloaded
+
+WORTHWHILE = 8  # tokens of a shared prefix below which nothing is gained by keeping to a slot
+
+
+class Taken(NamedTuple):
+    """A slot for a session."""
+
+    slot: int
+    cached: int  # rows [0, cached) hold the KV of its first tokens, once `source` is copied
+    source: int | None  # slot whose rows [0, cached) are to be copied there before the next pass; None: none
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a free slot still holds."""
+
+    tokens: NDArray[np.int64]  # [rows] the tokens whose KV its first rows hold
+    tenant: str
+
+
+class Slots:
+    """Slots of an engine, least recently used first. What they hold is shared within one tenant only."""
+
+    def __init__(self, count: int) -> None:
+        nothing = _Held(np.empty(0, np.int64), "")
+        self._count = count
+        self._free: OrderedDict[int, _Held] = OrderedDict((slot, nothing) for slot in range(count))
+
+    @property
+    def free(self) -> int:
+        """Slots that a session could take."""
+        return len(self._free)
+
+    @property
+    def warm(self) -> int:
+        """Free slots that still hold somebody's KV."""
+        return sum(bool(len(held.tokens)) for held in self._free.values())
+
+    def take(self, tokens: Sequence[int], tenant: str) -> Taken:
+        """A slot for a session over `tokens`, with as much of their KV as is there; the last token's is never counted.
+
+        A slot that holds much more than the shared prefix is copied from and not taken, where another one is free.
+        Raises Overloaded when none is.
+        """
+        if not self._free:
+            raise Overloaded(f"all {self._count} slots are in use; retry later")
+        wanted = np.asarray(tokens[:-1], np.int64)
+        best, cached = None, WORTHWHILE - 1
+        for slot, held in self._free.items():
+            shared = _shared(held.tokens, wanted) if held.tenant == tenant else 0
+            if shared > cached:
+                best, cached = slot, shared
+        oldest = next(iter(self._free))
+        if best is None:
+            del self._free[oldest]
+            return Taken(oldest, 0, None)
+        if best != oldest and len(self._free[best].tokens) - cached >= WORTHWHILE:
+            del self._free[oldest]
+            self._free.move_to_end(best)
+            return Taken(oldest, cached, best)
+        del self._free[best]
+        return Taken(best, cached, None)
+
+    def give_back(self, slot: int, tokens: Sequence[int], tenant: str) -> None:
+        """A session ends; the slot's first rows hold the KV of `tokens`."""
+        self._free[slot] = _Held(np.array(tokens, np.int64), tenant)
+        if not tokens:
+            self._free.move_to_end(slot, last=False)
+
+
+def _shared(held: NDArray[np.int64], wanted: NDArray[np.int64]) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(held), len(wanted))
+    differ = np.flatnonzero(held[:length] != wanted[:length])
+    return int(differ[0]) if len(differ) else length

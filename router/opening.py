@@ -1,0 +1,228 @@
+"""How a generation becomes this router's: begun, or taken over from whoever had it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from outrider.config import RouterConfig
+from outrider.core.control import GammaPolicy, policy
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
+from outrider.store.registry import Worker
+from outrider.store.sessions import SessionRecord, Sessions, Turn
+from router.answer import Answer, Part, Reason
+from router.background import Background
+from router.fleet import Fleet
+from router.ledger import Ledger
+from router.models import ServedModel
+from router.requests import Ask, ceilings, check_fits, empty_prompt
+from router.text import AnswerText, Detokenizer
+from router.usage import Figures
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What generations share."""
+
+    router_id: str
+    config: RouterConfig
+    models: Mapping[str, ServedModel]
+    fleet: Fleet
+    sessions: Sessions
+    background: Background
+    ticket_key: Callable[[], Awaitable[bytes]]
+
+    def owner(self) -> str:
+        """A name for one acquisition of a session."""
+        return f"{self.router_id}/{secrets.token_hex(4)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A generation to go on with, or, when it has ended already, to be read."""
+
+    model: ServedModel
+    record: SessionRecord
+    turn: Turn
+    ledger: Ledger | None  # None: it has ended
+    answer: Answer
+    missing: Part  # what the client lacks of what is durable
+    policy: GammaPolicy
+    forked_from: str = ""
+
+    @property
+    def ended(self) -> Reason | None:
+        """Why it ended."""
+        return Reason(self.record.finished) if self.record.finished else None
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The tokens that an answer continues, and the session they stand in."""
+
+    session_id: str
+    expected: int  # the session's epoch; 0: it is new
+    generation: int  # that is about to begin
+    tokens: tuple[int, ...]
+    logged: int  # of these, durable already
+    verifier: str = ""  # where KV of theirs may be
+    forked_from: str = ""
+
+
+async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline: float | None) -> Opened:
+    """A new generation, in `held` or in a session of its own; or the one that was begun with the same key.
+
+    Raises InvalidRequest and TokenizerMismatch, Unavailable when nobody serves the model, Busy while another
+    generation of the session runs.
+    """
+    history = await _history(cluster.sessions, ask, held)
+    verifiers = await suitable(cluster, ask.model)
+    check_fits(history.tokens, ask.contract, verifiers)
+    if ask.key:
+        place = f"{history.session_id}/{history.generation}"
+        first = await cluster.sessions.claim("", ask.key, ask.fingerprint, place)
+        session_id, _, generation = first.rpartition("/")
+        try:
+            if first != place:
+                return await take_over(cluster, session_id, int(generation), 0, 0)
+        except NotFound:  # whoever claimed the key first has died before it began
+            history = replace(history, session_id=session_id, expected=0)
+    try:
+        return await _begin(cluster, ask, history, deadline)
+    except Superseded:
+        if not ask.key:
+            raise
+        return await take_over(cluster, history.session_id, history.generation, 0, 0)
+
+
+async def take_over(cluster: Cluster, session_id: str, generation: int, next_position: int, text_offset: int) -> Opened:
+    """The latest generation of a session, from whoever owned it, for a client that has all before that place.
+
+    Raises NotFound when there is none or it was not resumed in time, InvalidRequest when it is not the latest or the
+    place is not in it, Superseded when somebody else takes it over at the same time.
+    """
+    record = await open_record(cluster.sessions, session_id)
+    turn = record.turn
+    if turn is None or generation > record.generation:
+        raise NotFound(f"session {session_id} has no generation {generation or 1}")
+    if generation and generation < record.generation:
+        raise InvalidRequest("generation", f"is {generation}, only the latest ({record.generation}) can be resumed")
+    model = cluster.models.get(record.model)
+    if model is None:
+        raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
+    ledger = None
+    if not record.finished:
+        if max(record.lease, record.resumable) < time.time():
+            raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
+        owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
+        ledger = Ledger(cluster.sessions, owned, record, (), b"")
+    log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
+    logprobs = (await cluster.sessions.read(session_id, turn.answer_position)).logprobs
+    if ledger is not None:
+        ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(logprobs)
+    prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
+    if len(prompt) < turn.answer_position:
+        raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
+    answer = _answer(model, prompt, turn, Figures(record.usage))
+    missing = answer.replay(said, logprobs, next_position, text_offset)
+    name = cluster.config.policy if record.plan.depth else "off"
+    return Opened(model, record, turn, ledger, answer, missing, policy(name, ceilings(cluster.config)))
+
+
+async def end(cluster: Cluster, session_id: str) -> None:
+    """Ends a session's generation, whichever router it runs on: that one finds out with its next write."""
+    record = await open_record(cluster.sessions, session_id)
+    if record.turn is None or record.finished:
+        return
+    owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
+    await owned.finish(Reason.CANCELLED.value, record.usage)
+
+
+async def open_record(sessions: Sessions, session_id: str) -> SessionRecord:
+    """The record of a session that is not closed. Raises NotFound."""
+    record = await sessions.get(session_id)
+    if record.closed:
+        raise NotFound(f"session {session_id} is closed")
+    return record
+
+
+async def suitable(cluster: Cluster, model: ServedModel) -> list[Worker]:
+    """The verifiers that serve a model with our tokenizer, best choice first.
+
+    Raises Unavailable when nobody serves it, TokenizerMismatch when all do with another tokenizer.
+    """
+    verifiers = await cluster.fleet.verifiers(model.name)
+    if not verifiers:
+        raise Unavailable(f"no verifier serves model {model.name!r} right now; start one, or try again")
+    matching = [worker for worker in verifiers if worker.tokenizer_digest == model.digest]
+    if not matching:
+        raise TokenizerMismatch(
+            f"the router's tokenizer for model {model.name!r} is not its verifiers' own; "
+            "give the router the tokenizer.json of their checkpoint"
+        )
+    return matching
+
+
+async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float | None) -> Opened:
+    sessions, plan = cluster.sessions, ask.policy.plan()
+    turn = Turn(ask.contract, ask.stops, len(history.tokens), deadline)
+    if history.expected == 0:
+        await sessions.create(history.session_id, "", ask.model.name, ask.model.digest)
+    owned = await sessions.begin(
+        history.session_id,
+        history.expected,
+        cluster.owner(),
+        turn,
+        history.logged,
+        history.tokens[history.logged :],
+        extend(EMPTY, history.tokens),
+        plan=plan,
+        verifier=history.verifier,
+    )
+    record = SessionRecord(
+        session_id=history.session_id,
+        tenant="",
+        model=ask.model.name,
+        tokenizer_digest=ask.model.digest,
+        generation=history.generation,
+        turn=turn,
+        plan=plan,
+        verifier=history.verifier,
+        epoch=owned.epoch,
+    )
+    ledger = Ledger(sessions, owned, record, history.tokens, b"")
+    answer = _answer(ask.model, history.tokens, turn, Figures())
+    nothing = answer.replay((), b"", 0, 0)
+    return Opened(ask.model, record, turn, ledger, answer, nothing, ask.policy, history.forked_from)
+
+
+async def _history(sessions: Sessions, ask: Ask, held: SessionRecord | None) -> _History:
+    """The prompt behind what the session holds; forked off where it claims another past."""
+    new = secrets.token_hex(16)
+    if held is None:
+        return _History(new, 0, 1, await _encode(ask, first=True), 0)
+    logged = (await sessions.read(held.session_id)).tokens
+    if ask.whole_history:
+        tokens = await _encode(ask, first=True)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(logged, tokens, strict=False)))
+        if common < len(logged):
+            return _History(new, 0, 1, tokens, 0, held.verifier, held.session_id)
+    else:
+        tokens = (*logged, *await _encode(ask, first=not logged))
+    return _History(held.session_id, held.epoch, held.generation + 1, tokens, len(logged), held.verifier)
+
+
+async def _encode(ask: Ask, *, first: bool) -> tuple[int, ...]:
+    tokens = await ask.model.encode(ask.prompt, special=first) if isinstance(ask.prompt, str) else ask.prompt
+    if not tokens:
+        raise empty_prompt()
+    return tokens
+
+
+def _answer(model: ServedModel, prompt: Sequence[int], turn: Turn, figures: Figures) -> Answer:
+    detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids)
+    return Answer(prompt, turn.contract, AnswerText(detokenizer, turn.stops), figures)

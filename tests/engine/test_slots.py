@@ -1,0 +1,60 @@
+"""A slot keeps the KV of who left it, and goes to who can use it."""
+
+import pytest
+
+from outrider.engine.slots import Slots, Taken
+from outrider.errors import Overloaded
+
+STORY = list(range(100, 140))
+
+
+def test_a_session_comes_back_to_its_own_kv_but_for_the_last_token() -> None:
+    slots = Slots(3)
+    first = slots.take(STORY, "a")
+    assert first.cached == 0
+    slots.give_back(first.slot, STORY, "a")
+    assert slots.take([*STORY, 1, 2], "a") == Taken(first.slot, len(STORY), None)
+    slots.give_back(first.slot, STORY, "a")
+    assert slots.take(STORY, "a") == Taken(first.slot, len(STORY) - 1, None)
+
+
+def test_another_tenant_gets_none_of_it() -> None:
+    slots = Slots(1)
+    slots.give_back(slots.take(STORY, "a").slot, STORY, "a")
+    assert slots.take(STORY, "b").cached == 0
+
+
+def test_a_fork_copies_the_shared_prefix_and_leaves_the_rest_where_it_is() -> None:
+    slots = Slots(2)
+    old = slots.take(STORY, "a").slot
+    slots.give_back(old, STORY, "a")
+    fork = slots.take([*STORY[:20], 7, 8, 9], "a")
+    assert (fork.cached, fork.source) == (20, old)
+    assert fork.slot != old
+    assert slots.take([*STORY, 5], "a").cached == len(STORY)
+
+
+def test_a_fork_takes_the_slot_itself_when_there_is_no_other() -> None:
+    slots = Slots(1)
+    slots.give_back(slots.take(STORY, "a").slot, STORY, "a")
+    assert slots.take([*STORY[:20], 7], "a") == Taken(0, 20, None)
+
+
+def test_the_least_recently_used_goes_first_and_empty_ones_before_it() -> None:
+    slots = Slots(3)
+    texts = [[number * 100 + index for index in range(20)] for number in range(3)]
+    places = [slots.take(text, "a").slot for text in texts]
+    for place, text in zip(places[:2], texts[:2], strict=True):
+        slots.give_back(place, text, "a")
+    slots.give_back(places[2], [], "a")
+    assert slots.warm == 2
+    assert slots.take([9] * 20, "a").slot == places[2]
+    assert slots.take([8] * 20, "a").slot == places[0]
+    assert slots.take([*texts[1], 1], "a").cached == 20
+
+
+def test_running_out_is_overloaded() -> None:
+    slots = Slots(1)
+    slots.take([1], "")
+    with pytest.raises(Overloaded, match="all 1 slots"):
+        slots.take([1], "")

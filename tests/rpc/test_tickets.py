@@ -1,0 +1,53 @@
+"""A ticket permits one drafter one session at one upstream, for a while, and nobody else can make one."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import Forbidden
+from outrider.rpc.tickets import Permit, check, sign
+from outrider.v1 import types_pb2
+
+KEY = bytes(range(32))
+PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
+
+
+def test_a_good_ticket_is_good() -> None:
+    check(KEY, sign(KEY, PERMIT), PERMIT)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"session_id": "x"}, {"tenant": "x"}, {"drafter_id": "x"}, {"upstream_id": "x"}, {"epoch": 4}],
+    ids=lambda change: next(iter(change)),
+)
+def test_it_is_good_for_nothing_else(change: dict[str, object]) -> None:
+    with pytest.raises(Forbidden, match="foreign"):
+        check(KEY, sign(KEY, replace(PERMIT, **change)), PERMIT)  # type: ignore[arg-type]
+
+
+def test_another_key_is_a_forgery() -> None:
+    with pytest.raises(Forbidden, match="forged"):
+        check(KEY, sign(b"another key", PERMIT), PERMIT)
+
+
+def test_an_expired_one_says_so() -> None:
+    with pytest.raises(Forbidden, match="expired"):
+        check(KEY, sign(KEY, PERMIT, valid_s=-0.1), PERMIT)
+
+
+def test_a_longer_life_cannot_be_written_into_one() -> None:
+    signed = types_pb2.SignedTicket.FromString(sign(KEY, PERMIT, valid_s=-0.1))
+    inner = types_pb2.Ticket.FromString(signed.ticket)
+    inner.expires_ms += 10**9
+    forged = types_pb2.SignedTicket(ticket=inner.SerializeToString(), mac=signed.mac).SerializeToString()
+    with pytest.raises(Forbidden, match="forged"):
+        check(KEY, forged, PERMIT)
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_refused(blob: bytes) -> None:
+    with pytest.raises(Forbidden):
+        check(KEY, blob, PERMIT)

@@ -1,0 +1,112 @@
+"""What a drafter is sent: commits first and coalesced; bounded however slowly it reads."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from outrider.core.tree import ALIAS_SPAN
+from outrider.errors import Overloaded
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from verifier_svc.stream import CONTROL_FRAMES, DraftStream
+
+
+def stream() -> DraftStream:
+    return DraftStream("d", lambda: types_pb2.Heartbeat(steps=5))
+
+
+def commit(attachment: int, position: int, count: int = 1) -> pb.Commit:
+    tokens = range(position, position + count)
+    return pb.Commit(attachment=attachment, epoch=1, position=position, tokens=tokens, price=position / 100)
+
+
+def parts(count: int) -> Iterator[pb.Snapshot]:
+    for number in range(count):
+        yield pb.Snapshot(attachment=1, position=number, last=number == count - 1)
+
+
+async def kinds(outgoing: DraftStream, count: int) -> list[str]:
+    found = []
+    for _ in range(count):
+        frame = await outgoing.next()
+        assert frame is not None
+        found.append(frame.WhichOneof("frame") or "")
+    return found
+
+
+async def test_commits_go_before_control_frames_and_snapshots() -> None:
+    outgoing = stream()
+    outgoing.snapshot(1, lambda: parts(2))
+    outgoing.say(pb.DraftDown(welcome=pb.Welcome()))
+    outgoing.commit(commit(2, 10))
+    assert await kinds(outgoing, 4) == ["commit", "welcome", "snapshot", "snapshot"]
+
+
+async def test_commits_of_one_session_coalesce() -> None:
+    outgoing = stream()
+    outgoing.commit(commit(1, 10, 2))
+    second = commit(1, 12)
+    second.dropped.append(4)
+    outgoing.commit(second)
+    frame = await outgoing.next()
+    assert frame is not None
+    assert (frame.commit.position, list(frame.commit.tokens)) == (10, [10, 11, 12])
+    assert (list(frame.commit.dropped), round(frame.commit.price, 2)) == ([4], 0.12)
+
+
+async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_others_do_not() -> None:
+    outgoing = stream()
+    outgoing.snapshot(1, lambda: parts(3))
+    outgoing.commit(commit(1, 5))  # the snapshot will hold it
+    assert await kinds(outgoing, 1) == ["snapshot"]
+    outgoing.commit(commit(1, 6))
+    outgoing.commit(commit(2, 6))
+    assert await kinds(outgoing, 4) == ["commit", "snapshot", "snapshot", "commit"]
+
+
+async def test_a_drafter_that_lags_is_snapshotted_anew_as_of_when_it_reads() -> None:
+    outgoing = stream()
+    position = 0
+    while outgoing.commit(commit(1, position)):
+        position += 1
+    assert position == ALIAS_SPAN
+    made = []
+
+    def begin() -> Iterator[pb.Snapshot]:
+        made.append(position)
+        return parts(1)
+
+    for _ in range(3):
+        outgoing.snapshot(1, begin)
+    for _ in range(10_000):
+        assert outgoing.commit(commit(1, position))
+        position += 1
+    assert await kinds(outgoing, 1) == ["snapshot"]
+    assert made == [position]
+
+
+async def test_a_drafter_that_never_reads_does_not_fill_the_memory() -> None:
+    outgoing = stream()
+    for number in range(CONTROL_FRAMES + 1):
+        outgoing.close(number, "unknown session")
+    with pytest.raises(Overloaded, match="does not read"):
+        await outgoing.next()
+
+
+async def test_a_closed_session_has_nothing_more_to_say() -> None:
+    outgoing = stream()
+    outgoing.commit(commit(1, 5))
+    outgoing.snapshot(2, lambda: parts(1))
+    outgoing.close(1, "finished")
+    outgoing.close(2, "finished")
+    assert await kinds(outgoing, 2) == ["closed", "closed"]
+
+
+async def test_where_there_is_nothing_to_say_a_heartbeat_tells_the_progress() -> None:
+    outgoing = stream()
+    frame = await asyncio.wait_for(outgoing.next(), 2)
+    assert frame is not None
+    assert frame.heartbeat.steps == 5
+    outgoing.end()
+    assert await outgoing.next() is None
