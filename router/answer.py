@@ -72,13 +72,18 @@ class Answer:
         logprobs = commit.logprobs[: count * self._stride]
         return Part(commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, len(self._said))
 
-    def replay(self, tokens: Sequence[int], logprobs: bytes, next_position: int, text_offset: int) -> Part:
-        """Takes the tokens that the log holds. Returns what a client lacks who has all before that position and offset.
+    def replay(
+        self, tokens: Sequence[int], logprobs: bytes, next_position: int, text_offset: int, *, ended: bool
+    ) -> Part:
+        """Takes the tokens that the log holds; `ended`: no more come. Returns what a client lacks who has all before
+        that position and offset.
 
         0 and 0 stand for a client that has nothing. Raises InvalidRequest for a place that is not in the answer,
         Conflict for one beyond the log.
         """
         self._feed(tokens)
+        if ended:
+            self.rest()
         self.figures.replayed(len(tokens))
         next_position = max(next_position, self.start)
         if next_position > self.position:

@@ -100,12 +100,13 @@ class Ledger:
     async def _insist(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         pause = FIRST_RETRY_S
         lost: Exception | None = None
+        restored = False
         while True:
             try:
                 if lost is not None:
                     log.warning("session %s is restored: %s", self.record.session_id, lost)
                     await self._owned.restore(self.record, self.tokens, bytes(self.logprobs))
-                    lost = None
+                    lost, restored = None, True
                 result = await write()
             except Unavailable as error:
                 if pause == FIRST_RETRY_S:
@@ -113,7 +114,7 @@ class Ledger:
                 await asyncio.sleep(pause)
                 pause = min(LAST_RETRY_S, 2 * pause)
             except (Conflict, NotFound) as error:
-                if lost is not None:  # restoring itself found another text there
+                if lost is not None or restored:  # what Redis holds is another text, not less of ours
                     raise
                 lost = error
             else:

@@ -128,7 +128,7 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))
-    missing = answer.replay(said, logprobs, next_position, text_offset)
+    missing = answer.replay(said, logprobs, next_position, text_offset, ended=ledger is None)
     name = cluster.config.policy if record.plan.depth else "off"
     return Opened(model, record, turn, ledger, answer, missing, policy(name, ceilings(cluster.config)))
 
@@ -196,7 +196,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
     )
     ledger = Ledger(sessions, owned, record, history.tokens, b"")
     answer = _answer(ask.model, history.tokens, turn, Figures())
-    nothing = answer.replay((), b"", 0, 0)
+    nothing = answer.replay((), b"", 0, 0, ended=False)
     return Opened(ask.model, record, turn, ledger, answer, nothing, ask.policy, history.forked_from)
 
 

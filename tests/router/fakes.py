@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +23,10 @@ CONTEXT = 64
 
 
 class FakeVerifier(VerifierServicer):
-    """Says `script` over and over, `stride` tokens a step, one step every `pace_s` seconds, within the window."""
+    """Says `script` over and over, `stride` tokens a step, one step every `pace_s` seconds, within the window.
+
+    What it says at a position depends on nothing but the position in the answer, as with a real one.
+    """
 
     def __init__(self, script: list[int], *, pace_s: float = 0.0, stride: int = 1) -> None:
         self.script = script
@@ -35,6 +39,8 @@ class FakeVerifier(VerifierServicer):
         self.durable: dict[str, int] = {}  # session id -> position
         self.steps = 0
         self.open = 0
+        self.silent = False  # no heartbeats
+        self.heartbeats = 0  # that routers sent
 
     async def Decode(
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -61,14 +67,17 @@ class FakeVerifier(VerifierServicer):
         async for request in requests:
             if request.WhichOneof("command") == "durable":
                 self.durable[session_id] = request.durable
+            elif request.WhichOneof("command") == "heartbeat":
+                self.heartbeats += 1
             else:
                 self.plans.append(request.plan)
 
     async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        digest, said, stopped = start.digest, 0, False
+        said, stopped = len(start.tokens) - start.answer_position, False
+        digest, logprobs = start.digest, start.contract.HasField("logprobs")
         while said < start.contract.max_tokens and not stopped:
-            await asyncio.sleep(self.pace_s)
-            if len(start.tokens) + said >= self.durable[start.session_id] + start.window:
+            await self._rest(context)
+            if start.answer_position + said >= self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
                 continue
             tokens: list[int] = []
@@ -78,10 +87,13 @@ class FakeVerifier(VerifierServicer):
             digest = extend(digest, tokens)
             commit = verifier_pb2.DecodeCommit(
                 epoch=start.epoch,
-                position=len(start.tokens) + said,
+                position=start.answer_position + said,
                 tokens=tokens,
                 gaps=[0.5] * len(tokens),
                 digest=digest,
+                logprobs=b"".join(struct.pack("<f", -said - index) for index in range(len(tokens)))
+                if logprobs
+                else b"",
                 report=types_pb2.StepReport(
                     verified=4, accepted=len(tokens) - 1, verified_depth=4, wire_bytes=10, drafters=self.drafters
                 ),
@@ -91,6 +103,16 @@ class FakeVerifier(VerifierServicer):
             self.steps += 1
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
         await context.write(verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason)))
+
+    async def _rest(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Until the next step, alive."""
+        left = self.pace_s
+        while left > 0.3:
+            await asyncio.sleep(0.3)
+            left -= 0.3
+            if not self.silent:
+                await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
+        await asyncio.sleep(max(0.0, left))
 
 
 class FakeDrafter(DrafterServicer):

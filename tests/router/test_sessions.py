@@ -1,0 +1,319 @@
+"""Sessions with several turns, hand-over between routers, and resuming: nothing repeated, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.config import RouterConfig
+from outrider.errors import NotFound
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import types_pb2
+from router.requests import parse
+from tests.router.fakes import FakeVerifier, announced
+from tests.router.rig import FOLDER, MODEL, SAID, SCRIPT, Rig, ask, collect, drain, released, running_router, until
+
+
+def turn(session: str, prompt: str, **sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(session_id=session, text=prompt, sampling=pb.Sampling(**sampling))
+
+
+def resume(session: str, position: int = 0, offset: int = 0, generation: int = 0) -> pb.ResumeRequest:
+    return pb.ResumeRequest(session_id=session, next_position=position, text_offset=offset, generation=generation)
+
+
+async def status(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain(call)
+    return caught.value.code()
+
+
+async def test_turns_of_a_session_follow_each_other_in_one_log(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
+        session = await rig.stub.CreateSession(pb.CreateSessionRequest())
+        assert (session.model, session.length, session.generation, session.running) == ("target", 0, 0, False)
+        first, _, _ = await collect(rig.stub.Generate(turn(session.session_id, "a = 1\n", max_tokens=4)))
+        second, _, _ = await collect(rig.stub.Generate(turn(session.session_id, "b = 2\n", max_tokens=3)))
+        assert (first.session_id, second.session_id) == (session.session_id, session.session_id)
+        assert (first.generation, second.generation) == (1, 2)
+        log = list((await rig.sessions.read(session.session_id)).tokens)
+        one, two = (MODEL.tokenizer.encode(text).ids for text in ("a = 1\n", "b = 2\n"))
+        assert log == [*one, *SCRIPT[:4], *two, *SCRIPT[:3]]
+        assert list(verifier.starts[1].tokens) == log[:-3]
+        known = await rig.stub.GetSession(pb.GetSessionRequest(session_id=session.session_id))
+        assert (known.length, known.generation, known.running, known.epoch) == (len(log), 2, False, 2)
+        assert (known.reason, known.verifier) == (types_pb2.FINISH_REASON_LENGTH, worker.worker_id)
+
+
+async def test_a_whole_history_that_agrees_goes_on_and_one_that_differs_forks(redis_url: str) -> None:
+    verifier = FakeVerifier(MODEL.tokenizer.encode("x = 5\n").ids)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        first, chunks, _ = await collect(rig.stub.Generate(ask("a = 1\n", max_tokens=3)))
+        said = "a = 1\n" + "".join(chunk.text for chunk in chunks)
+        request = turn(first.session_id, said + "\nb", max_tokens=2)
+        request.whole_history = True
+        second, _, _ = await collect(rig.stub.Generate(request))
+        assert (second.session_id, second.generation, second.forked_from) == (first.session_id, 2, "")
+        request = turn(first.session_id, "a = 2\n", max_tokens=2)
+        request.whole_history = True
+        fork, _, _ = await collect(rig.stub.Generate(request))
+        assert fork.session_id != first.session_id
+        assert (fork.generation, fork.forked_from) == (1, first.session_id)
+        assert (await rig.sessions.get(first.session_id)).generation == 2
+        tokens = MODEL.tokenizer.encode("a = 2\n").ids
+        assert list((await rig.sessions.read(fork.session_id)).tokens)[: len(tokens)] == tokens
+
+
+async def test_a_session_has_one_generation_at_a_time(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=20))
+        session = (await call.read()).started.session_id
+        assert await status(rig.stub.Generate(turn(session, "b", max_tokens=1))) == grpc.StatusCode.ALREADY_EXISTS
+        assert (await drain(call))[-1].finished.usage.completion_tokens == 20
+        await collect(rig.stub.Generate(turn(session, "b", max_tokens=1)))
+
+
+async def test_a_turn_of_another_model_or_an_unknown_session_is_refused(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        session = (await rig.stub.CreateSession(pb.CreateSessionRequest(model="target"))).session_id
+        request = turn(session, "x", max_tokens=1)
+        request.model = "gpt"
+        assert await status(rig.stub.Generate(request)) == grpc.StatusCode.INVALID_ARGUMENT
+        assert await status(rig.stub.Generate(turn("nobody", "x"))) == grpc.StatusCode.NOT_FOUND
+        for method, message in (
+            (rig.stub.CreateSession, pb.CreateSessionRequest(model="gpt")),
+            (rig.stub.GetSession, pb.GetSessionRequest(session_id="nobody")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(message)
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_closed_session_is_gone_and_its_generation_ends(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=50))
+        session = (await call.read()).started.session_id
+        reader = asyncio.create_task(drain(call))
+        for _ in range(2):
+            await rig.stub.CloseSession(pb.CloseSessionRequest(session_id=session))
+        assert (await reader)[-1].finished.reason == types_pb2.FINISH_REASON_CANCELLED
+        await until(lambda: verifier.open == 0)
+        assert await status(rig.stub.Generate(turn(session, "x"))) == grpc.StatusCode.NOT_FOUND
+        assert await status(rig.stub.Resume(resume(session))) == grpc.StatusCode.NOT_FOUND
+        with pytest.raises(NotFound):
+            await rig.sessions.read(session)
+
+
+async def pieces(rig: Rig, session: str, position: int, offset: int) -> tuple[str, list[int], pb.Finished]:
+    _, chunks, finished = await collect(rig.stub.Resume(resume(session, position, offset)))
+    return "".join(chunk.text for chunk in chunks), [token for chunk in chunks for token in chunk.token_ids], finished
+
+
+async def test_a_finished_answer_can_be_read_again_from_every_position(redis_url: str) -> None:
+    """Also inside a character of several tokens, and inside what might have become a stop string."""
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more", "zzz"]))
+        started, chunks, finished = await collect(call)
+        inside = 0
+        for chunk in [pb.Chunk(next_position=started.prompt_tokens), *chunks]:
+            text, tokens, again = await pieces(rig, started.session_id, chunk.next_position, chunk.text_offset)
+            assert SAID[: chunk.text_offset] + text == SAID
+            said = chunk.next_position - started.prompt_tokens
+            assert tokens == SCRIPT[said:]
+            assert (again.reason, again.usage.steps) == (finished.reason, finished.usage.steps)
+            assert again.usage.completion_tokens == len(SCRIPT)
+            inside += said > 0 and MODEL.tokenizer.decode(SCRIPT[:said]).endswith("\N{REPLACEMENT CHARACTER}")
+        assert inside, "no position lies inside a character: the script is too simple"
+
+
+@pytest.mark.parametrize("cut", range(1, 16, 2))
+async def test_a_generation_that_broke_off_anywhere_goes_on_at_another_router(redis_url: str, cut: int) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.002, stride=2)
+    async with (
+        running_router(redis_url) as first,
+        running_router(redis_url) as second,
+        announced(verifier, first.registry, MODEL.digest),
+    ):
+        call = first.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more"], seed=3))
+        started = (await call.read()).started
+        text, tokens, position, offset = "", [], 0, 0
+        for _ in range(cut):
+            chunk = (await call.read()).chunk
+            if not chunk.token_ids:
+                break
+            text, tokens = text + chunk.text, [*tokens, *chunk.token_ids]
+            position, offset = chunk.next_position, chunk.text_offset
+        call.cancel()
+        again, chunks, finished = await collect(second.stub.Resume(resume(started.session_id, position, offset)))
+        assert (again.seed, again.generation) == (3, 1)
+        assert text + "".join(chunk.text for chunk in chunks) == SAID
+        assert tokens + [token for chunk in chunks for token in chunk.token_ids] == SCRIPT
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+        assert finished.usage.completion_tokens == len(SCRIPT)
+
+
+async def test_resuming_takes_a_running_generation_over_and_its_first_reader_is_superseded(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        session = (await call.read()).started.session_id
+        await call.read()
+        reader = asyncio.create_task(status(call))
+        text, tokens, _ = await pieces(rig, session, 0, 0)
+        assert (text, tokens) == (SAID, SCRIPT)
+        assert await reader == grpc.StatusCode.ABORTED
+        await until(lambda: verifier.open == 0)
+
+
+async def test_a_place_that_is_not_in_the_answer_is_refused(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
+        session = started.session_id
+        assert await status(rig.stub.Resume(resume(session, 1000))) == grpc.StatusCode.OUT_OF_RANGE
+        assert await status(rig.stub.Resume(resume(session, 0, 1000))) == grpc.StatusCode.INVALID_ARGUMENT
+        assert await status(rig.stub.Resume(resume(session, generation=2))) == grpc.StatusCode.NOT_FOUND
+        await collect(rig.stub.Generate(turn(session, "b", max_tokens=1)))
+        assert await status(rig.stub.Resume(resume(session, generation=1))) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_after_resume_ttl_a_generation_is_given_up_and_the_session_goes_on(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.01)
+    async with (
+        running_router(redis_url, resume_ttl_s=0.3) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+    ):
+        call = rig.stub.Generate(ask(max_tokens=50))
+        session = (await call.read()).started.session_id
+        await call.read()
+        call.cancel()
+        await released(rig, session)
+        refused = rig.stub.Generate(turn(session, "b", max_tokens=1))
+        assert await status(refused) == grpc.StatusCode.ALREADY_EXISTS
+        await asyncio.sleep(0.4)
+        assert await status(rig.stub.Resume(resume(session))) == grpc.StatusCode.NOT_FOUND
+        started, _, _ = await collect(rig.stub.Generate(turn(session, "b", max_tokens=1)))
+        assert started.generation == 2
+
+
+async def test_a_repeated_request_with_the_same_key_gets_the_first_ones_answer(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.005)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        request = ask(max_tokens=9)
+        request.idempotency_key = "k1"
+        broken = rig.stub.Generate(request)
+        session = (await broken.read()).started.session_id
+        broken.cancel()
+        answers = [await collect(rig.stub.Generate(request)) for _ in range(2)]
+        assert [started.session_id for started, _, _ in answers] == [session, session]
+        assert len({started.seed for started, _, _ in answers}) == 1
+        for _, chunks, _ in answers:
+            assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT[:9]
+        request.sampling.max_tokens = 8
+        assert await status(rig.stub.Generate(request)) == grpc.StatusCode.INVALID_ARGUMENT
+        further = turn(session, "b", max_tokens=2)
+        further.idempotency_key = "k2"
+        generations = [(await collect(rig.stub.Generate(further)))[0].generation for _ in range(3)]
+        assert generations == [2, 2, 2]
+
+
+async def test_a_key_whose_first_request_died_before_it_began_is_used(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        request = ask(max_tokens=3)
+        request.idempotency_key = "k"
+        config = RouterConfig(models={"target": FOLDER})
+        fingerprint = parse(request, {"target": MODEL}, config).fingerprint
+        await rig.sessions.claim("", "k", fingerprint, "f" * 32 + "/1")
+        started, _, _ = await collect(rig.stub.Generate(request))
+        assert started.session_id == "f" * 32
+
+
+async def test_cancel_works_through_any_router(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with (
+        running_router(redis_url) as first,
+        running_router(redis_url) as second,
+        announced(verifier, first.registry, MODEL.digest),
+    ):
+        call = first.stub.Generate(ask(max_tokens=50))
+        session = (await call.read()).started.session_id
+        reader = asyncio.create_task(drain(call))
+        await second.stub.Cancel(pb.CancelRequest(session_id=session))
+        events = await reader
+        assert events[-1].finished.reason == types_pb2.FINISH_REASON_CANCELLED
+        await until(lambda: verifier.open == 0)
+        assert (await first.sessions.get(session)).finished == "cancelled"
+
+
+async def test_an_owner_that_waits_renews_its_lease(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=1.5)
+    async with running_router(redis_url, lease_s=0.6) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=2))
+        session = (await call.read()).started.session_id
+        await asyncio.sleep(1.2)
+        assert (await rig.sessions.get(session)).lease > time.time()
+        assert verifier.heartbeats >= 3
+        await drain(call)
+
+
+async def test_a_deadline_holds_for_a_resumed_generation(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.05)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=50), timeout=0.6)
+        session = (await call.read()).started.session_id
+        await call.read()
+        call.cancel()
+        await released(rig, session)
+        _, chunks, finished = await collect(rig.stub.Resume(resume(session)))
+        assert finished.reason == types_pb2.FINISH_REASON_DEADLINE
+        assert 1 <= sum(len(chunk.token_ids) for chunk in chunks) < 50
+
+
+async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT, stride=3), rig.registry, MODEL.digest):
+        started, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=7, logprobs=0)))
+        assert [entry.logprob for chunk in chunks for entry in chunk.logprobs] == [-float(at) for at in range(7)]
+        _, again, _ = await collect(rig.stub.Resume(resume(started.session_id, started.prompt_tokens + 2)))
+        assert [entry.logprob for chunk in again for entry in chunk.logprobs] == [-2.0, -3.0, -4.0, -5.0, -6.0]
+
+
+async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from router import generation
+
+    monkeypatch.setattr(generation, "SLOW_CLIENT_S", 0.2)
+    verifier = FakeVerifier(SCRIPT)
+    async with running_router(redis_url, window=4096) as rig, announced(verifier, rig.registry, MODEL.digest):
+        # gRPC buffers small messages well, so the reader is slow in the router's own eyes: its write is held back.
+        written = asyncio.Event()
+        real = generation.Generation._emit_to_reader
+
+        async def held(self: Any, part: Any, ledger: Any, emit: Any) -> None:
+            async def slowly(event: Any) -> None:
+                if not written.is_set():
+                    written.set()
+                    await asyncio.sleep(0.6)
+                await emit(event)
+
+            await real(self, part, ledger, slowly)
+
+        monkeypatch.setattr(generation.Generation, "_emit_to_reader", held)
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        session = (await call.read()).started.session_id
+        await released(rig, session)
+        await until(lambda: verifier.open == 0)
+        events: list[pb.GenerateResponse] = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await drain(call, events)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        last = events[-1].chunk
+        text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
+        assert SAID[: last.text_offset] + text == SAID
