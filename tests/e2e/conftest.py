@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from tokenizers import Tokenizer
 
 from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.store.client import connect
-from outrider.store.tickets import ticket_key
-from tests.e2e.mini_router import KEYS
+from tests.e2e.mini_router import trust
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "models"
@@ -35,8 +32,7 @@ def cluster_config(drafters: int = 1) -> ClusterConfig:
 async def cluster() -> AsyncIterator[LocalCluster]:
     """Drafters 0 and 1 hold the small model, drafter 2 the target."""
     async with LocalCluster(cluster_config(drafters=2), forward=lambda name, line: print(name, line)) as running:
-        async with aclosing(connect(running.redis_url)) as redis:
-            KEYS.append(await ticket_key(redis))
+        await trust(running)
         yield running
 
 

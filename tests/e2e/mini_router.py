@@ -3,20 +3,31 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from outrider.cli.cluster import LocalCluster
 from outrider.core.contract import OFF, Contract, Plan, StepReport
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.tickets import Permit, sign
+from outrider.store.client import connect
+from outrider.store.tickets import ticket_key
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
-KEYS: list[bytes] = []  # the cluster's ticket key, once it runs
+KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was told of
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16)
 _names = itertools.count(1)
+
+
+async def trust(cluster: LocalCluster) -> None:
+    """Learns a running cluster's ticket key."""
+    async with aclosing(connect(cluster.redis_url)) as redis:
+        key = await ticket_key(redis)
+    KEYS.update((process.address, key) for process in cluster.processes.values())
 
 
 @dataclass
@@ -110,4 +121,4 @@ async def attach(drafter: str, session: str, verifier: str) -> None:
 async def ticket(verifier: str, session: str, drafter_id: str, epoch: int = 1) -> bytes:
     async with open_channel(verifier) as channel:
         described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
-    return sign(KEYS[-1], Permit(session, "", drafter_id, described.worker_id, epoch))
+    return sign(KEYS[verifier], Permit(session, "", drafter_id, described.worker_id, epoch))

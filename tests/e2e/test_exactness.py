@@ -12,7 +12,7 @@ from outrider.cli.cluster import LocalCluster
 from outrider.core.contract import OFF, Contract, Plan
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config
-from tests.e2e.mini_router import SPECULATE, Answer, decode
+from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -162,6 +162,7 @@ async def test_a_drafter_killed_in_mid_stream_costs_speed_and_nothing_else(
     cluster: LocalCluster, prompt: list[int]
 ) -> None:
     async with LocalCluster(cluster_config(drafters=1)) as doomed:
+        await trust(doomed)
         victim = doomed.processes["drafter-0"]
         for number, contract in enumerate(TERMS):
             plain = await plain_answer(cluster, prompt, contract)

@@ -171,7 +171,7 @@ async def hello_to(verifier: str) -> drafter_pb2.DraftUp:
 async def test_a_draft_stream_begins_with_a_hello_of_the_same_tokenizer(cluster: LocalCluster) -> None:
     verifier = cluster.processes["verifier-0"].address
     with pytest.raises(grpc.aio.AioRpcError, match="hello"):
-        await draft(verifier, drafter_pb2.DraftUp(heartbeat=drafter_pb2.Heartbeat()))
+        await draft(verifier, drafter_pb2.DraftUp(heartbeat=types_pb2.Heartbeat()))
     foreign = drafter_pb2.DraftUp(hello=drafter_pb2.Hello(drafter_id="x", tokenizer_digest=b"y" * 16, vocabulary=4096))
     with pytest.raises(grpc.aio.AioRpcError, match="tokenizer_digest"):
         await draft(verifier, foreign)
@@ -224,4 +224,5 @@ async def test_a_subscription_to_nothing_is_closed_in_time(cluster: LocalCluster
     verifier = cluster.processes["verifier-0"].address
     subscribe = drafter_pb2.DraftUp(subscribe=drafter_pb2.Subscribe(session_id="never", epoch=1, attachment=1))
     heard = await draft(verifier, await hello_to(verifier), subscribe, seconds=6.0)
-    assert heard[-1].closed.reason == "unknown session"
+    closed = [frame.closed.reason for frame in heard if frame.WhichOneof("frame") == "closed"]
+    assert closed == ["unknown session"]
