@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint proto clean
+.PHONY: demo test test-long lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
 test: lint
 	$(BIN)/pytest
+
+# A million frames, ten thousand sessions and their like: about half an hour.
+test-long: $(STAMP)
+	$(BIN)/pytest -m long
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

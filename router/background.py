@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Superseded
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,9 @@ class Background:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, OutriderError):
+        if isinstance(error, Superseded):
+            log.debug("%s", error)  # whoever owns the session now cleans up after it
+        elif isinstance(error, OutriderError):
             log.warning("%s", error)
         elif error is not None:
             log.error("background work failed", exc_info=error)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from outrider import errors
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
@@ -106,6 +107,8 @@ async def translated(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
+    except DecodeError:
+        await abort(context, InvalidRequest("message", "is not one of this protocol: its bytes do not parse"))
     except (grpc.aio.InternalError, grpc.aio.UsageError):  # a write that met the end of the call: the peer is gone
         raise asyncio.CancelledError from None
     except Exception:

@@ -23,6 +23,11 @@ SPECULATE = Plan(version=1, depth=8, width=4, nodes=16)
 _names = itertools.count(1)
 
 
+async def described(verifier: str) -> verifier_pb2.VerifierDescription:
+    async with open_channel(verifier) as channel:
+        return await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+
+
 async def trust(cluster: LocalCluster) -> None:
     """Learns a running cluster's ticket key."""
     async with aclosing(connect(cluster.redis_url)) as redis:

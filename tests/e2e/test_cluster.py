@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 import outrider
 from outrider.cli.cluster import LocalCluster
 from outrider.errors import InvalidRequest, NotFound
-from tests.e2e.test_refusals import described
+from tests.e2e.mini_router import described
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

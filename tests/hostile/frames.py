@@ -1,0 +1,171 @@
+"""Strategies for frames: broken in every field, yet close enough to the truth to get past the first check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from outrider.v1 import drafter_pb2, inference_pb2, types_pb2, verifier_pb2
+from tests.hostile.rig import PROMPT, VOCABULARY
+
+small = st.integers(0, 6)
+unsigned = st.one_of(small, st.integers(0, 2**32 - 1))
+huge = st.one_of(small, st.integers(0, 2**64 - 1))
+names = st.one_of(st.sampled_from(["s", "t", ""]), st.text(max_size=8))
+tokens = st.one_of(st.integers(0, VOCABULARY - 1), st.integers(0, 2**32 - 1))
+floats = st.floats(width=32)
+
+
+def messages(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Messages of a kind with any of its fields absent."""
+    return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: kind(**chosen))
+
+
+plans = messages(
+    types_pb2.Plan,
+    version=huge,
+    depth=unsigned,
+    width=unsigned,
+    nodes=unsigned,
+    wait_us=unsigned,
+    overlap=st.booleans(),
+)
+contracts = messages(
+    types_pb2.Contract,
+    seed=huge,
+    choice=unsigned,
+    temperature=st.floats(),
+    top_k=unsigned,
+    top_p=st.floats(),
+    rule=st.sampled_from(["shared-noise", "", "x"]),
+    max_tokens=unsigned,
+    stop_ids=st.lists(tokens, max_size=3),
+    logprobs=unsigned,
+)
+heartbeats = messages(types_pb2.Heartbeat, steps=huge, running_ms=st.one_of(small, st.just(0)))
+
+
+@st.composite
+def deltas(draw: st.DrawFn) -> drafter_pb2.TreeDelta:
+    count = draw(st.integers(0, 12))
+    honest = draw(st.booleans())
+    several = st.lists(unsigned, min_size=count, max_size=count)
+    return drafter_pb2.TreeDelta(
+        attachment=draw(small),
+        epoch=draw(st.one_of(st.just(1), huge)),
+        root_position=draw(st.one_of(st.integers(0, 12), huge)),
+        root_digest=draw(st.one_of(st.sampled_from(TRUE_DIGESTS), huge)),
+        first_id=draw(st.one_of(st.integers(0, 60), huge)),
+        parents=draw(st.lists(small, min_size=count, max_size=count) if honest else several),
+        tokens=draw(st.lists(st.integers(0, VOCABULARY - 1) if honest else tokens, min_size=count, max_size=count)),
+        edges=draw(st.binary(min_size=count, max_size=count) if honest else st.binary(max_size=15)),
+        plan_version=draw(huge),
+        exhausted=draw(st.booleans()),
+    )
+
+
+TRUE_DIGESTS = [0]  # the test puts those of the session's tokens here
+
+
+def draft_frames(tickets: st.SearchStrategy[bytes]) -> st.SearchStrategy[drafter_pb2.DraftUp]:
+    """What a drafter may say. `small` attachments make replays and unknown ones frequent."""
+    subscribes = messages(
+        drafter_pb2.Subscribe, session_id=names, epoch=st.one_of(st.just(1), huge), attachment=small, ticket=tickets
+    )
+    return st.one_of(
+        deltas().map(lambda delta: drafter_pb2.DraftUp(delta=delta)),
+        subscribes.map(lambda subscribe: drafter_pb2.DraftUp(subscribe=subscribe)),
+        messages(drafter_pb2.Unsubscribe, attachment=small).map(lambda frame: drafter_pb2.DraftUp(unsubscribe=frame)),
+        heartbeats.map(lambda heartbeat: drafter_pb2.DraftUp(heartbeat=heartbeat)),
+    )
+
+
+decode_commands = st.one_of(
+    huge.map(lambda position: verifier_pb2.DecodeRequest(durable=position)),
+    st.integers(0, 8).map(lambda position: verifier_pb2.DecodeRequest(durable=position)),
+    plans.map(lambda plan: verifier_pb2.DecodeRequest(plan=plan)),
+    heartbeats.map(lambda heartbeat: verifier_pb2.DecodeRequest(heartbeat=heartbeat)),
+    st.just(verifier_pb2.DecodeRequest()),
+    st.just(verifier_pb2.DecodeRequest(cancel=verifier_pb2.CancelDecode())),
+)
+
+
+def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]:
+    """What an upstream may say to a drafter that subscribed as `attachment`."""
+    which = st.one_of(st.just(attachment), small)
+    epochs = st.one_of(st.just(1), huge)
+    positions = st.one_of(st.integers(0, 12), huge)
+    said = st.lists(st.one_of(st.integers(0, VOCABULARY - 1), tokens), max_size=10)
+    snapshots = messages(
+        drafter_pb2.Snapshot,
+        attachment=which,
+        epoch=epochs,
+        position=positions,
+        tokens=said,
+        last=st.booleans(),
+        digest=st.one_of(st.sampled_from(TRUE_DIGESTS), huge),
+        contract=contracts,
+        plan=plans,
+        credit=huge,
+        price=floats,
+    )
+    commits = messages(
+        drafter_pb2.Commit,
+        attachment=which,
+        epoch=epochs,
+        position=positions,
+        tokens=said,
+        digest=st.one_of(st.sampled_from(TRUE_DIGESTS), huge),
+        plan=plans,
+        price=floats,
+        credit=huge,
+        dropped=st.lists(huge, max_size=5),
+    )
+    return st.one_of(
+        snapshots.map(lambda frame: drafter_pb2.DraftDown(snapshot=frame)),
+        commits.map(lambda frame: drafter_pb2.DraftDown(commit=frame)),
+        messages(drafter_pb2.Closed, attachment=small, reason=names).map(
+            lambda frame: drafter_pb2.DraftDown(closed=frame)
+        ),
+        heartbeats.map(lambda heartbeat: drafter_pb2.DraftDown(heartbeat=heartbeat)),
+        st.just(drafter_pb2.DraftDown()),
+    )
+
+
+samplings = messages(
+    inference_pb2.Sampling,
+    seed=huge,
+    choice=unsigned,
+    temperature=st.floats(),
+    top_k=unsigned,
+    top_p=st.floats(),
+    max_tokens=st.one_of(small, unsigned),
+    stop=st.lists(st.text(max_size=4), max_size=3),
+    ignore_eos=st.booleans(),
+    logprobs=unsigned,
+)
+generate_requests = st.one_of(
+    messages(
+        inference_pb2.GenerateRequest,
+        model=names,
+        text=st.text(max_size=20),
+        sampling=samplings,
+        speculation=messages(inference_pb2.Speculation, policy=names, depth=unsigned),
+        session_id=st.one_of(st.just(""), names),
+        whole_history=st.booleans(),
+        idempotency_key=st.one_of(st.just(""), st.text(max_size=200)),
+    ),
+    messages(
+        inference_pb2.GenerateRequest,
+        token_ids=messages(
+            inference_pb2.TokenIds, ids=st.lists(tokens, max_size=6), tokenizer_digest=st.binary(max_size=3)
+        ),
+        sampling=samplings,
+    ),
+)
+resume_requests = messages(
+    inference_pb2.ResumeRequest, session_id=names, generation=unsigned, next_position=huge, text_offset=huge
+)
+
+assert len(PROMPT) < 12  # so that positions drawn from 0 to 12 are often right

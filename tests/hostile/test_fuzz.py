@@ -1,0 +1,312 @@
+"""Whatever a peer sends: refused with a status or a reason, never an uncaught error, never unbounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.service import run as run_drafter
+from outrider.core.digest import EMPTY, extend
+from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.rpc.channels import open_channel
+from outrider.rpc.server import serving as serving_grpc
+from outrider.rpc.status import CLASS_KEY
+from outrider.rpc.tickets import Permit, sign
+from outrider.store.client import connect
+from outrider.store.tickets import ticket_key
+from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import (
+    DrafterStub,
+    TreeSinkServicer,
+    TreeSinkStub,
+    add_TreeSinkServicer_to_server,
+)
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+from tests.engine.checkpoints import make_checkpoint
+from tests.hostile import frames
+from tests.hostile.rig import (
+    PROMPT,
+    VOCABULARY,
+    drafter_config,
+    resident_bytes,
+    serving,
+    start,
+    verifier_config,
+    watched,
+)
+from tests.router.fakes import FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, running_router
+from verifier_svc.service import run as run_verifier
+
+BATCH = 40  # frames sent at a time, on one stream
+GROWTH = 150 * 2**20  # bytes that a long run may add
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def batches(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(kind, min_size=BATCH, max_size=BATCH)
+
+
+def fuzz(kind: st.SearchStrategy[Any], count: int) -> Any:
+    """Runs an async function over about `count` generated frames, `BATCH` at a time."""
+    everything = settings(
+        max_examples=max(1, count // BATCH),
+        deadline=None,
+        database=None,
+        derandomize=count < 100_000,
+        suppress_health_check=list(HealthCheck),
+    )
+
+    def decorate(check: Any) -> Any:
+        loop = asyncio.get_running_loop()
+
+        @everything
+        @given(batches(kind))
+        def run(batch: list[Any]) -> None:
+            asyncio.run_coroutine_threadsafe(check(batch), loop).result(60)
+
+        return asyncio.to_thread(run)
+
+    return decorate
+
+
+COUNTS = [
+    pytest.param(250, id="250"),
+    pytest.param(250_000, id="250000", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_frames_of_a_drafter(checkpoint: Path, redis_url: str, count: int) -> None:
+    async with AsyncExitStack() as stack:
+        channel = await verifier_of(stack, checkpoint, redis_url)
+        async with decoding(channel, checkpoint) as said:
+            described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+            digests = [extend(EMPTY, said[:length]) for length in range(1, len(said) + 1)]
+            frames.TRUE_DIGESTS[:] = digests
+            permit = Permit("s", "", "d", described.worker_id, 1)
+            async with connect(redis_url) as redis:
+                good = sign(await ticket_key(redis), permit, valid_s=7200)
+            hello = drafter_pb2.Hello(
+                drafter_id="d", tokenizer_digest=described.tokenizer_digest, vocabulary=VOCABULARY
+            )
+            before = resident_bytes()
+
+            @fuzz(frames.draft_frames(st.one_of(st.just(good), st.binary(max_size=40))), count)
+            async def run(batch: list[drafter_pb2.DraftUp]) -> None:
+                # A second hello ends the stream once all before it was dealt with.
+                talk = [drafter_pb2.DraftUp(hello=hello), *batch, drafter_pb2.DraftUp(hello=hello)]
+                status = await converse(TreeSinkStub(channel).Draft(aiter_of(talk)))
+                assert status in REFUSALS
+
+            await run
+            assert resident_bytes() - before < GROWTH
+            after = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+            assert after.refused_frames > described.refused_frames
+            assert (after.sessions, after.drafters) == (1, 0)
+            assert after.tasks <= described.tasks + 3
+
+
+async def verifier_of(stack: AsyncExitStack, checkpoint: Path, redis_url: str) -> grpc.aio.Channel:
+    """A channel to a verifier in this process, whose faults fail the test."""
+    await stack.enter_async_context(watched())
+    address = await stack.enter_async_context(serving(run_verifier, verifier_config(checkpoint), redis_url))
+    return await stack.enter_async_context(open_channel(address))
+
+
+@asynccontextmanager
+async def decoding(channel: grpc.aio.Channel, checkpoint: Path) -> AsyncIterator[list[int]]:
+    """A session "s" that waits at its window; gives its tokens."""
+    requests: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
+    requests.put_nowait(verifier_pb2.DecodeRequest(start=start(checkpoint)))
+    call = VerifierStub(channel).Decode(queued(requests))
+    said = list(PROMPT)
+    async for response in call:
+        said += response.commit.tokens
+        if len(said) >= len(PROMPT) + 2:
+            break
+    yield said
+    requests.put_nowait(None)
+    call.cancel()
+
+
+async def queued(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    while (item := await queue.get()) is not None:
+        yield item
+
+
+async def aiter_of(items: Sequence[Any]) -> AsyncIterator[Any]:
+    for item in items:
+        yield item
+
+
+async def converse(call: Any) -> grpc.StatusCode:
+    """Reads a call to its end; gives its status."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        ours = CLASS_KEY in dict(error.trailing_metadata() or ())
+        if error.code() == grpc.StatusCode.INTERNAL and not ours:
+            return grpc.StatusCode.ABORTED  # gRPC's own word for a write of ours that met the end of the call
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_commands_of_a_router(checkpoint: Path, redis_url: str, count: int) -> None:
+    broken = st.fixed_dictionaries(
+        {},
+        optional={
+            "session_id": frames.names,
+            "epoch": frames.huge,
+            "model": frames.names,
+            "tokenizer_digest": st.binary(max_size=3),
+            "tokens": st.lists(frames.tokens, max_size=8),
+            "digest": frames.huge,
+            "answer_position": frames.huge,
+            "contract": frames.contracts,
+            "plan": frames.plans,
+            "window": frames.unsigned,
+            "lease_ms": frames.unsigned,
+            "tenant": frames.names,
+        },
+    )
+    starts = broken.map(lambda changes: verifier_pb2.DecodeRequest(start=start(checkpoint, **changes)))
+    async with AsyncExitStack() as stack:
+        channel = await verifier_of(stack, checkpoint, redis_url)
+        before = resident_bytes()
+
+        @fuzz(st.one_of(starts, frames.decode_commands), count)
+        async def run(batch: list[verifier_pb2.DecodeRequest]) -> None:
+            calls = [VerifierStub(channel).Decode(aiter_of(batch[first:])) for first in range(0, BATCH, 8)]
+            statuses = await asyncio.gather(*map(converse, calls))
+            assert set(statuses) <= REFUSALS | {grpc.StatusCode.OK}, statuses
+
+        await run
+        assert resident_bytes() - before < GROWTH
+        async with asyncio.timeout(5):
+            while (await VerifierStub(channel).Describe(types_pb2.DescribeRequest())).sessions:
+                await asyncio.sleep(0.01)
+        async with decoding(channel, checkpoint) as said:
+            assert len(said) >= len(PROMPT) + 2
+
+
+class Liar(TreeSinkServicer):
+    """An upstream that says what it is told to, and then ends the stream."""
+
+    def __init__(self) -> None:
+        self.script: list[drafter_pb2.DraftDown] = []
+        self.streams = 0
+
+    async def Draft(self, requests: AsyncIterator[drafter_pb2.DraftUp], context: Any) -> None:
+        async for frame in requests:
+            if frame.WhichOneof("frame") == "subscribe":
+                break
+        script, self.script = self.script, []
+        for frame in script:
+            await context.write(frame)
+        self.streams += bool(script)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_frames_of_an_upstream(
+    checkpoint: Path, redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafter_svc import upstream
+
+    monkeypatch.setattr(upstream, "RETRY_S", 0.001)
+    liar = Liar()
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_TreeSinkServicer_to_server(liar, server)
+        return []
+
+    frames.TRUE_DIGESTS[:] = [extend(EMPTY, PROMPT[:length]) for length in range(len(PROMPT) + 1)]
+    async with (
+        watched(),
+        serving(run_drafter, drafter_config(checkpoint), redis_url) as address,
+        serving_grpc("127.0.0.1:0", register, drain_s=0) as lies,
+        open_channel(address) as channel,
+    ):
+        stub = DrafterStub(channel)
+        numbers = iter(range(1, 10**9))
+        before = resident_bytes()
+
+        @fuzz(frames.upstream_frames(1), count)
+        async def run(batch: list[drafter_pb2.DraftDown]) -> None:
+            number = next(numbers)
+            for frame in batch:  # the drafter numbers its subscriptions on and on
+                kind = frame.WhichOneof("frame")
+                if kind in ("snapshot", "commit", "closed") and getattr(frame, kind).attachment == 1:
+                    getattr(frame, kind).attachment = number
+            streams = liar.streams
+            liar.script = batch
+            await stub.Attach(drafter_pb2.AttachRequest(session_id=f"s{number}", epoch=1, upstream=lies))
+            async with asyncio.timeout(20):
+                while liar.streams == streams:
+                    await asyncio.sleep(0.001)
+            await stub.Detach(drafter_pb2.DetachRequest(session_id=f"s{number}", epoch=1))
+
+        await run
+        assert resident_bytes() - before < GROWTH
+        async with asyncio.timeout(5):
+            while (await stub.Describe(types_pb2.DescribeRequest())).sessions:
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_requests_of_a_client(redis_url: str, count: int) -> None:
+    async with (
+        watched(),
+        running_router(redis_url) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        before = resident_bytes()
+
+        @fuzz(st.one_of(frames.generate_requests, frames.resume_requests), count)
+        async def run(batch: list[Any]) -> None:
+            for request in batch:
+                method = rig.stub.Resume if hasattr(request, "next_position") else rig.stub.Generate
+                status = await converse(method(request))
+                assert status in REFUSALS | {grpc.StatusCode.OK}, (status, request)
+
+        await run
+        assert resident_bytes() - before < GROWTH
+
+
+async def test_bytes_that_are_no_message_end_their_stream_alone(checkpoint: Path, redis_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        channel = await verifier_of(stack, checkpoint, redis_url)
+        async with decoding(channel, checkpoint):
+            raw = channel.stream_stream(
+                "/outrider.v1.TreeSink/Draft", request_serializer=bytes, response_deserializer=bytes
+            )
+            for blob in (os.urandom(100), b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"):
+                assert await converse(raw(aiter_of([blob]))) == grpc.StatusCode.INVALID_ARGUMENT
+            described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
+            assert (described.sessions, described.drafters) == (1, 0)
+            assert described.tokenizer_digest == read_tokenizer_digest(checkpoint)
