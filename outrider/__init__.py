@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         FinishReason,
         Generation,
         Model,
+        Session,
         Stream,
+        TokenLogprobs,
         Usage,
     )
 
@@ -33,7 +35,9 @@ __all__ = [
     "FinishReason",
     "Generation",
     "Model",
+    "Session",
     "Stream",
+    "TokenLogprobs",
     "Usage",
     "errors",
 ]

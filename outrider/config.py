@@ -50,7 +50,8 @@ class RouterConfig(Section):
     max_sessions: int = Field(default=256, ge=1)
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)
-    lease_s: float = Field(default=10.0, gt=0)
+    lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
+    resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
 
 
 class WorkerConfig(Section):
@@ -61,6 +62,7 @@ class WorkerConfig(Section):
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once
     context: int | None = Field(default=None, ge=2)  # None: the checkpoint's

@@ -39,6 +39,9 @@ Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Fac
 Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16. [default: bfloat16]")]
+Numerics = Annotated[
+    str | None, typer.Option(help="fast, or invariant: the same bits in every batch and tree. [default: fast]")
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of the forward pass. [default: 1]")]
 Slots = Annotated[int | None, typer.Option(help="Sessions at once. [default: 8]")]
 Context = Annotated[
@@ -67,6 +70,9 @@ def router(
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Seconds an owner may be silent. [default: 10]")] = None,
+    resume_ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds a broken-off generation can be resumed. [default: 60]")
+    ] = None,
 ) -> None:
     """Serve clients: tokenize, place sessions, keep their state in Redis, steer speculation."""
     from outrider.config import RouterConfig
@@ -90,6 +96,7 @@ def verifier(
     listen: Listen = None,
     advertise: Advertise = None,
     dtype: Dtype = None,
+    numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
     context_tokens: Context = None,
@@ -120,6 +127,7 @@ def drafter(
     listen: Listen = None,
     advertise: Advertise = None,
     dtype: Dtype = None,
+    numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
     context_tokens: Context = None,

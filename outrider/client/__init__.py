@@ -8,7 +8,7 @@
 
 from outrider.client._async import AsyncClient, AsyncStream
 from outrider.client._sync import Client, Stream
-from outrider.client._types import Chunk, FinishReason, Generation, Model, Usage
+from outrider.client._types import Chunk, FinishReason, Generation, Model, Session, TokenLogprobs, Usage
 
 __all__ = [
     "AsyncClient",
@@ -18,6 +18,8 @@ __all__ = [
     "FinishReason",
     "Generation",
     "Model",
+    "Session",
     "Stream",
+    "TokenLogprobs",
     "Usage",
 ]

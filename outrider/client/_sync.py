@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from outrider.client._async import AsyncClient, AsyncStream
-from outrider.client._types import Chunk, Generation, Model
+from outrider.client._types import Chunk, Generation, Model, Session
 from outrider.client._wire import Options
 from outrider.errors import Cancelled
 
@@ -43,6 +43,41 @@ class Client:
         """The answer as it comes. The call starts with the first chunk that is asked for."""
         return Stream(self._thread, self._client.stream(prompt, timeout=timeout, **options))
 
+    def resume(
+        self,
+        session: str,
+        *,
+        generation: int = 0,
+        next_position: int = 0,
+        text_offset: int = 0,
+        timeout: float | None = None,
+    ) -> Stream:
+        """The latest generation of a session, from behind the last chunk that was received (or from its start).
+
+        Streams resume by themselves while their client lives; this is for another process that goes on with one.
+        The result holds what came through this stream. Raises NotFound when it is too late.
+        """
+        stream = self._client.resume(
+            session, generation=generation, next_position=next_position, text_offset=text_offset, timeout=timeout
+        )
+        return Stream(self._thread, stream)
+
+    def cancel(self, session: str, *, timeout: float | None = None) -> None:
+        """Ends a session's generation, wherever it runs and whoever reads it. Fine if it has ended."""
+        self._thread.run(self._client.cancel(session, timeout=timeout))
+
+    def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
+        """An empty session for several turns. A generation without one makes its own."""
+        return self._thread.run(self._client.create_session(model, timeout=timeout))
+
+    def get_session(self, session: str, *, timeout: float | None = None) -> Session:
+        """What is known of a session. Raises NotFound."""
+        return self._thread.run(self._client.get_session(session, timeout=timeout))
+
+    def close_session(self, session: str, *, timeout: float | None = None) -> None:
+        """Ends a session and has its tokens forgotten. Fine if it was closed before."""
+        self._thread.run(self._client.close_session(session, timeout=timeout))
+
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that can be asked for right now."""
         return self._thread.run(self._client.models(timeout=timeout))
@@ -69,6 +104,11 @@ class Stream:
     def __init__(self, thread: _LoopThread, stream: AsyncStream) -> None:
         self._thread = thread
         self._stream = stream
+
+    @property
+    def session_id(self) -> str:
+        """The session, once the first chunk has come; empty before."""
+        return self._stream.session_id
 
     @property
     def result(self) -> Generation:

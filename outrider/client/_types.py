@@ -13,6 +13,16 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    ABANDONED = "abandoned"  # it was broken off, and nobody resumed it in time
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the raw model's, at temperature 1 and before any filter."""
+
+    logprob: float  # of the token that was said
+    top: tuple[tuple[int, float], ...]  # the most likely token ids and theirs, most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +31,10 @@ class Chunk:
 
     text: str  # never splits a character; may be empty
     token_ids: tuple[int, ...]
-    gaps: tuple[float, ...]  # for each token, the lead of its log-probability plus noise over the next best
+    gaps: tuple[float, ...]  # for each token, its lead in log-probability plus noise over the next best; NaN: not known
     next_position: int  # position after the last token, counted from the first token of the prompt
     text_offset: int  # characters of the answer so far, this chunk included
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,28 @@ class Generation:
     model: str
     session_id: str
     usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
+    generation: int = 1  # of the session, from 1
+    cached_tokens: int = 0  # of the prompt, whose KV was there already
+    forked_from: str = ""  # the session that this one forked from
+    resumes: int = 0  # times that the call broke off and went on
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What is known of a session."""
+
+    session_id: str
+    model: str
+    length: int  # durable tokens, prompts and answers
+    digest: int  # over them
+    generation: int  # the latest, from 1; 0: there was none
+    running: bool  # whether that one has not ended
+    finish_reason: FinishReason | None  # why it ended
+    answer_position: int  # of its first token
+    epoch: int  # raised whenever the session changed hands
+    verifier: str  # worker id, where its KV is
+    drafters: tuple[str, ...]  # worker ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from outrider.client._types import Chunk, FinishReason, Model, Usage
+from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
 from outrider.core.contract import Contract
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
@@ -18,6 +20,8 @@ _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     types_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     types_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
+    types_pb2.FINISH_REASON_ABANDONED: FinishReason.ABANDONED,
+    types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
 }
 
 
@@ -36,6 +40,10 @@ class Options(TypedDict, total=False):
     speculation: Policy | None  # changes the speed, never the text; None takes the router's default
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
     tokenizer_digest: bytes  # with a prompt of token ids: refuse them if the model's tokenizer is another
+    logprobs: int | None  # give each token's log-probability and those of this many most likely ones, 0 to 20
+    session: str  # the session that this is a turn of; the prompt is what follows its tokens
+    whole_history: bool  # the prompt is all of the conversation; where it differs, a new session forks off
+    idempotency_key: str  # a repeated request with this key gets the first one's answer; made up where it is left out
 
 
 def request_to_pb(
@@ -53,6 +61,10 @@ def request_to_pb(
     speculation: Policy | None = None,
     depth: int | None = None,
     tokenizer_digest: bytes = b"",
+    logprobs: int | None = None,
+    session: str = "",
+    whole_history: bool = False,
+    idempotency_key: str = "",
 ) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
     Contract(
@@ -62,6 +74,7 @@ def request_to_pb(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        logprobs=logprobs,
     )
     if max_tokens >= 2**32:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
@@ -78,8 +91,12 @@ def request_to_pb(
             max_tokens=max_tokens,
             stop=[_encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
             ignore_eos=ignore_eos,
+            logprobs=logprobs,
         ),
         speculation=pb.Speculation(policy=speculation or "", depth=depth or 0),
+        session_id=session,
+        whole_history=whole_history,
+        idempotency_key=idempotency_key or secrets.token_hex(16),
     )
     if isinstance(prompt, str):
         request.text = _encodable("prompt", prompt)
@@ -105,12 +122,17 @@ def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
 
 def chunk_from_pb(message: pb.Chunk) -> Chunk:
     """The chunk."""
+    count = len(message.token_ids)
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),
-        gaps=tuple(message.gaps),
+        gaps=tuple(message.gaps) or (math.nan,) * count,  # the log does not hold them
         next_position=message.next_position,
         text_offset=message.text_offset,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+            for entry in message.logprobs
+        ),
     )
 
 
@@ -136,6 +158,23 @@ def usage_from_pb(message: pb.Usage) -> Usage:
         first_token_s=message.first_token_us / 1e6,
         total_s=message.total_us / 1e6,
         decode_s=message.decode_us / 1e6,
+    )
+
+
+def session_from_pb(message: pb.Session) -> Session:
+    """The session."""
+    return Session(
+        session_id=message.session_id,
+        model=message.model,
+        length=message.length,
+        digest=message.digest,
+        generation=message.generation,
+        running=message.running,
+        finish_reason=reason_from_pb(message.reason) if message.reason else None,
+        answer_position=message.answer_position,
+        epoch=message.epoch,
+        verifier=message.verifier,
+        drafters=tuple(message.drafters),
     )
 
 

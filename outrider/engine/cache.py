@@ -47,3 +47,7 @@ class KVCache:
         """Moves rows of one slot, in all layers at once. Every row is read before one is written."""
         rows = self._data[:, :, slot]
         rows.index_copy_(3, destination, rows.index_select(3, source))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copies the first `count` rows of one slot to another, in all layers at once."""
+        self._data[:, :, target, :, :count].copy_(self._data[:, :, source, :, :count])

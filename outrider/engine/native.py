@@ -12,28 +12,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, silu
 
+from outrider.engine.attention import Attend, Attention, FastAttention
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.model import Layer, Model, load_model
 from outrider.engine.packing import Packed, pack
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+Numerics = Literal["fast", "invariant"]
+_KeysValues = tuple[Tensor, Tensor]  # of one layer
+
 
 class Engine:
     """A model and the KV of its sessions. One call at a time, from any thread.
 
     Weights are float32 or bfloat16; residual stream, norms, attention, KV, head and logits are float32 in either
-    case. A row's linears give the same bits in every pass; its attention may differ in the last bits with the
-    pass's shape. A slot needs no opening: what lies beyond the rows that a segment names is never seen.
+    case. With fast numerics a row's linears give the same bits in every pass, and its attention may differ in the
+    last bits with the pass's shape. With invariant numerics a token's logits and KV are the same bits however it was
+    computed (`outrider.engine.invariant`): on one kind of machine and with one number of threads, they depend on
+    the tokens of its path alone. A slot needs no opening: what lies beyond the rows that a segment names is never seen.
     """
 
     def __init__(
-        self, config: ModelConfig, model: Model, digest: bytes, *, dtype: str, slots: int, rows: int, threads: int
+        self,
+        config: ModelConfig,
+        model: Model,
+        digest: bytes,
+        *,
+        dtype: str,
+        numerics: Numerics,
+        slots: int,
+        rows: int,
+        threads: int,
     ) -> None:
         self.vocabulary = config.vocabulary
         self.context = config.context
@@ -41,12 +57,15 @@ class Engine:
         self.slots = slots
         self.parameters = model.parameters
         self.dtype = dtype
+        self.numerics: str = numerics
         self.tokenizer_digest = digest
         self.eos_ids = config.eos_ids
         self._config = config
         self._model = model
         self._weights_dtype = DTYPES[dtype]
-        self._cache = KVCache(config.layers, slots, config.kv_heads, rows, config.head_dim)
+        self._attention, self._activate = _ways(numerics, config)
+        tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
+        self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
         self._rope = config.rope.table(max(rows, config.context), config.head_dim)
         self._threads = threads
         self._prepared = threading.local()
@@ -57,6 +76,7 @@ class Engine:
         path: Path,
         *,
         dtype: Literal["float32", "bfloat16"],
+        numerics: Numerics = "fast",
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
@@ -83,6 +103,7 @@ class Engine:
                 model,
                 digest,
                 dtype=dtype,
+                numerics=numerics,
                 slots=slots,
                 rows=config.context + SCRATCH if rows is None else rows,
                 threads=torch.get_num_threads(),
@@ -96,7 +117,7 @@ class Engine:
         self._check(segments)
         self._prepare_thread()
         with torch.inference_mode():
-            packed = pack(segments, self._config.group)
+            packed = pack(segments, self._attention.kind, self._attention.key_tile)
             hidden = self._run_layers(packed)
             if not packed.outputs_used:
                 return np.empty((0, self.vocabulary), np.float32)
@@ -117,6 +138,19 @@ class Engine:
                 raise ValueError(f"{name}: a row outside 0 .. {self.rows - 1}")
         with torch.inference_mode():
             self._cache.move(slot, torch.from_numpy(source), torch.from_numpy(destination))
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """Copies KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes.
+
+        Raises ValueError for a slot or a number of rows out of range.
+        """
+        for name, slot in (("source", source), ("target", target)):
+            if not 0 <= slot < self.slots:
+                raise ValueError(f"{name}: slot {slot} is not one of the engine's {self.slots}")
+        if not 0 <= rows <= self.rows:
+            raise ValueError(f"cannot copy {rows} rows of a slot that has {self.rows}")
+        with torch.inference_mode():
+            self._cache.copy(source, target, rows)
 
     def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 5) -> list[tuple[int, float]]:
         """Seconds of a pass over n rows of one session behind `context` rows, for each n: the fastest of `repeats`.
@@ -158,6 +192,7 @@ class Engine:
         """The residual stream after the last layer, of the rows that want logits: [outputs, width] float32."""
         hidden = embedding(packed.tokens, self._model.embedding).float()
         turns = self._rope.index_select(0, packed.positions).unsqueeze(1)  # [rows, 1, head_dim / 2] complex64
+        calls = [self._attention.prepare(run) for run in packed.runs]
         views = [self._cache.views(run) for run in packed.runs]
         write = self._cache.writer(packed.written)
         last = len(self._model.layers) - 1
@@ -167,14 +202,14 @@ class Engine:
             write(index, key_value[: packed.used])
             if index == last and not packed.outputs_used:
                 break  # only the KV was wanted
-            attended = self._attend(query, packed, [(keys[index], values[index]) for keys, values in views])
+            attended = self._attend(query, packed, calls, [(keys[index], values[index]) for keys, values in views])
             if index == last and packed.outputs is not None:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
             hidden.add_(layer.output(attended.to(self._weights_dtype)))
             gate_up = layer.gate_up(layer.ffn_norm(hidden).to(self._weights_dtype))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
-            hidden.add_(layer.down(silu(gate).mul_(up)))
+            hidden.add_(layer.down(self._activate(gate).mul_(up)))
         return hidden
 
     def _turn(self, layer: Layer, new: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,16 +226,20 @@ class Engine:
         key_value = shaped[:, heads:].view(rows, 2, kv_heads, dim)
         return new[:, : heads * dim].contiguous(), key_value
 
-    def _attend(self, query: Tensor, packed: Packed, seen: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attention, one call a run: [rows, heads * head_dim]. The group of a KV head is folded into the queries."""
-        config = self._config
+    def _attend(self, query: Tensor, packed: Packed, calls: Sequence[Attend], seen: Sequence[_KeysValues]) -> Tensor:
+        """Attention, one call a run: [rows, heads * head_dim]."""
         if packed.gather is not None:
             query = query.index_select(0, packed.gather)
         results = []
-        for run, (keys, values) in zip(packed.runs, seen, strict=True):
+        for run, attend, (keys, values) in zip(packed.runs, calls, seen, strict=True):
             part = query if len(packed.runs) == 1 else query[run.start : run.stop]
-            folded = part.view(run.slots, -1, config.kv_heads, config.head_dim).transpose(1, 2)
-            result = scaled_dot_product_attention(folded, keys, values, attn_mask=run.mask)
-            results.append(result.transpose(1, 2).reshape(part.shape))
+            results.append(attend(part, keys, values))
         attended = results[0] if len(results) == 1 else torch.cat(results)
         return attended if packed.scatter is None else attended.index_select(0, packed.scatter)
+
+
+def _ways(numerics: Numerics, config: ModelConfig) -> tuple[Attention, Callable[[Tensor], Tensor]]:
+    """How attention and the feed-forward's activation are computed."""
+    if numerics == "invariant":
+        return InvariantAttention(config.heads, config.kv_heads, config.head_dim), invariant_silu
+    return FastAttention(config.heads, config.kv_heads), silu

@@ -1,4 +1,4 @@
-"""From the segments of a pass to index tensors, masks and attention calls. Made once a pass, used by every layer.
+"""From the segments of a pass to index tensors and attention calls. Made once a pass, used by every layer.
 
 Rows are packed in the order that makes attention cheap: sessions of similar query and KV length whose slots are
 neighbours form a *run*, which is one attention call over a view of the cache.
@@ -6,9 +6,8 @@ neighbours form a *run*, which is one attention call over a view of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from outrider.engine.batch import Segment
 
-# Added to the score of a hidden key. Finite: a block of keys that are all hidden must not become NaN.
-HIDDEN = np.float32(-1e30)
 EXACT_ROWS = 32  # passes of up to this many rows run at their own size
 ROW_TILE = 8  # larger ones at multiples of this, because oneDNN compiles a kernel for every size it meets
+
+Kind = Callable[[Segment], tuple[int, ...]]  # segments of one kind may share a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +29,14 @@ class Run:
     slot: int  # the first
     slots: int
     keys: int  # cache rows [0, keys) of each slot are read
+    width: int  # queries a slot
     start: int  # its first query among all queries of the pass
-    stop: int
-    mask: Tensor | None  # [slots, 1, queries per slot * group, keys] float32, added to the scores; None: all visible
+    segments: tuple[Segment, ...]  # by slot
+
+    @property
+    def stop(self) -> int:
+        """The query behind its last one."""
+        return self.start + self.slots * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,9 @@ def padded_size(rows: int) -> int:
     return max(2, rows if rows <= EXACT_ROWS else -(-rows // ROW_TILE) * ROW_TILE)
 
 
-def pack(segments: Sequence[Segment], group: int) -> Packed:
-    """Lays out a pass. `group` is how many query heads share a KV head."""
-    members = [[segments[0]]] if len(segments) == 1 else _runs_of(segments)
+def pack(segments: Sequence[Segment], kind: Kind, key_tile: int) -> Packed:
+    """Lays out a pass. Runs read a multiple of `key_tile` cache rows, and hold segments of one kind."""
+    members = [[segments[0]]] if len(segments) == 1 else _runs_of(segments, kind)
     used = sum(len(segment.tokens) for segment in segments)
     rows = padded_size(used)
     tokens, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
@@ -100,8 +104,7 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
             scatter[row : row + length] = np.arange(query + at * width, query + at * width + length)
             row += count
         keys = max(segment.prefix + segment.span for segment in run)
-        mask = _mask(run, slots, width, keys, group)
-        runs.append(Run(first, slots, keys, query, query + slots * width, mask))
+        runs.append(Run(first, slots, -(-keys // key_tile) * key_tile, width, query, tuple(run)))
         gather.append(sources.reshape(-1))
         query += slots * width
     same = query == rows and bool((scatter == np.arange(rows)).all())
@@ -125,48 +128,17 @@ def pack(segments: Sequence[Segment], group: int) -> Packed:
     )
 
 
-def _length_class(segment: Segment) -> tuple[int, int]:
-    """Segments of one class may share an attention call: padding costs them at most a factor."""
-    return ((len(segment.tokens) - 1) >> 3).bit_length(), ((segment.prefix + segment.span - 1) >> 8).bit_length()
-
-
-def _runs_of(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Groups segments of one class and neighbouring slots; one unused slot between two is cheaper than a call."""
+def _runs_of(segments: Sequence[Segment], kind_of: Kind) -> list[list[Segment]]:
+    """Groups segments of one kind and neighbouring slots; one unused slot between two is cheaper than a call."""
     runs: list[list[Segment]] = []
-    last: tuple[int, int] | None = None
-    for kind, segment in sorted(((_length_class(s), s) for s in segments), key=lambda item: (item[0], item[1].slot)):
+    last: tuple[int, ...] | None = None
+    for kind, segment in sorted(((kind_of(s), s) for s in segments), key=lambda item: (item[0], item[1].slot)):
         if kind == last and segment.slot - runs[-1][-1].slot <= 2:
             runs[-1].append(segment)
         else:
             runs.append([segment])
         last = kind
     return runs
-
-
-@lru_cache(maxsize=64)
-def _chain(count: int) -> NDArray[np.float32]:
-    """What a causal chain adds to the scores: [count, count]."""
-    return np.triu(np.full((count, count), HIDDEN, np.float32), 1)
-
-
-def _mask(run: Sequence[Segment], slots: int, width: int, keys: int, group: int) -> Tensor | None:
-    """[slots, 1, width * group, keys] float32. Queries that are padding see the first key alone."""
-    if len(run) == slots and all(
-        len(segment.tokens) == 1
-        and segment.prefix + segment.span == keys
-        and (segment.mask is None or bool(segment.mask.all()))
-        for segment in run
-    ):
-        return None
-    mask = np.full((slots, width, keys), HIDDEN, np.float32)
-    mask[:, :, 0] = 0.0
-    for segment in run:
-        count, prefix = len(segment.tokens), segment.prefix
-        mine = mask[segment.slot - run[0].slot, :count]
-        mine[:, :prefix] = 0.0
-        seen = _chain(count) if segment.mask is None else np.where(segment.mask, np.float32(0.0), HIDDEN)
-        mine[:, prefix : prefix + segment.span] = seen
-    return torch.from_numpy(mask)[:, None, :, None].expand(-1, 1, -1, group, -1).reshape(slots, 1, -1, keys)
 
 
 def _written(members: Sequence[Sequence[Segment]]) -> Stretch | Cells:

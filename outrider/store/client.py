@@ -5,28 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import redis.exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from outrider.errors import ConfigError, InternalError, Unavailable
 
 TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
 CONNECTIONS = 32  # of one process; more callers than that take turns
+CLUSTER_CONNECTIONS = 1024  # to each node of a Redis Cluster, whose client does not let callers take turns
+_CLUSTER = "+cluster://"
+
+Client: TypeAlias = Redis | RedisCluster
 
 
-def connect(redis_url: str) -> Redis:
-    """A client for redis://, rediss:// or unix:// URLs. It connects when first used; its user closes it.
+def connect(redis_url: str) -> Client:
+    """A client for redis://, rediss:// or unix:// URLs, or redis+cluster:// and rediss+cluster:// for a Redis Cluster.
 
-    A command that lost its connection is sent once more, so everything sent through it must be idempotent.
+    Any one node of a cluster will do; it names the others. The client connects when first used; its user closes
+    it. A command that lost its connection is sent once more, so everything sent through it must be idempotent.
     Raises ConfigError when the URL cannot be one.
     """
     try:
+        if _CLUSTER in redis_url:
+            return RedisCluster.from_url(
+                redis_url.replace(_CLUSTER, "://", 1),
+                max_connections=CLUSTER_CONNECTIONS,
+                socket_timeout=TIMEOUT_S,
+                socket_connect_timeout=TIMEOUT_S,
+                protocol=2,
+                retry=_retry(),
+            )
         pool = BlockingConnectionPool.from_url(
             redis_url,
             max_connections=CONNECTIONS,
@@ -34,33 +48,36 @@ def connect(redis_url: str) -> Redis:
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             protocol=2,
-            retry=Retry(ConstantBackoff(0.01), 1),
+            retry=_retry(),
         )
-    except ValueError:
+    except (ValueError, RedisClusterException):
         raise ConfigError(
             "REDIS_URL: must be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH, with [USER]:PASSWORD@ "
-            "or ?password=PASSWORD where the server asks for one"
+            "or ?password=PASSWORD where the server asks for one; redis+cluster://HOST:PORT or "
+            "rediss+cluster://HOST:PORT for a Redis Cluster, which has database 0 only"
         ) from None
     return Redis.from_pool(pool)
 
 
-async def ping(client: Redis) -> None:
+async def ping(client: Client) -> None:
     """Raises Unavailable unless the server answers."""
     with translated(client):
         await client.ping()
 
 
 @contextmanager
-def translated(client: Redis) -> Iterator[None]:
+def translated(client: Client) -> Iterator[None]:
     """Around Redis commands: an unreachable or refusing server becomes Unavailable with what to do."""
     try:
         yield
-    except (RedisError, OSError) as error:
+    except (RedisError, RedisClusterException, OSError) as error:
         raise Unavailable(f"Redis at {address(client)} {_diagnosis(error)}") from None
 
 
-def address(client: Redis) -> str:
-    """Where a client connects to, without any password."""
+def address(client: Client) -> str:
+    """Where a client connects to, without any password; of a cluster, the nodes that it knows first."""
+    if isinstance(client, RedisCluster):
+        return ",".join(f"{node.host}:{node.port}" for node in client.startup_nodes)
     options: dict[str, Any] = client.connection_pool.connection_kwargs
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
@@ -82,12 +99,26 @@ def loads(blob: bytes, what: str) -> dict[str, Any]:
     return value
 
 
+def _retry() -> Retry:
+    return Retry(ConstantBackoff(0.01), 1)
+
+
 def _diagnosis(error: Exception) -> str:
     cause = error.__cause__ or error.__context__ or error  # redis-py hides what happened inside ConnectionErrors
+    text = str(error)
     if isinstance(cause, redis.exceptions.AuthenticationError | redis.exceptions.NoPermissionError):
         return "refuses our password; check the one in REDIS_URL"
-    if isinstance(cause, redis.exceptions.OutOfMemoryError):
+    # The names are looked for in the text, because older servers wrap the errors of commands within scripts.
+    if "OOM command not allowed" in text or isinstance(cause, redis.exceptions.OutOfMemoryError):
         return "is full; raise its maxmemory or lower session_ttl_s"
+    if "MISCONF" in text:
+        return "cannot write to its disk; make room where its data is (redis.data), its log says more"
+    if "READONLY" in text or isinstance(error, redis.exceptions.ReadOnlyError):
+        return "is a replica, which takes no writes; correct REDIS_URL to name the primary"
+    if isinstance(error, redis.exceptions.ClusterDownError | redis.exceptions.SlotNotCoveredError):
+        return "is a cluster that misses a part; start its missing nodes"
+    if isinstance(error, RedisClusterException):
+        return f"cannot be used as a cluster ({text.splitlines()[0]}); start its nodes, or correct REDIS_URL"
     if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
         reason = getattr(cause, "strerror", None) or type(cause).__name__
         return f"cannot be reached ({reason}); start it, or correct REDIS_URL"

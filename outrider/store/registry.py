@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from redis.asyncio import Redis
-
 from outrider.errors import InternalError, Unavailable
-from outrider.store.client import connect, loads, translated
+from outrider.store.client import Client, connect, loads, translated
 
 Role = Literal["verifier", "drafter"]
 
@@ -39,20 +38,32 @@ class Worker:
     parameters: int  # of its model
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A worker and how long each of its heartbeats counts."""
+
+    worker: Worker
+    ttl_s: float
+
+
 class Registry:
     """The workers that are alive. Eventually consistent: a worker that died is listed until its key expires.
 
-    All methods raise Unavailable when Redis cannot be reached.
+    After an outage of Redis that this object noticed, the workers that it knew before count as alive for one of
+    their TTLs more: they had no way to say so. All methods raise Unavailable when Redis cannot be reached.
     """
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Client) -> None:
         self._redis = redis
+        self._known: dict[str, _Entry] = {}  # as last listed
+        self._out = False  # whether Redis could not be reached the last time
+        self._spared: dict[str, float] = {}  # known before the outage, not seen since -> until when (monotonic)
 
     async def announce(self, worker: Worker, ttl_s: float) -> None:
         """Lists the worker for `ttl_s` seconds from now, replacing what it said before."""
         with translated(self._redis):
             async with self._redis.pipeline() as pipeline:
-                pipeline.set(_WORKER + worker.worker_id, _dump(worker), px=round(ttl_s * 1000))
+                pipeline.set(_WORKER + worker.worker_id, _dump(worker, ttl_s), px=round(ttl_s * 1000))
                 pipeline.sadd(_IDS, worker.worker_id)
                 await pipeline.execute()
 
@@ -66,13 +77,27 @@ class Registry:
 
     async def workers(self, role: Role | None = None) -> list[Worker]:
         """The workers of a role, or all, by id. Entries that are not workers are skipped and logged."""
+        try:
+            seen = {entry.worker.worker_id: entry for entry in await self._entries()}
+        except Unavailable:
+            self._out = True
+            raise
+        now = time.monotonic()
+        if self._out:
+            self._out = False
+            self._spared = {name: now + entry.ttl_s for name, entry in self._known.items()}
+        self._spared = {name: end for name, end in self._spared.items() if name not in seen and end > now}
+        self._known = {name: self._known[name] for name in self._spared} | seen
+        return [entry.worker for _, entry in sorted(self._known.items()) if role in (None, entry.worker.role)]
+
+    async def _entries(self) -> list[_Entry]:
         with translated(self._redis):
             ids: list[Any] = sorted(await self._redis.smembers(_IDS))  # bytes
             blobs: list[Any] = await self._redis.mget([_WORKER.encode() + name for name in ids]) if ids else []
             # A worker whose key expired puts itself back with its next heartbeat.
             if gone := [name for name, blob in zip(ids, blobs, strict=True) if blob is None]:
                 await self._redis.srem(_IDS, *gone)
-        return [worker for blob in blobs if blob and (worker := _load(blob)) and role in (None, worker.role)]
+        return [entry for blob in blobs if blob and (entry := _load(blob))]
 
 
 async def keep_announced(redis_url: str, describe: Callable[[], Worker], interval_s: float) -> None:
@@ -108,16 +133,17 @@ async def _leave(registry: Registry, worker_id: str) -> None:
         log.info("could not withdraw; the entry expires by itself")
 
 
-def _dump(worker: Worker) -> str:
-    return json.dumps(asdict(worker) | {"tokenizer_digest": worker.tokenizer_digest.hex()})
+def _dump(worker: Worker, ttl_s: float) -> str:
+    return json.dumps(asdict(worker) | {"tokenizer_digest": worker.tokenizer_digest.hex(), "ttl_s": ttl_s})
 
 
-def _load(blob: bytes) -> Worker | None:
+def _load(blob: bytes) -> _Entry | None:
     try:
         values = loads(blob, "a worker's entry")
         # A newer worker may say more than we know.
         known = {field.name: values[field.name] for field in fields(Worker)}
-        return Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
+        worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
+        return _Entry(worker, float(values["ttl_s"]))
     except (InternalError, KeyError, TypeError, ValueError) as error:
         log.warning("skipped a worker's entry: %s", error)
         return None

@@ -1,147 +1,252 @@
-"""What must survive any process: a session's record and its log of durable tokens, fenced by the epoch.
+"""What must survive any process: a session's record and its log of durable tokens, fenced by epoch and owner.
 
-    outrider:{ID}:session   hash: the record
-    outrider:{ID}:log       stream: entries `t` (tokens, four bytes each, little-endian) under id
-                            (start + 1)-0, and `finish` (a reason) under id LENGTH-1, behind all tokens so far
+    outrider:{ID}:session   hash: the record (records.py)
+    outrider:{ID}:log       stream: `t` (tokens, four bytes each, little-endian) and, where they were asked for, `l`
+                            (log-probabilities, equally many bytes for each of the tokens) under id (start + 1)-0;
+                            `finish` (a reason) under id LENGTH-GENERATION, behind all tokens so far
+    outrider:idempotency:H  the session that holds an idempotency key, and the fingerprint of its request
 
-Both keys share a hash tag, so that the scripts run on a Redis Cluster, and expire together. *Durable* means
-appended here. Everything a script does can be repeated: a retry after a lost reply changes nothing.
+A session's two keys share a hash tag, so that the scripts run on a Redis Cluster, and expire together. *Durable*
+means appended here. Everything a script does can be repeated: a retry after a lost reply changes nothing, and
+neither does a first attempt that arrives after its retry. The scripts use nothing that Redis 6.2 lacks.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
-import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import Redis
-
-from outrider.core.contract import Contract, Plan
+from outrider.core.contract import OFF, Plan
 from outrider.core.digest import EMPTY
-from outrider.errors import Conflict, NotFound, Superseded
-from outrider.store.client import loads, translated
+from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
+from outrider.store.client import Client, loads, translated
+from outrider.store.records import (
+    Log,
+    SessionRecord,
+    Turn,
+    dump,
+    dump_plan,
+    dump_turn,
+    load,
+    load_turn,
+    pack,
+    stride,
+    unpack,
+)
+from outrider.store.restoring import pieces, restored
+
+__all__ = ["ABANDONED", "CANCELLED", "Log", "OwnedSession", "SessionRecord", "Sessions", "Turn"]
+
+ABANDONED = "abandoned"  # ended because its owner was gone and nobody resumed it in time
+CANCELLED = "cancelled"
 
 _PAGE = 1024  # entries read from Redis at once, so that a long log holds nobody up
-
-
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """What Redis knows of a session. The last six fields are the scripts' to change."""
-
-    session_id: str
-    tenant: str
-    model: str
-    tokenizer_digest: bytes
-    contract: Contract
-    answer_position: int  # position of the answer's first token
-    plan: Plan
-    verifier: str  # worker id
-    drafters: tuple[str, ...]  # worker ids
-    deadline: float | None  # absolute, in seconds since 1970; None: none
-    epoch: int = 0
-    owner: str = ""
-    lease: float = 0.0  # until when the owner is alive, by Redis' clock, in seconds since 1970
-    length: int = 0  # durable tokens, prompt included
-    digest: int = EMPTY  # over them
-    finished: str = ""  # why the generation ended; empty while it runs
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Durable tokens from a position on."""
-
-    start: int
-    tokens: tuple[int, ...]
-    finished: str  # why the generation ended after them; empty if it has not
+_ATTEMPTS = 4  # at a compare-and-set that somebody else keeps getting ahead of
+_TOMBSTONE_S = 60.0  # at least; longer than anybody goes without hearing of a close
+_SCRIPTS = ("create", "acquire", "begin", "append", "renew", "release", "finish", "close", "restore")
 
 
 class Sessions:
-    """All sessions. Methods raise Unavailable when Redis cannot be used, NotFound for an unknown session.
+    """All sessions. Methods raise Unavailable when Redis cannot be used, NotFound for an unknown or closed session.
 
-    Records and logs are dropped `ttl_s` seconds after their last change; owners count as dead `lease_s`
-    seconds after their last one.
+    Records, logs and idempotency keys are dropped `ttl_s` seconds after their last change; owners count as dead
+    `lease_s` seconds after their last one; what they leave unfinished can be resumed for `resume_ttl_s` more.
     """
 
-    def __init__(self, redis: Redis, *, ttl_s: float, lease_s: float) -> None:
+    def __init__(self, redis: Client, *, ttl_s: float, lease_s: float, resume_ttl_s: float) -> None:
         self._redis = redis
         self._ttl_ms = round(ttl_s * 1000)
-        self._lease_ms = round(lease_s * 1000)
-        self._acquire, self._append, self._finish = (
-            redis.register_script((files("outrider.store") / f"{name}.lua").read_text(encoding="utf-8"))
-            for name in ("acquire", "append", "finish")
-        )
+        self._times = (round(lease_s * 1000), round(resume_ttl_s * 1000), self._ttl_ms)
+        self._tombstone_ms = round(max(2 * lease_s, _TOMBSTONE_S) * 1000)
+        prelude = _source("prelude")
+        self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
 
-    async def create(self, record: SessionRecord) -> None:
-        """Stores a new session that nobody owns yet."""
-        with translated(self._redis):
-            async with self._redis.pipeline() as pipeline:
-                pipeline.hset(_record_key(record.session_id), mapping=_dump(record))
-                pipeline.pexpire(_record_key(record.session_id), self._ttl_ms)
-                await pipeline.execute()
+    async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
+        """Stores a new session without tokens that nobody owns.
+
+        False, and nothing changed, if it was there already: also where only the first reply was lost.
+        """
+        fields = dump(SessionRecord(session_id, tenant, model, tokenizer_digest))
+        (created,) = await self._run("create", session_id, *_flat(fields))
+        return bool(created)
+
+    async def begin(
+        self,
+        session_id: str,
+        expected: int,
+        owner: str,
+        turn: Turn,
+        start: int,
+        tokens: Sequence[int],
+        digest: int,
+        *,
+        plan: Plan = OFF,
+        verifier: str = "",
+    ) -> OwnedSession:
+        """Begins the next generation under epoch `expected` + 1: a turn, and its prompt's tokens at position `start`.
+
+        `start` is the session's length, `digest` that of the session with these tokens; there may be none if the
+        session has some. `owner` is a name used for this one call. An empty `verifier` keeps the record's.
+        A generation that was neither finished nor can be resumed any more ends as "abandoned".
+
+        Raises Superseded when the epoch moved, Busy when the latest generation has not ended and is owned or can
+        be resumed, Conflict when `start` is not the length.
+        """
+        if start == 0 and not tokens:
+            raise InvalidRequest("prompt", "is empty; a session's first turn needs at least one token")
+        epoch, length = await self._run(
+            "begin",
+            session_id,
+            expected,
+            owner,
+            start,
+            pack(tokens),
+            digest,
+            dump_turn(turn),
+            dump_plan(plan),
+            verifier,
+            ABANDONED,
+        )
+        return OwnedSession(self, session_id, epoch, owner, length)
 
     async def acquire(self, session_id: str, expected: int, owner: str) -> OwnedSession:
         """Makes `owner` the session's owner under epoch `expected` + 1, if its epoch is still `expected`.
 
         `owner` is a name that is used for this one acquisition. Raises Superseded when somebody was faster.
         """
-        reply = await self._run(self._acquire, session_id, expected, owner, self._lease_ms, self._ttl_ms)
-        return OwnedSession(self, session_id, int(reply))
+        epoch, length = await self._run("acquire", session_id, expected, owner)
+        return OwnedSession(self, session_id, epoch, owner, length)
 
     async def get(self, session_id: str) -> SessionRecord:
-        """The session's record."""
+        """The session's record. A closed session's is there for a while, and says so."""
         with translated(self._redis):
-            fields: dict[Any, Any] = await self._redis.hgetall(_record_key(session_id))
+            fields: Any = await self._redis.hgetall(_record_key(session_id))
         if not fields:
             raise _missing(session_id)
-        return _load(session_id, {name.decode(): value for name, value in fields.items()})
+        return load(session_id, {name.decode(): value for name, value in fields.items()})
 
     async def read(self, session_id: str, start: int = 0) -> Log:
-        """The durable tokens from position `start` on; none for a session without a log."""
-        key, tokens, finished = _log_key(session_id), list[int](), ""
+        """The durable tokens from position `start` on, as they were at one moment.
+
+        Raises Unavailable when the log was dropped meanwhile.
+        """
+        key = _log_key(session_id)
+        tokens, logprobs = list[int](), bytearray()
         with translated(self._redis):
+            names = ["generation", "finished", "length", "turn", "closed"]
+            held: Any = await self._redis.hmget(_record_key(session_id), names)
+            if held[0] is None or held[4]:
+                raise _missing(session_id)
+            length, turn = int(held[2]), load_turn(held[3])
+            answer = turn.answer_position if turn is not None else length
+            last = f"{length}-{int(held[0])}"  # what is written from now on comes behind it
             # The entry that holds `start` may begin before it.
             first: Any = await self._redis.xrevrange(key, f"{start + 1}-0", "-", count=1)
             low = first[0][0].decode() if first else "-"
-            while page := await self._redis.xrange(key, low, "+", count=_PAGE):
+            while page := await self._redis.xrange(key, low, last, count=_PAGE):
                 entries: Any = page
                 for name, entry in entries:
-                    if b"t" in entry:
-                        skip = max(0, start + 1 - int(name.partition(b"-")[0]))
-                        tokens.extend(_unpack(entry[b"t"])[skip:])
-                    finished = entry.get(b"finish", b"").decode()
+                    if b"t" not in entry:
+                        continue
+                    position = int(name.partition(b"-")[0]) - 1
+                    said, beside = unpack(entry[b"t"]), entry.get(b"l", b"")
+                    tokens += said[max(0, start - position) :]
+                    logprobs += beside[max(0, start - position, answer - position) * stride(len(said), beside) :]
                 low = "(" + entries[-1][0].decode()
-        return Log(start, tuple(tokens), finished)
+        if start + len(tokens) < length:
+            raise Unavailable(f"session {session_id} was closed or lost tokens while it was read; try again")
+        return Log(start, tuple(tokens), bytes(logprobs), held[1].decode())
 
-    async def _run(self, script: Any, session_id: str, *arguments: Any) -> Any:
+    async def close(self, session_id: str) -> None:
+        """Ends a session and drops its log; a running generation ends as "cancelled". Repeating it changes nothing.
+
+        A tombstone under a higher epoch stays for a while: its owner hears Superseded and brings nothing back.
+        """
+        await self._run("close", session_id, self._tombstone_ms, EMPTY, CANCELLED)
+
+    async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
+        """Claims a tenant's idempotency key for a session; returns the session that holds it, ours or an earlier one.
+
+        `fingerprint` stands for the request. Raises InvalidRequest when the key came with another request before.
+        """
+        secret = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()  # keys are the callers' own affair
+        name = f"outrider:idempotency:{secret}"
+        ours = json.dumps({"session_id": session_id, "fingerprint": fingerprint.hex()})
+        blob: Any = None
         with translated(self._redis):
-            reply = await script(keys=[_record_key(session_id), _log_key(session_id)], args=arguments)
+            while blob is None:  # it may expire between the two
+                await self._redis.set(name, ours, nx=True, px=self._ttl_ms)
+                blob = await self._redis.get(name)
+        earlier = loads(blob, "an idempotency key's entry")
+        if earlier["fingerprint"] != fingerprint.hex():
+            raise InvalidRequest("idempotency_key", "came with another request before; use a new key for a new request")
+        return str(earlier["session_id"])
+
+    async def _restore(
+        self, owned: OwnedSession, record: SessionRecord, tokens: Sequence[int], logprobs: bytes
+    ) -> SessionRecord:
+        """One look and one compare-and-set; the record after it. Raises _Changed when somebody wrote between them."""
+        try:
+            seen = await self.get(owned.session_id)
+        except NotFound:
+            seen = None
+        after = restored(seen, record, owned.epoch, owned.owner, tokens)
+        names = ("epoch", "owner", "length", "digest", "generation", "finished")
+        before = [dump(seen)[name] if seen is not None else "" for name in names]
+        fields = dump(after)
+        del fields["lease"], fields["resumable"]  # the script knows the time
+        log = pieces(seen.length if seen is not None else 0, after, tokens, logprobs)
+        await self._run("restore", owned.session_id, *before, len(fields), *_flat(fields), *log)
+        return after
+
+    async def _run(self, script: str, session_id: str, *arguments: Any) -> Any:
+        """What a script replied after "ok"; its refusals as errors."""
+        keys = [_record_key(session_id), _log_key(session_id)]
+        with translated(self._redis):
+            reply = await self._scripts[script](keys=keys, args=[*self._times, *arguments])
         match reply:
-            case [b"ok", value]:
-                return value
+            case [b"ok", *values]:
+                return values
+            case [b"missing"]:
+                raise _missing(session_id)
+            case [b"closed"]:
+                raise Superseded(f"session {session_id} was closed; do not retry")
             case [b"superseded", epoch, owner]:
                 raise Superseded(f"session {session_id} belongs to {owner.decode()} since epoch {epoch}; do not retry")
             case [b"behind", epoch]:
-                raise Conflict(f"session {session_id} is at epoch {epoch} in Redis, behind its owner; acquire it anew")
+                raise Conflict(f"session {session_id} is at epoch {epoch} in Redis, behind its owner; restore it")
             case [b"gap", length]:
-                raise Conflict(f"session {session_id} has {length} durable tokens; the append would leave a gap")
+                raise Conflict(f"session {session_id} has {length} durable tokens, fewer than its owner; restore it")
             case [b"conflict", length]:
-                raise Conflict(f"session {session_id}: its {length} durable tokens differ from the appended ones")
-        raise _missing(session_id)
+                raise Conflict(f"session {session_id}: its {length} durable tokens are not what the caller has")
+            case [b"busy"]:
+                raise Busy(f"session {session_id}: its latest generation has not ended; resume it, cancel it, or wait")
+            case [b"ended", reason]:
+                ended = f"has ended ({reason.decode()})" if reason else "has not begun"
+                raise Conflict(f"session {session_id}: its generation {ended} and takes no tokens")
+            case [b"changed"]:
+                raise _Changed(f"session {session_id} changes while it is being restored; try again")
+        raise InternalError(f"script {script} replied {reply!r}")
 
 
 class OwnedSession:
-    """A session under one epoch of ours. Methods raise Superseded once somebody acquired a higher one.
+    """A session under one epoch of ours. Methods raise Superseded once somebody else owns it or it was closed.
 
-    They raise Conflict when Redis holds an older epoch than ours, because it lost what it had.
+    They raise Conflict or NotFound when Redis holds less than it did, because it lost what it had: `restore` it.
+    Calls take turns, so that one which waits goes out under the epoch that a restore before it reached.
     """
 
-    def __init__(self, sessions: Sessions, session_id: str, epoch: int) -> None:
+    def __init__(self, sessions: Sessions, session_id: str, epoch: int, owner: str, length: int) -> None:
         self.session_id = session_id
         self.epoch = epoch
+        self.owner = owner
         self._sessions = sessions
+        self._length = length  # durable tokens that we know of
+        self._turns = asyncio.Lock()
 
     async def append(
         self,
@@ -149,42 +254,75 @@ class OwnedSession:
         tokens: Sequence[int],
         digest: int,
         *,
+        logprobs: bytes = b"",
         plan: Plan | None = None,
         verifier: str | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
         """Appends `tokens` at position `start` and renews the lease; returns the durable length.
 
-        `digest` is that of the session with these tokens. Tokens that are durable already are a success when
-        they are the same and a Conflict when not; a gap is a Conflict too. Those of `plan`, `verifier`
-        and `drafters` that are given replace the record's.
+        `digest` is that of the session with these tokens; `logprobs` are equally many bytes for each of them, or
+        none at all. Tokens that are durable already are a success when they are the same and a Conflict when not; a
+        gap is a Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier`
+        and `drafters` that are given replace the record's, unless the log has gone beyond these tokens.
         """
-        changes: list[str] = []
+        changes: dict[str, str | bytes] = {}
         if plan is not None:
-            changes += ("plan", json.dumps(asdict(plan)))
+            changes["plan"] = dump_plan(plan)
         if verifier is not None:
-            changes += ("verifier", verifier)
+            changes["verifier"] = verifier
         if drafters is not None:
-            changes += ("drafters", json.dumps(list(drafters)))
-        store = self._sessions
-        return int(
-            await store._run(
-                store._append,
-                self.session_id,
-                self.epoch,
-                start,
-                _pack(tokens),
-                digest,
-                store._lease_ms,
-                store._ttl_ms,
-                *changes,
-            )
-        )
+            changes["drafters"] = json.dumps(list(drafters))
+        each = stride(len(tokens), logprobs)
+        async with self._turns:
+            (length,) = await self._run("append", start, pack(tokens), logprobs, each, digest, *_flat(changes))
+            self._length = max(self._length, length)
+        return int(length)
 
-    async def finish(self, reason: str) -> None:
+    async def renew(self) -> None:
+        """Renews the lease, unless it was given up, and the session's time to live."""
+        async with self._turns:
+            await self._run("renew", self._length)
+
+    async def release(self, usage: str) -> None:
+        """Gives the lease up: from now on anybody may resume, for `resume_ttl_s`. Repeating it changes nothing."""
+        async with self._turns:
+            await self._run("release", self._length, usage)
+
+    async def finish(self, reason: str, usage: str) -> None:
         """Writes the log's last entry and gives the lease up. Repeating it changes nothing."""
-        store = self._sessions
-        await store._run(store._finish, self.session_id, self.epoch, reason, store._ttl_ms)
+        async with self._turns:
+            await self._run("finish", self._length, reason, usage)
+
+    async def restore(self, record: SessionRecord, tokens: Sequence[int], logprobs: bytes) -> None:
+        """Puts back what Redis lost of our session, under epoch + 1 or what an earlier try reached.
+
+        `record` is the session as we know it, `tokens` all of its tokens, `logprobs` those of the latest answer, from
+        its first token on. Not put back are the log-probabilities and finish entries of earlier generations.
+        Safe to repeat. Raises Superseded when somebody else got ahead of our epoch or the session is closed, Conflict
+        when Redis holds another text than ours.
+        """
+        async with self._turns:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    after = await self._sessions._restore(self, record, tokens, logprobs)
+                except _Changed:
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+                else:
+                    self.epoch, self._length = after.epoch, after.length
+                    return
+
+    async def _run(self, script: str, *arguments: Any) -> Any:
+        return await self._sessions._run(script, self.session_id, self.epoch, self.owner, *arguments)
+
+
+class _Changed(Conflict):
+    """Somebody wrote between a look and a compare-and-set."""
+
+
+def _source(script: str) -> str:
+    return (files("outrider.store") / f"{script}.lua").read_text(encoding="utf-8")
 
 
 def _record_key(session_id: str) -> str:
@@ -196,54 +334,8 @@ def _log_key(session_id: str) -> str:
 
 
 def _missing(session_id: str) -> NotFound:
-    return NotFound(f"session {session_id}: there is none, or it expired")
+    return NotFound(f"session {session_id}: there is none, or it was closed or expired")
 
 
-def _pack(tokens: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}I", *tokens)
-
-
-def _unpack(blob: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(blob) // 4}I", blob)
-
-
-def _dump(record: SessionRecord) -> dict[Any, Any]:
-    return {
-        "tenant": record.tenant,
-        "model": record.model,
-        "tokenizer_digest": record.tokenizer_digest,
-        "contract": json.dumps(asdict(record.contract)),
-        "answer_position": record.answer_position,
-        "plan": json.dumps(asdict(record.plan)),
-        "verifier": record.verifier,
-        "drafters": json.dumps(record.drafters),
-        "deadline": "" if record.deadline is None else repr(record.deadline),
-        "epoch": record.epoch,
-        "owner": record.owner,
-        "lease": round(record.lease * 1000),
-        "length": record.length,
-        "digest": record.digest,
-        "finished": record.finished,
-    }
-
-
-def _load(session_id: str, fields: dict[str, bytes]) -> SessionRecord:
-    contract = loads(fields["contract"], "a session's contract")
-    return SessionRecord(
-        session_id=session_id,
-        tenant=fields["tenant"].decode(),
-        model=fields["model"].decode(),
-        tokenizer_digest=fields["tokenizer_digest"],
-        contract=Contract(**contract | {"stop_ids": tuple(contract["stop_ids"])}),
-        answer_position=int(fields["answer_position"]),
-        plan=Plan(**loads(fields["plan"], "a session's plan")),
-        verifier=fields["verifier"].decode(),
-        drafters=tuple(json.loads(fields["drafters"])),
-        deadline=float(fields["deadline"]) if fields["deadline"] else None,
-        epoch=int(fields["epoch"]),
-        owner=fields["owner"].decode(),
-        lease=int(fields["lease"]) / 1000,
-        length=int(fields["length"]),
-        digest=int(fields["digest"]),
-        finished=fields["finished"].decode(),
-    )
+def _flat(fields: dict[str, str | bytes]) -> list[str | bytes]:
+    return [part for pair in fields.items() for part in pair]

@@ -1,0 +1,98 @@
+"""How the queries of a run meet its keys: the seam between the two numerics, and the fast one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from outrider.engine.batch import Segment
+from outrider.engine.packing import Run
+
+# Added to the score of a hidden key. Finite: a block of keys that are all hidden must not become NaN.
+HIDDEN = np.float32(-1e30)
+
+# One layer's attention over a run, from its queries [slots * width, heads * dim] and from keys and values
+# [slots, kv_head, keys, dim]: [slots * width, heads * dim]. Heads are ordered group first.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(Protocol):
+    """A way to compute attention."""
+
+    key_tile: int  # runs read a multiple of so many cache rows
+
+    def kind(self, segment: Segment) -> tuple[int, ...]:
+        """Segments of one kind, in neighbouring slots, may share a run."""
+
+    def prepare(self, run: Run) -> Attend:
+        """What all layers of a pass share for a run."""
+
+
+class FastAttention:
+    """One call of torch's fused attention a run. A row's last bits depend on what else the run holds."""
+
+    key_tile = 1
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        self._kv_heads = kv_heads
+        self._group = heads // kv_heads
+
+    def kind(self, segment: Segment) -> tuple[int, ...]:
+        return length_class(segment)
+
+    def prepare(self, run: Run) -> Attend:
+        mask = None if _all_visible(run) else fold_mask(score_mask(run), self._group)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # The group of a KV head is folded into the queries.
+            folded = query.view(run.slots, -1, self._kv_heads, keys.shape[-1]).transpose(1, 2)
+            result = scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+            return result.transpose(1, 2).reshape(query.shape)
+
+        return attend
+
+
+def length_class(segment: Segment) -> tuple[int, ...]:
+    """Segments of one class may share an attention call: padding costs them at most a factor."""
+    return ((len(segment.tokens) - 1) >> 3).bit_length(), ((segment.prefix + segment.span - 1) >> 8).bit_length()
+
+
+def score_mask(run: Run) -> NDArray[np.float32]:
+    """What is added to the scores: [slots, width, keys]. Queries that are padding see the first key alone."""
+    mask = np.full((run.slots, run.width, run.keys), HIDDEN, np.float32)
+    mask[:, :, 0] = 0.0
+    for segment in run.segments:
+        count, prefix = len(segment.tokens), segment.prefix
+        mine = mask[segment.slot - run.slot, :count]
+        mine[:, :prefix] = 0.0
+        seen = _chain(count) if segment.mask is None else np.where(segment.mask, np.float32(0.0), HIDDEN)
+        mine[:, prefix : prefix + segment.span] = seen
+    return mask
+
+
+def fold_mask(mask: NDArray[np.float32], group: int) -> Tensor:
+    """[slots, width, keys] to [slots, 1, width * group, keys]."""
+    slots, _, keys = mask.shape
+    return torch.from_numpy(mask)[:, None, :, None].expand(-1, 1, -1, group, -1).reshape(slots, 1, -1, keys)
+
+
+@lru_cache(maxsize=64)
+def _chain(count: int) -> NDArray[np.float32]:
+    """What a causal chain adds to the scores: [count, count]."""
+    return np.triu(np.full((count, count), HIDDEN, np.float32), 1)
+
+
+def _all_visible(run: Run) -> bool:
+    return len(run.segments) == run.slots and all(
+        len(segment.tokens) == 1
+        and segment.prefix + segment.span == run.keys
+        and (segment.mask is None or bool(segment.mask.all()))
+        for segment in run.segments
+    )

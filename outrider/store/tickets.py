@@ -1,0 +1,27 @@
+"""The key that routers sign drafters' tickets with and upstreams check them by: one for the whole cluster."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from outrider.errors import InternalError
+from outrider.store.client import Client, translated
+
+TICKET_KEY_BYTES = 32
+
+_KEY = "outrider:{cluster}:ticket-key"
+
+
+async def ticket_key(redis: Client) -> bytes:
+    """The cluster's ticket key: 32 random bytes, made by whoever asks first and the same for all.
+
+    A Redis that lost everything gets another one, so whoever keeps it asks again when a ticket does not fit.
+    Raises Unavailable when Redis cannot be used.
+    """
+    with translated(redis):
+        await redis.set(_KEY, secrets.token_bytes(TICKET_KEY_BYTES), nx=True)
+        key: Any = await redis.get(_KEY)
+    if not isinstance(key, bytes) or len(key) != TICKET_KEY_BYTES:
+        raise InternalError(f"{_KEY} in Redis is not what Outrider writes there; is the database shared?")
+    return key

@@ -1,0 +1,394 @@
+"""The scripts in a real server and the reference in memory agree, whatever happens and however often."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import NotFound, OutriderError
+from outrider.store.client import Client, connect
+from outrider.store.records import Log, SessionRecord, Turn
+from outrider.store.sessions import OwnedSession, Sessions
+from tests.store.reference import Owned, Store
+
+ID = "s"
+KEYS = (f"outrider:{{{ID}}}:session", f"outrider:{{{ID}}}:log")
+# Time passes in steps of 40 s and nothing ends within 10 s of a multiple of them, so that the time that the test itself
+# takes on the server's clock decides nothing.
+TICK_S = 40.0
+TIMES = {"ttl_s": 1010.0, "lease_s": 110.0, "resume_ttl_s": 310.0}
+SLACK_S = 9.0
+FEW = st.sampled_from((0, 0, 0, 1, 2, 5))
+
+
+def text(start: int, stop: int) -> list[int]:
+    """Everybody's tokens: as with one contract, a position has one token whoever computes it."""
+    return [position * 7 % 5 for position in range(start, stop)]
+
+
+def logprobs(start: int, stop: int) -> bytes:
+    return b"".join(bytes([position % 256]) * 3 for position in range(start, stop))
+
+
+@dataclass
+class Owner:
+    """What a caller remembers: enough to go on and to restore."""
+
+    epoch: int
+    name: str
+    length: int  # durable, as far as it knows
+    record: SessionRecord  # when it became the owner
+    have: int  # tokens in its memory
+
+    @property
+    def answer(self) -> int:
+        return self.record.turn.answer_position if self.record.turn is not None else 0
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.record.turn is not None and self.record.turn.contract.logprobs is not None
+
+
+@dataclass
+class Call:
+    """One call on both sides, which can be repeated as it was."""
+
+    real: Callable[[], Awaitable[Any]]
+    reference: Callable[[], Any]
+
+
+@dataclass
+class Saved:
+    """A moment of both sides, to go back to."""
+
+    reference: object
+    real: dict[str, tuple[bytes, int]]  # key -> dump, ms to live
+    time: float
+
+
+class Agreement(RuleBasedStateMachine):
+    """Owners of one session, with repeated and late calls, and a server that may lose its last writes."""
+
+    url: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.client: Client = connect(self.url)
+        self.run(self.client.flushall())
+        self.sessions = Sessions(self.client, **TIMES)
+        self.time = 0.0
+        self.store = Store(**TIMES, now=lambda: self.time)
+        self.owners: list[Owner] = []
+        self.calls: list[Call] = []
+        self.moments: list[Saved] = []
+        self.names = 0
+
+    def teardown(self) -> None:
+        self.run(self.client.aclose())
+        self.runner.close()
+
+    @initialize()
+    def create(self) -> None:
+        self.call(
+            lambda: self.sessions.create(ID, "tenant", "model", b"\xffdigest"),
+            lambda: self.store.create(ID, "tenant", "model", b"\xffdigest"),
+        )
+
+    @precondition(lambda self: self.record().epoch == 0)
+    @rule()
+    def create_again(self) -> None:
+        self.create()
+
+    @rule(
+        stale=st.sampled_from((0, 0, 0, 0, 1)),
+        wrong=st.sampled_from((0, 0, 0, 0, -1, 1)),
+        tokens=st.integers(0, 3),
+        alternatives=st.sampled_from((None, 1)),
+        verifier=st.sampled_from(("", "v1", "v2")),
+        again=st.booleans(),
+    )
+    def begin(self, stale: int, wrong: int, tokens: int, alternatives: int | None, verifier: str, again: bool) -> None:
+        held, name = self.record(), self.name()
+        start = max(0, held.length + wrong)
+        answer = start + tokens
+        contract = Contract(
+            seed=2**64 - 1, max_tokens=99, temperature=0.1 + 0.2, stop_ids=(0, 3), logprobs=alternatives
+        )
+        turn = Turn(contract, ("stop", "\0ü"), answer, 1_800_000_000.123456 if alternatives else None)
+        arguments = (ID, held.epoch - stale, name, turn, start, text(start, answer), extend(EMPTY, text(0, answer)))
+        options: dict[str, Any] = {"plan": Plan(version=1, depth=3), "verifier": verifier}
+        self.remember(
+            self.call(
+                lambda: self.sessions.begin(*arguments, **options),
+                lambda: self.store.begin(*arguments, **options),
+                again,
+            )
+        )
+
+    @rule(stale=st.sampled_from((0, 0, 0, 1)), again=st.booleans())
+    def acquire(self, stale: int, again: bool) -> None:
+        expected, name = self.record().epoch - stale, self.name()
+        self.remember(
+            self.call(
+                lambda: self.sessions.acquire(ID, expected, name), lambda: self.store.acquire(ID, expected, name), again
+            )
+        )
+
+    @precondition(lambda self: self.owners)
+    @rule(
+        data=st.data(),
+        back=FEW,
+        ahead=st.sampled_from((0, 0, 0, 0, 1)),
+        fresh=st.integers(0, 4),
+        drafters=st.sampled_from((None, ("d1",), ("d2", "d3"))),
+        again=st.booleans(),
+    )
+    def append(
+        self, data: Any, back: int, ahead: int, fresh: int, drafters: tuple[str, ...] | None, again: bool
+    ) -> None:
+        owner = self.owner(data)
+        start = max(owner.answer, owner.have - back) + ahead
+        stop = max(start, owner.have + fresh)
+        self.own_call(
+            owner,
+            "append",
+            (start, text(start, stop), extend(EMPTY, text(0, stop))),
+            {
+                "logprobs": logprobs(start, stop) if owner.with_logprobs else b"",
+                "plan": Plan(version=stop, depth=2) if fresh else None,
+                "verifier": "v3" if fresh == 4 else None,
+                "drafters": drafters,
+            },
+            again,
+        )
+        owner.have = max(owner.have, owner.length)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), tokens=st.integers(1, 3))
+    def append_another_text(self, data: Any, tokens: int) -> None:
+        owner, length = self.owner(data), self.record().length
+        start = max(0, length - tokens)
+        if start < length:
+            other = [token + 1 for token in text(start, start + tokens)]
+            self.own_call(owner, "append", (start, other, 1), {}, again=False, late=False)
+
+    @precondition(lambda self: self.owners)
+    @rule(
+        data=st.data(),
+        what=st.sampled_from((("renew",), ("release", "usage 1"), ("finish", "stop", "usage 2"))),
+        again=st.booleans(),
+    )
+    def hold_or_end(self, data: Any, what: tuple[str, ...], again: bool) -> None:
+        self.own_call(self.owner(data), what[0], what[1:], {}, again)
+
+    @precondition(lambda self: self.owners)
+    @rule(
+        data=st.data(),
+        fewer=FEW,
+        reason=st.sampled_from(("", "", "stop")),
+        another_text=st.booleans(),
+        again=st.booleans(),
+    )
+    def restore(self, data: Any, fewer: int, reason: str, another_text: bool, again: bool) -> None:
+        owner = self.owner(data)
+        have = max(owner.answer, owner.have - fewer)
+        if owner.record.turn is None:
+            return
+        tokens = text(0, have)
+        another_text = another_text and 0 < have <= self.record().length
+        if another_text:
+            tokens[0] += 1
+        record = replace(owner.record, finished=reason, usage="restored")
+        beside = logprobs(owner.answer, have) if owner.with_logprobs else b""
+        self.own_call(owner, "restore", (record, tokens, beside), {}, again, late=not another_text)
+
+    @rule(again=st.booleans(), what=st.sampled_from(("nothing", "nothing", "nothing", "close", "lose everything")))
+    def the_end(self, again: bool, what: str) -> None:
+        if what == "close":
+            self.call(lambda: self.sessions.close(ID), lambda: self.store.close(ID), again)
+        elif what == "lose everything":
+            self.store.sessions.clear()
+            self.run(self.client.flushall())
+
+    @rule(start=st.integers(0, 12))
+    def read(self, start: int) -> None:
+        self.call(lambda: self.sessions.read(ID, start), lambda: self.store.read(ID, start))
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def a_late_repetition_arrives(self, data: Any) -> None:
+        self.agree(self.calls[data.draw(st.integers(0, len(self.calls) - 1))])
+
+    @rule(ticks=st.sampled_from((1, 1, 3, 6, 11, 26)))
+    def time_passes(self, ticks: int) -> None:
+        self.time += ticks * TICK_S
+        self.run(self.age(ticks * TICK_S))
+
+    @precondition(lambda self: self.moments)
+    @rule(back=st.integers(1, 6))
+    def the_server_loses_its_last_writes(self, back: int) -> None:
+        moment = self.moments[-min(back, len(self.moments))]
+        self.store.lose(moment.reference)
+        self.run(self.go_back(moment))
+
+    @invariant()
+    def both_hold_the_same_and_it_is_sound(self) -> None:
+        real = self.run(self.seen())
+        session = self.store.find(ID)
+        if session is None:
+            assert real is None
+        else:
+            assert real is not None
+            record, log, left, ttls = real
+            wanted = session.record
+            assert replace(record, lease=0.0, resumable=0.0) == replace(wanted, lease=0.0, resumable=0.0)
+            for ours, theirs in zip(left, (wanted.lease, wanted.resumable), strict=True):
+                assert (ours is None) == (theirs == 0)
+                assert ours is None or abs(ours - (theirs - self.time)) < SLACK_S
+            assert all(abs(ttl - (session.expires - self.time)) < SLACK_S for ttl in ttls)
+            assert len(ttls) == (1 if record.length == 0 else 2)
+            if not record.closed:
+                assert log == self.store.read(ID)
+                assert list(log.tokens) == text(0, record.length)
+                assert record.digest == extend(EMPTY, log.tokens)
+        self.moments.append(Saved(self.store.saved(), self.run(self.dumped()), self.time))
+
+    # Machinery.
+
+    def run(self, awaitable: Awaitable[Any]) -> Any:
+        async def whole() -> Any:
+            return await awaitable
+
+        return self.runner.run(whole())
+
+    def name(self) -> str:
+        self.names += 1
+        return f"r{self.names}"
+
+    def record(self) -> SessionRecord:
+        try:
+            return self.store.get(ID)
+        except NotFound:
+            return SessionRecord(ID, "", "", b"")
+
+    def owner(self, data: Any) -> Owner:
+        return self.owners[-1 - data.draw(st.sampled_from((0, 0, 0, 1, 2))) % len(self.owners)]
+
+    def remember(self, outcome: Any) -> None:
+        if outcome is not None:
+            epoch, name, length = outcome
+            self.owners.append(Owner(epoch, name, length, self.store.get(ID), length))
+
+    def own_call(
+        self, owner: Owner, method: str, arguments: tuple[Any, ...], options: Any, again: bool, late: bool = True
+    ) -> None:
+        epoch, name, length = owner.epoch, owner.name, owner.length
+
+        async def real() -> Any:
+            owned = OwnedSession(self.sessions, ID, epoch, name, length)
+            return await getattr(owned, method)(*arguments, **options), owned.epoch
+
+        def reference() -> Any:
+            owned = Owned(self.store, ID, epoch, name, length)
+            return getattr(owned, method)(*arguments, **options), owned.epoch
+
+        outcome = self.call(real, reference, again, late)
+        if outcome is not None:
+            owner.epoch = outcome[1]
+            owner.length = max(length, outcome[0] or 0)
+            if method == "restore":
+                owner.length = len(arguments[1])
+
+    def call(
+        self, real: Callable[[], Awaitable[Any]], reference: Callable[[], Any], again: bool = False, late: bool = True
+    ) -> Any:
+        """One call, at once repeated if `again`, and repeated some time if `late`. Its result; None if refused."""
+        call = Call(real, reference)
+        if late:
+            self.calls.append(call)
+        outcome = self.agree(call)
+        if again:
+            before = self.store.saved()
+            assert self.agree(call) == outcome or outcome is True  # `create` says that it was there
+            assert self.store.saved() == before
+        return None if isinstance(outcome, type) else outcome
+
+    def agree(self, call: Call) -> Any:
+        try:
+            real = self.run(call.real())
+        except OutriderError as error:
+            real = type(error)
+        try:
+            reference = call.reference()
+        except OutriderError as error:
+            reference = type(error)
+        if isinstance(real, OwnedSession) and isinstance(reference, Owned):
+            real = (real.epoch, real.owner, real._length)
+            reference = (reference.epoch, reference.owner, reference.length)
+        if isinstance(real, type):  # a refusal that only says more to its raiser
+            real = real.__mro__[real.__name__.startswith("_")]
+        assert real == reference
+        return real
+
+    async def age(self, seconds: float) -> None:
+        for key in KEYS:
+            left = await self.client.pttl(key)
+            if left > 0:
+                await self.client.pexpire(key, max(0, left - round(seconds * 1000)))
+        for field in ("lease", "resumable"):
+            ends = await self.client.hget(KEYS[0], field)
+            if ends is not None and int(ends):
+                await self.client.hset(KEYS[0], field, int(ends) - round(seconds * 1000))
+
+    async def dumped(self) -> dict[str, tuple[bytes, int]]:
+        found = {}
+        for key in KEYS:
+            async with self.client.pipeline() as pipeline:
+                blob, left = await pipeline.dump(key).pttl(key).execute()
+            if blob is not None:
+                found[key] = (blob, left)
+        return found
+
+    async def go_back(self, moment: Saved) -> None:
+        await self.client.flushall()
+        for key, (blob, left) in moment.real.items():
+            await self.client.restore(key, left, blob)
+        await self.age(self.time - moment.time)
+
+    async def seen(self) -> tuple[SessionRecord, Log | None, list[float | None], list[float]] | None:
+        try:
+            record = await self.sessions.get(ID)
+        except NotFound:
+            assert await self.client.exists(*KEYS) == 0
+            return None
+        log = None if record.closed else await self.sessions.read(ID)
+        seconds, micros = await self.client.time()
+        left = [ends - seconds - micros / 1e6 if ends else None for ends in (record.lease, record.resumable)]
+        ttls = [ttl / 1000 for key in KEYS if (ttl := await self.client.pttl(key)) > 0]
+        return record, log, left, ttls
+
+
+def test_the_scripts_agree_with_the_reference(redis_url: str) -> None:
+    class Here(Agreement):
+        url = redis_url
+
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
