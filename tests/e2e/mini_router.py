@@ -59,6 +59,7 @@ async def decode(
     each: Callable[[Answer], Awaitable[Plan | None]] | None = None,
     session: str | None = None,
     pace: float = 0.0,
+    upstream: str | None = None,
 ) -> Answer:
     """Runs one generation. `each` hears of every commit and may answer with a new plan.
 
@@ -90,7 +91,7 @@ async def decode(
                 yield command
 
         if plan is not OFF:
-            await asyncio.gather(*(attach(drafter, session, verifier) for drafter in drafters))
+            await asyncio.gather(*(attach(drafter, session, verifier, upstream) for drafter in drafters))
         async for response in VerifierStub(channel).Decode(requests()):
             if response.WhichOneof("event") == "finished":
                 commands.put_nowait(None)
@@ -115,11 +116,12 @@ async def detach(drafter: str, session: str) -> None:
         await DrafterStub(channel).Detach(drafter_pb2.DetachRequest(session_id=session, epoch=1))
 
 
-async def attach(drafter: str, session: str, verifier: str) -> None:
+async def attach(drafter: str, session: str, verifier: str, upstream: str | None = None) -> None:
+    """Tells a drafter of a session; `upstream`: another way to the verifier than its own address."""
     async with open_channel(drafter) as channel:
         described = await DrafterStub(channel).Describe(types_pb2.DescribeRequest())
         signed = await ticket(verifier, session, described.worker_id)
-        request = drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=verifier, ticket=signed)
+        request = drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=upstream or verifier, ticket=signed)
         await DrafterStub(channel).Attach(request)
 
 
