@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 import outrider
 from bench.faults import FaultProxy
@@ -92,7 +93,7 @@ async def faulty(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Faul
                     try:
                         await client.ping()
                         break
-                    except OSError:
+                    except (OSError, RedisError):
                         await asyncio.sleep(0.05)
         cluster = LocalCluster(config, forward=lambda name, line: print(name, line))
         yield Faulty(await stack.enter_async_context(cluster), proxies)
