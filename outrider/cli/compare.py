@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
+from typing import NamedTuple
 
 from outrider.client import Generation
 
@@ -32,15 +34,37 @@ class Pair:
     verdict: Verdict
 
 
+class Difference(NamedTuple):
+    """The first position at which two texts of one contract differ."""
+
+    position: int  # in the answer, from 0
+    first: int | None  # the token there; None: the text has ended
+    second: int | None
+    gap: float  # the smallest lead known there; infinite if none is
+
+    def judged(self, tolerance: float) -> Verdict:
+        """Whether rounding may have decided."""
+        return Verdict.NEAR_TIE if self.gap < tolerance else Verdict.BUG
+
+
+def difference(
+    first: Sequence[int], second: Sequence[int], first_gaps: Sequence[float], second_gaps: Sequence[float]
+) -> Difference | None:
+    """Where two token sequences part, None if nowhere; what follows is another text and says nothing."""
+    for position, (one, other) in enumerate(zip_longest(first, second)):
+        if one != other:
+            leads = [gaps[position] for gaps in (first_gaps, second_gaps) if position < len(gaps)]
+            return Difference(position, one, other, min((lead for lead in leads if lead == lead), default=math.inf))
+    return None
+
+
 def verdict(first: Generation, second: Generation, tolerance: float) -> Verdict:
-    """Compares up to the first difference; what follows one is another text and says nothing."""
-    pairs = enumerate(zip_longest(first.token_ids, second.token_ids))
-    position = next((index for index, (one, other) in pairs if one != other), None)
-    if position is None:
-        same = (first.text, first.finish_reason) == (second.text, second.finish_reason)
-        return Verdict.IDENTICAL if same else Verdict.BUG
-    gaps = [run.gaps[position] for run in (first, second) if position < len(run.gaps)]
-    return Verdict.NEAR_TIE if min(gaps) < tolerance else Verdict.BUG
+    """Compares up to the first difference."""
+    parted = difference(first.token_ids, second.token_ids, first.gaps, second.gaps)
+    if parted is not None:
+        return parted.judged(tolerance)
+    same = (first.text, first.finish_reason) == (second.text, second.finish_reason)
+    return Verdict.IDENTICAL if same else Verdict.BUG
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:

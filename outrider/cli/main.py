@@ -9,6 +9,7 @@ from outrider.cli.generate import generate
 from outrider.cli.pad import pad
 from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.up import up
+from outrider.cli.verify import verify
 
 app = typer.Typer(
     help="Distributed speculative decoding that never changes a token.",
@@ -16,5 +17,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, router, verifier, drafter, pad):
+for command in (demo, up, generate, verify, router, verifier, drafter, pad):
     app.command()(command)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from drafter_svc.service import run as run_drafter
@@ -49,6 +49,7 @@ from tests.router.rig import MODEL, SCRIPT, running_router
 from verifier_svc.service import run as run_verifier
 
 BATCH = 40  # frames sent at a time, on one stream
+RUN = 5_000  # frames of one run of hypothesis
 GROWTH = 150 * 2**20  # bytes that a long run may add
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -71,22 +72,30 @@ def batches(kind: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 def fuzz(kind: st.SearchStrategy[Any], count: int) -> Any:
-    """Runs an async function over about `count` generated frames, `BATCH` at a time."""
+    """Runs an async function over about `count` generated frames, `BATCH` at a time.
+
+    In several runs: within one, hypothesis remembers all that it ever drew.
+    """
     everything = settings(
-        max_examples=max(1, count // BATCH),
+        max_examples=max(1, min(count, RUN) // BATCH),
         deadline=None,
         database=None,
-        derandomize=count < 100_000,
         suppress_health_check=list(HealthCheck),
     )
 
     def decorate(check: Any) -> Any:
         loop = asyncio.get_running_loop()
 
-        @everything
-        @given(batches(kind))
-        def run(batch: list[Any]) -> None:
-            asyncio.run_coroutine_threadsafe(check(batch), loop).result(60)
+        def run() -> None:
+            for number in range(max(1, count // RUN)):
+
+                @seed(number)
+                @everything
+                @given(batches(kind))
+                def some(batch: list[Any]) -> None:
+                    asyncio.run_coroutine_threadsafe(check(batch), loop).result(60)
+
+                some()
 
         return asyncio.to_thread(run)
 

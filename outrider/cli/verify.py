@@ -1,0 +1,323 @@
+"""`outrider verify`: is the text of a cluster exactly its target's own?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from outrider.cli.reporting import FAILURE, INTERRUPTED
+from outrider.rpc.lifecycle import run_until_signal
+
+if TYPE_CHECKING:
+    from outrider.cli.compare import Difference, Verdict
+    from outrider.cli.reference import Reference
+    from outrider.client import AsyncClient, Generation
+
+TEMPERATURES = (0.0, 0.8)
+HELD_OUT = Path("examples/held_out.jsonl")
+OWN_SLOTS = 8
+
+SPECULATIVE, REFERENCE = "speculative", "transformers"
+
+
+class Prompt(NamedTuple):
+    """A text to continue."""
+
+    name: str
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One prompt at one temperature with one seed, and what came of it."""
+
+    prompt: Prompt
+    temperature: float
+    seed: int
+    plain: Generation
+    speculative: Generation
+    verdict: Verdict  # speculative against plain
+    parted: Difference | None
+    reference_verdict: Verdict | None  # plain against transformers; None: not compared
+    reference_parted: Difference | None
+
+
+def verify(
+    address: Annotated[str | None, typer.Option(help="A running cluster's router, HOST:PORT.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The target's folder: for its tokenizer, and for transformers. With --address.")
+    ] = None,
+    target: Annotated[Path, typer.Option(help="Without --address: the target of a cluster that is started.")] = Path(
+        "models/target"
+    ),
+    drafter: Annotated[Path, typer.Option(help="Its drafter.")] = Path("models/drafter"),
+    model: Annotated[str, typer.Option(help="The model's name, where the cluster serves several.")] = "",
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines with an id and a prompt.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts taken from the file.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds for each prompt and temperature above 0.")] = 2,
+    temperature: Annotated[list[float] | None, typer.Option(help="May be repeated. [default: 0, 0.8]")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens a text.")] = 64,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the verifier's weights: decides what a near tie is.")
+    ] = "float32",
+    numerics: Annotated[Literal["fast", "invariant"], typer.Option(help="Of a cluster that is started.")] = "fast",
+    concurrency: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 4,
+    reference: Annotated[bool, typer.Option(help="Compare with transformers too (float32, in this process).")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds for one text.")] = 300.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+) -> None:
+    """Generate texts with and without speculation and compare them, token by token, with each other and with
+    transformers. Ends with status 1 if a difference is not explained by rounding."""
+    from outrider.errors import ConfigError
+
+    cases: list[Case] = []
+    folder = target if address is None else checkpoint
+    done = False
+
+    async def main() -> None:
+        nonlocal done
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from outrider.cli.compare import TOLERANCE
+        from outrider.client import AsyncClient
+
+        if folder is None:
+            raise ConfigError("flags: checkpoint: is needed with --address, for the tokenizer and for transformers")
+        chosen = read_prompts(folder, prompts, prompt, count)
+        judge = await asyncio.to_thread(_reference, folder) if reference else None
+        terminal = Console(stderr=True, highlight=False)
+        work = plan(chosen, temperature or list(TEMPERATURES), seeds)
+        async with (
+            _cluster(address, target, drafter, dtype, numerics, terminal.print) as router,
+            AsyncClient(router) as client,
+        ):
+            with Progress(console=terminal, transient=True) as progress:
+                bar = progress.add_task("texts", total=len(work))
+                async for case in compare(
+                    client,
+                    work,
+                    judge,
+                    tolerance=TOLERANCE[dtype],
+                    model=model,
+                    max_tokens=max_tokens,
+                    concurrency=concurrency,
+                    timeout=timeout,
+                ):
+                    cases.append(case)
+                    progress.advance(bar)
+        done = True
+
+    run_until_signal(main())
+    if not done:
+        raise SystemExit(INTERRUPTED)
+    print_report(cases)
+    if json_file is not None:
+        json_file.write_text(json.dumps([entry(case) for case in cases], indent=1), encoding="utf-8")
+    print(last_line(cases), flush=True)
+    if any("bug" in (case.verdict, case.reference_verdict) for case in cases):
+        raise SystemExit(FAILURE)
+
+
+def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, count: int) -> list[Prompt]:
+    """Prompts from the command line, else from a file, else the held-out ones, in the checkpoint's own tokens.
+
+    Raises ConfigError for a file that is none, CheckpointError for a folder without a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    from outrider.errors import CheckpointError, ConfigError
+
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; give the folder of the target's checkpoint") from None
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    named = [(f"prompt-{number}", text) for number, text in enumerate(texts or (), 1)]
+    if not named:
+        source = file or HELD_OUT
+        try:
+            lines = source.read_text(encoding="utf-8").splitlines()
+            named = [(entry["id"], entry["prompt"]) for entry in map(json.loads, lines)]
+        except OSError as error:
+            raise ConfigError(f"{source}: {error.strerror}; give --prompt, or --prompts with a file") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{source}: must hold JSON lines with an id and a prompt") from None
+        if file is None:
+            named = [(name, text) for name, text in named if name.endswith("#short")]
+    return [Prompt(name, text, tuple(tokenizer.encode(text).ids)) for name, text in named[: len(texts or ()) or count]]
+
+
+def plan(prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: int) -> list[tuple[Prompt, float, int]]:
+    """What to generate: at temperature 0 a seed changes nothing, so there is one."""
+    return [
+        (prompt, temperature, seed)
+        for temperature in temperatures
+        for prompt in prompts
+        for seed in range(1, 1 + (seeds if temperature else 1))
+    ]
+
+
+async def compare(
+    client: AsyncClient,
+    work: Sequence[tuple[Prompt, float, int]],
+    reference: Reference | None,
+    *,
+    tolerance: float,
+    model: str = "",
+    max_tokens: int = 64,
+    concurrency: int = 4,
+    timeout: float = 300.0,
+) -> AsyncIterator[Case]:
+    """Generates every case both ways, some at once, and judges it. Raises what the client raises."""
+    from outrider.cli.compare import Verdict, difference, verdict
+    from outrider.core.contract import Contract
+
+    room, judging = asyncio.Semaphore(concurrency), asyncio.Lock()
+
+    async def one(prompt: Prompt, temperature: float, seed: int) -> Case:
+        async def generate(speculation: Literal["off"] | None) -> Generation:
+            async with room:
+                return await client.generate(
+                    prompt.tokens,
+                    model=model,
+                    temperature=temperature,
+                    seed=seed,
+                    max_tokens=max_tokens,
+                    ignore_eos=True,
+                    speculation=speculation,
+                    timeout=timeout,
+                )
+
+        plain, speculative = await asyncio.gather(generate("off"), generate(None))
+        judged, parted = None, None
+        if reference is not None:
+            contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature)
+            async with judging:
+                parted = await asyncio.to_thread(
+                    reference.difference, prompt.tokens, plain.token_ids, plain.gaps, contract
+                )
+            judged = parted.judged(tolerance) if parted else Verdict.IDENTICAL
+        between = difference(plain.token_ids, speculative.token_ids, plain.gaps, speculative.gaps)
+        outcome = verdict(plain, speculative, tolerance)
+        return Case(prompt, temperature, seed, plain, speculative, outcome, between, judged, parted)
+
+    tasks = [asyncio.create_task(one(*case)) for case in work]
+    try:
+        for task in tasks:
+            yield await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def print_report(cases: Sequence[Case]) -> None:
+    """A row for each temperature, and a line for each difference."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console(highlight=False)
+    table = Table(box=SIMPLE, show_edge=False)
+    headings = ("T", "texts", "tokens", "same", "near\nties", "bugs", "accept.\nlength")
+    for heading in (*headings, "transf.\nsame", "near\nties", "bugs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for temperature in dict.fromkeys(case.temperature for case in cases):
+        row = [case for case in cases if case.temperature == temperature]
+        steps = sum(case.speculative.usage.steps for case in row)
+        tokens = sum(len(case.speculative.token_ids) for case in row)
+        mine, theirs = _counts(case.verdict for case in row), _counts(case.reference_verdict for case in row)
+        table.add_row(
+            f"{temperature:g}", str(len(row)), str(tokens), *mine, f"{tokens / steps:.2f}" if steps else "-", *theirs
+        )
+    screen.print(table)
+    for case in cases:
+        for against, judged, parted in _differences(case):
+            where = (
+                f"position {parted.position}: {parted.first} / {parted.second}, gap {parted.gap:.3g}" if parted else ""
+            )
+            screen.print(
+                f"{judged}: {case.prompt.name}, T {case.temperature:g}, seed {case.seed}, plain against {against}, "
+                f"{where or 'the same tokens, but not the same text or end'}",
+                style="bold red" if judged == "bug" else None,
+                markup=False,
+            )
+
+
+def last_line(cases: Sequence[Case]) -> str:
+    """The line for scripts."""
+    mine, theirs = _counts(case.verdict for case in cases), _counts(case.reference_verdict for case in cases)
+    tokens = sum(len(case.plain.token_ids) + len(case.speculative.token_ids) for case in cases)
+    return (
+        f"verify: texts={len(cases)} tokens={tokens} identical={mine[0]} near_ties={mine[1]} bugs={mine[2]} "
+        f"reference_near_ties={theirs[1]} reference_bugs={theirs[2]}"
+    )
+
+
+def entry(case: Case) -> dict[str, Any]:
+    """A case for the JSON report."""
+    return {
+        "prompt": case.prompt.name,
+        "temperature": case.temperature,
+        "seed": case.seed,
+        "verdict": case.verdict,
+        "reference_verdict": case.reference_verdict,
+        "differences": [
+            {"against": against, "verdict": judged, **(parted._asdict() if parted else {})}
+            for against, judged, parted in _differences(case)
+        ],
+        "plain_tokens": case.plain.token_ids,
+        "speculative_tokens": case.speculative.token_ids,
+        "steps": case.speculative.usage.steps,
+        "accepted": case.speculative.usage.accepted,
+    }
+
+
+def _differences(case: Case) -> list[tuple[str, Verdict, Difference | None]]:
+    found = ((SPECULATIVE, case.verdict, case.parted), (REFERENCE, case.reference_verdict, case.reference_parted))
+    return [(against, judged, parted) for against, judged, parted in found if judged not in (None, "identical")]
+
+
+def _counts(verdicts: Any) -> list[str]:
+    """Identical, near ties, bugs; dashes where nothing was compared."""
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return [str(known.count(kind)) if known else "-" for kind in ("identical", "near tie", "bug")]
+
+
+def _reference(folder: Path) -> Reference:
+    from outrider.cli.reference import Reference
+
+    return Reference(folder)
+
+
+@asynccontextmanager
+async def _cluster(
+    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, say: Callable[[str], None]
+) -> AsyncIterator[str]:
+    """The router's address: of the running cluster, or of one that is started for the purpose."""
+    from outrider.cli.cluster import LocalCluster
+    from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+
+    if address is not None:
+        yield address
+        return
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=OWN_SLOTS)],
+        drafter=[DrafterConfig(model=drafter, slots=OWN_SLOTS)],
+    )
+    say("starting Redis, a verifier, a drafter and a router ...")
+    async with LocalCluster(config, forward=lambda name, line: say(f"{name}: {line}")) as cluster:
+        yield cluster.router_address

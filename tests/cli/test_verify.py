@@ -1,0 +1,134 @@
+"""`outrider verify`: a cluster that is exact passes, and a token that is not the target's own is a bug with its gap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.compare import TOLERANCE, Difference, Verdict, difference
+from outrider.cli.reference import Reference
+from outrider.cli.verify import Case, Prompt, compare, last_line, plan, read_prompts
+from outrider.client import Generation
+from outrider.core.contract import Contract
+from outrider.errors import CheckpointError, ConfigError
+from tests.cli.test_compare import generation
+
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "models" / "target"
+PROMPT = Prompt("p", "import os\n", (1, 2, 3))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "outrider.cli", "verify", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_the_reference_models_are_exact(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = run("--count", "1", "--seeds", "2", "--max-tokens", "40", "--json", str(report))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stdout.splitlines()[-1]
+    match = re.fullmatch(
+        r"verify: texts=3 tokens=240 identical=(\d) near_ties=(\d) bugs=0 reference_near_ties=\d reference_bugs=0", last
+    )
+    assert match, last
+    assert int(match[1]) + int(match[2]) == 3
+    entries = json.loads(report.read_text(encoding="utf-8"))
+    assert [len(entry["plain_tokens"]) for entry in entries] == [40, 40, 40]
+    assert sum(entry["accepted"] for entry in entries) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--target", "nowhere", "--no-reference"), "nowhere/tokenizer.json"),
+        (("--address", "127.0.0.1:1", "--checkpoint", "models/target", "--no-reference"), "no router can be reached"),
+        (("--address", "127.0.0.1:1"), "checkpoint"),
+        (("--prompts", "nowhere.jsonl", "--no-reference"), "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_verified_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class Script:
+    """A client whose speculative answers may be wrong."""
+
+    def __init__(self, plain: Generation, speculative: Generation) -> None:
+        self._answers = {"off": plain, None: speculative}
+
+    async def generate(self, prompt: Any, *, speculation: str | None, **options: Any) -> Generation:
+        await asyncio.sleep(0)
+        return self._answers[speculation]
+
+
+async def cases(plain: Generation, speculative: Generation) -> list[Case]:
+    client: Any = Script(plain, speculative)
+    work = plan([PROMPT], [0.0, 0.8], 2)
+    return [case async for case in compare(client, work, None, tolerance=TOLERANCE["float32"])]
+
+
+async def test_a_wrong_token_is_a_bug_with_its_place_and_gap() -> None:
+    found = await cases(generation([1, 2, 3], [9, 4.5, 9]), generation([1, 7, 3], [9, 5.5, 9]))
+    assert [case.verdict for case in found] == [Verdict.BUG] * 3
+    assert found[0].parted == Difference(1, 2, 7, 4.5)
+    assert last_line(found).startswith("verify: texts=3 tokens=18 identical=0 near_ties=0 bugs=3 ")
+
+
+async def test_rounding_is_a_near_tie_and_another_end_is_a_bug() -> None:
+    near = await cases(generation([1, 2], [9, 5e-4]), generation([1, 3], [9, 9]))
+    assert {case.verdict for case in near} == {Verdict.NEAR_TIE}
+    text = await cases(generation([1]), replace(generation([1]), text="other"))
+    assert {(case.verdict, case.parted) for case in text} == {(Verdict.BUG, None)}
+
+
+def test_an_unknown_gap_explains_nothing() -> None:
+    parted = difference([1], [2], [float("nan")], [])
+    assert parted is not None
+    assert parted.judged(1e-3) is Verdict.BUG
+
+
+def test_transformers_finds_the_token_that_was_tampered_with() -> None:
+    (prompt,) = read_prompts(TARGET, None, ["def add(a, b):\n"], 1)
+    reference = Reference(TARGET)
+    contract = Contract(seed=3, max_tokens=8, temperature=0.8)
+    said: list[int] = []
+    while len(said) < 8:  # what transformers itself says, found by its own differences
+        parted = reference.difference(prompt.tokens, [*said, 0], [9.0] * 9, contract)
+        said.append(parted.second if parted and parted.second is not None else 0)
+    assert reference.difference(prompt.tokens, said, [9.0] * 8, contract) is None
+    wrong = [*said[:5], (said[5] + 1) % 4096, *said[6:]]
+    parted = reference.difference(prompt.tokens, wrong, [0.125] * 8, contract)
+    assert parted is not None
+    assert (parted.position, parted.first, parted.second) == (5, wrong[5], said[5])
+    assert parted.gap <= 0.125
+
+
+def test_prompts_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
+    assert [prompt.name for prompt in read_prompts(TARGET, None, ["a", "b"], 1)] == ["prompt-1", "prompt-2"]
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"id": "x", "prompt": "a"}\n{"id": "y", "prompt": "b"}\n', encoding="utf-8")
+    assert [prompt.name for prompt in read_prompts(TARGET, file, None, 1)] == ["x"]
+    file.write_text("nonsense", encoding="utf-8")
+    with pytest.raises(ConfigError, match="JSON lines"):
+        read_prompts(TARGET, file, None, 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        read_prompts(tmp_path, None, ["a"], 1)
