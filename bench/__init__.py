@@ -1,0 +1,1 @@
+"""Measurements, and the faults that tests and measurements share."""

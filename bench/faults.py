@@ -1,8 +1,10 @@
-"""A TCP proxy that makes a network bad: delay, jitter, a rate, cuts, half-open connections. For tests and benchmarks.
+"""A TCP proxy that makes a link slow, narrow, frozen or broken, on purpose and on demand.
 
-async with FaultProxy("127.0.0.1:7070", delay_s=0.02) as proxy:
+async with FaultProxy("127.0.0.1:7070", delay_s=0.02, jitter_s=0.005) as proxy:
     client = outrider.AsyncClient(proxy.address)
-    proxy.cut()
+    ...
+    proxy.freeze()  # the peer is gone and nobody is told
+    proxy.cut()  # every connection is reset
 """
 
 from __future__ import annotations
@@ -11,21 +13,31 @@ import asyncio
 import random
 import socket
 import struct
+from collections import deque
 from collections.abc import Coroutine
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-CHUNK = 64 * 1024
-BACKLOG = 64  # chunks under way in one direction, before the sender is held back
+Direction = Literal["up", "down"]  # from the client to the target; from the target to the client
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+CHUNK = 2**16  # bytes read at a time
+HELD = 2**22  # bytes under way in one direction of a connection; a link that holds them takes no more
+GRAIN_S = 0.01  # a narrow link is fed in pieces that take it about so long
+_BACKLOG = 512
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s, so that closing resets
 
 
 class FaultProxy:
-    """Forwards connections to `target` ("host:port"). All settings may be changed while it runs.
+    """Listens on a port of this machine and passes what it hears to `target` and back.
 
-    Each direction is delayed by `delay_s`, plus up to `jitter_s` drawn from `seed`, and keeps its order; with
-    `bytes_per_s` it is no faster than that. `sent` and `received` count the bytes that passed towards the target and
-    back.
+    `target` is "host:port", or "unix:/path". Bytes arrive in order, `delay_s` and up to `jitter_s` after they were
+    sent, in each direction; each direction carries at most `bytes_per_s`, over all connections together. These three
+    may be changed while it runs; what is under way keeps its time. Jitter is drawn from `seed`, for each connection
+    and direction by itself, so that it does not depend on how connections interleave.
+
+    Runs on the loop that enters it. Leaving resets what is open and leaves no task and no socket.
     """
 
     def __init__(
@@ -37,152 +49,277 @@ class FaultProxy:
         bytes_per_s: float | None = None,
         seed: int = 0,
     ) -> None:
+        self.target = target
         self.delay_s = delay_s
         self.jitter_s = jitter_s
         self.bytes_per_s = bytes_per_s
-        self.address = ""
-        self.sent = 0
-        self.received = 0
-        self.connections = 0  # that were ever made
-        self._target = target
-        self._random = random.Random(seed)
-        self._server: asyncio.Server | None = None
-        self._links: dict[_Link, asyncio.Task[None]] = {}
-        self._refusing = False
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self.bytes_up = 0  # delivered to the target
+        self.bytes_down = 0  # delivered to clients
+        self.accepted = 0  # connections so far
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self._seed = seed
+        self._free_at: dict[Direction, float] = {"up": 0.0, "down": 0.0}  # when the narrow link has sent what it has
+        self._port: socket.socket | None = None  # bound, never listening: nobody else gets the port meanwhile
+        self._listener: socket.socket | None = None
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+
+    @property
+    def address(self) -> str:
+        """ "host:port" for clients."""
+        if self._port is None:
+            raise RuntimeError("the proxy has not been entered")
+        host, port = self._port.getsockname()
+        return f"{host}:{port}"
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._connections)
+
+    def cut(self) -> None:
+        """Resets all connections at once; what is under way is lost. New ones work."""
+        for task, connection in list(self._connections.items()):
+            if connection.reset():
+                task.cancel()
+
+    def refuse(self) -> None:
+        """From now on nobody can connect. Open connections stay."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def accept(self) -> None:
+        """Undoes `refuse`."""
+        if self._listener is None:
+            host, port = self.address.split(":")
+            self._listener = _bound(host, int(port))
+            self._listener.listen(_BACKLOG)
+            asyncio.get_running_loop().add_reader(self._listener, self._welcome, self._listener)
+
+    def freeze(self) -> None:
+        """From now on nothing is delivered in either direction, not even the end of a connection.
+
+        Nobody is told: connections stay open and new ones can be made, as when the peer's machine has lost its power.
+        What is sent is held; when the link holds all it can, senders feel it.
+        """
+        self.thawed.clear()
+
+    def thaw(self) -> None:
+        """Undoes `freeze`; what was held is delivered. `cut` while frozen loses it instead."""
+        self.thawed.set()
+
+    def close_half(self, direction: Direction) -> None:
+        """Ends one direction of all open connections: its receivers read their end, what is sent is thrown away."""
+        for connection in self._connections.values():
+            connection.close_half(direction)
+
+    def due(self, direction: Direction, size: int, jitter: random.Random) -> float:
+        """When bytes that arrive now are to be delivered: a time of the loop's clock."""
+        now = asyncio.get_running_loop().time()
+        sent = now
+        if self.bytes_per_s is not None:
+            sent = self._free_at[direction] = max(now, self._free_at[direction]) + size / self.bytes_per_s
+        return sent + self.delay_s + (jitter.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0)
+
+    def most_at_once(self) -> int:
+        """Bytes to read at a time."""
+        return CHUNK if self.bytes_per_s is None else max(1, min(CHUNK, int(self.bytes_per_s * GRAIN_S)))
+
+    def count(self, direction: Direction, size: int) -> None:
+        """Bytes were delivered."""
+        if direction == "up":
+            self.bytes_up += size
+        else:
+            self.bytes_down += size
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
+        self._port = _bound("127.0.0.1", 0)
+        self.accept()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._server is not None
-        self._server.close()
-        tasks = list(self._links.values())
+        self.refuse()
         self.cut()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._server.wait_closed()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._port is not None:
+            self._port.close()
 
-    def cut(self) -> None:
-        """Resets all connections at once, also frozen ones. New ones work."""
-        for link in list(self._links):
-            link.reset()
-
-    def refuse(self) -> None:
-        """Resets new connections as soon as they are made."""
-        self._refusing = True
-
-    def accept(self) -> None:
-        """Ends `refuse`."""
-        self._refusing = False
-
-    def freeze(self) -> None:
-        """Nothing passes any more, and nobody is told: half-open."""
-        self._flowing.clear()
-
-    def thaw(self) -> None:
-        """What was held passes, and all that follows."""
-        self._flowing.set()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        link = _Link(writer)
-        task = asyncio.current_task()
-        assert task is not None
-        self._links[link] = task
-        try:
-            if self._refusing:
-                link.reset()
-                return
-            host, _, port = self._target.rpartition(":")
-            with suppress(OSError):
-                there_reader, there_writer = await asyncio.open_connection(host, int(port))
-                link.add(there_writer)
-                await link.run(
-                    self._carry(reader, there_writer, towards=True), self._carry(there_reader, writer, towards=False)
-                )
-        finally:
-            del self._links[link]
-            link.reset()
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, towards: bool) -> None:
-        """One direction: reads at once, writes when it is due. An end of stream passes too."""
-        due: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(BACKLOG)
-        delivering = asyncio.create_task(self._deliver(due, writer, towards=towards))
-        loop = asyncio.get_running_loop()
-        last = 0.0
-        try:
+    def _welcome(self, listener: socket.socket) -> None:
+        with suppress(BlockingIOError):
             while True:
-                data = await reader.read(CHUNK)
-                jitter = self._random.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0
-                start = max(last, loop.time() + self.delay_s + jitter)
-                last = start + (len(data) / self.bytes_per_s if self.bytes_per_s else 0.0)
-                await due.put((last, data))
-                if not data:
-                    break
-            await delivering
-        finally:
-            delivering.cancel()
-
-    async def _deliver(
-        self, due: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, *, towards: bool
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            when, data = await due.get()
-            if (wait := when - loop.time()) > 0:
-                await asyncio.sleep(wait)
-            await self._flowing.wait()
-            if not data:
-                writer.write_eof()
-                return
-            writer.write(data)
-            if towards:
-                self.sent += len(data)
-            else:
-                self.received += len(data)
-            await writer.drain()
+                accepted, _ = listener.accept()
+                accepted.setblocking(False)
+                connection = _Connection(self, accepted, f"{self._seed}/{self.accepted}")
+                self.accepted += 1
+                task = asyncio.create_task(connection.run())
+                self._connections[task] = connection
+                task.add_done_callback(self._connections.pop)
 
 
-class _Link:
-    """Both connections of one client."""
+class _Connection:
+    """A client's connection and the one to the target that belongs to it."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writers = [writer]
-        self._tasks: list[asyncio.Task[None]] = []
-        _undelayed(writer)
+    def __init__(self, proxy: FaultProxy, accepted: socket.socket, seed: str) -> None:
+        self._proxy = proxy
+        self._accepted = accepted
+        self._seed = seed
+        self._writers: list[asyncio.StreamWriter] = []
+        self._flows: dict[Direction, _Flow] = {}
+        self._ended = False
 
-    def add(self, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
-        _undelayed(writer)
-
-    async def run(self, *directions: Coroutine[Any, Any, None]) -> None:
-        """Until both directions have ended, or one has failed."""
-        self._tasks = [asyncio.create_task(direction) for direction in directions]
+    async def run(self) -> None:
+        """Until both directions have ended, or one was reset."""
         try:
-            await asyncio.gather(*self._tasks)
-        except (OSError, asyncio.CancelledError):
-            pass  # a reset, by one end or by us
+            await self._proxy.thawed.wait()
+            client = await self._open(asyncio.open_connection(sock=self._accepted))
+            target = await self._open(_connect(self._proxy.target))
+            up = self._flows["up"] = _Flow(self._proxy, "up", client[0], target[1], self._seed)
+            down = self._flows["down"] = _Flow(self._proxy, "down", target[0], client[1], self._seed)
+            async with asyncio.TaskGroup() as group:
+                for work in (up.receive(), up.deliver(), down.receive(), down.deliver()):
+                    group.create_task(work)
+            for writer in self._writers:
+                writer.close()
+                await writer.wait_closed()
+        except* OSError:  # a peer reset it, or is not there: so does the other one see it
+            pass
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.reset()
+            for writer in self._writers:
+                with suppress(OSError):
+                    await writer.wait_closed()
 
-    def reset(self) -> None:
-        """Ends both connections; who is there hears of a reset and not of an orderly end."""
+    def reset(self) -> bool:
+        """Both peers see a reset, unless the connection has ended in order. False the second time."""
+        if self._ended:
+            return False
+        self._ended = True
+        for end in [writer.get_extra_info("socket") for writer in self._writers] or [self._accepted]:
+            with suppress(OSError):  # it is closed
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         for writer in self._writers:
-            sock = writer.get_extra_info("socket")
-            with suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             writer.transport.abort()
-        for task in self._tasks:
-            task.cancel()
+        if not self._writers:
+            self._accepted.close()
+        return True
+
+    async def _open(self, opening: Coroutine[Any, Any, _Streams]) -> _Streams:
+        streams = await opening
+        self._writers.append(streams[1])
+        return streams
+
+    def close_half(self, direction: Direction) -> None:
+        """Ends one direction."""
+        if direction in self._flows:
+            self._flows[direction].close()
 
 
-def _undelayed(writer: asyncio.StreamWriter) -> None:
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+class _Flow:
+    """One direction of a connection: what arrives waits here until it is due."""
+
+    def __init__(
+        self,
+        proxy: FaultProxy,
+        direction: Direction,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        seed: str,
+    ) -> None:
+        self._proxy = proxy
+        self._direction: Direction = direction
+        self._source = source
+        self._sink = sink
+        self._jitter = random.Random(f"{seed}/{direction}")
+        self._held: deque[tuple[float, bytes | OSError]] = deque()  # (due, bytes); b"" is the end
+        self._size = 0  # bytes held
+        self._filled = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._closed = False
+
+    async def receive(self) -> None:
+        """Takes in what the source sends, to its end."""
+        latest = 0.0
+        arrived: bytes | OSError = b"\0"
+        while isinstance(arrived, bytes) and arrived:
+            await self._room.wait()
+            try:
+                arrived = await self._source.read(self._proxy.most_at_once())
+            except OSError as error:
+                arrived = error
+            size = len(arrived) if isinstance(arrived, bytes) else 0
+            latest = max(latest, self._proxy.due(self._direction, size, self._jitter))
+            if self._closed:
+                continue
+            self._held.append((latest, arrived))
+            self._size += size
+            if self._size >= HELD:
+                self._room.clear()
+            self._filled.set()
+
+    async def deliver(self) -> None:
+        """Passes it on when it is due, to the end. Raises the OSError by which the source was lost."""
+        loop = asyncio.get_running_loop()
+        while not self._closed:
+            if not self._held:
+                self._filled.clear()
+                await self._filled.wait()
+                continue
+            due, arrived = self._held[0]
+            if (left := due - loop.time()) > 0:
+                await asyncio.sleep(left)
+            await self._proxy.thawed.wait()
+            if self._closed:
+                return
+            self._held.popleft()
+            if isinstance(arrived, OSError):
+                raise arrived
+            await self._pass_on(arrived)
+
+    async def _pass_on(self, data: bytes) -> None:
+        if not data:
+            self.close()
+            return
+        self._size -= len(data)
+        self._room.set()
+        try:
+            self._sink.write(data)
+            await self._sink.drain()
+        except OSError:  # the receiver is lost; the other direction hears of it
+            self._drop()
+        else:
+            self._proxy.count(self._direction, len(data))
+
+    def close(self) -> None:
+        """The receiver reads its end; what is held, and what still comes, is thrown away."""
+        if not self._closed:
+            self._drop()
+            with suppress(OSError, RuntimeError):
+                self._sink.write_eof()
+
+    def _drop(self) -> None:
+        self._closed = True
+        self._held.clear()
+        self._size = 0
+        self._room.set()
+        self._filled.set()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    bound.setblocking(False)
+    bound.bind((host, port))
+    return bound
+
+
+async def _connect(target: str) -> _Streams:
+    if target.startswith("unix:"):
+        return await asyncio.open_unix_connection(target.removeprefix("unix:"))
+    host, _, port = target.rpartition(":")
+    return await asyncio.open_connection(host, int(port))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.reporting import INTERRUPTED, reported
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -29,9 +29,16 @@ def generate(
         Literal["ema", "fixed", "off"] | None, typer.Option(help="Speed only. [default: the router's]")
     ] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma. [default: the router's]")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show each token's log-probability and those of this many likely ones.")
+    ] = None,
+    session: Annotated[str, typer.Option(help="A further turn of the session that an earlier call named.")] = "",
+    whole_history: Annotated[
+        bool, typer.Option("--whole-history", help="The text is all of the session; another past forks it.")
+    ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole call.")] = None,
 ) -> None:
-    """Continue a text, shown as it comes. Figures follow on stderr."""
+    """Continue a text, shown as it comes. Figures follow on stderr; the session in them can be continued."""
     from outrider.client import Client
 
     with reported(), Client(address) as client:
@@ -49,19 +56,38 @@ def generate(
             ignore_eos=ignore_eos,
             speculation=speculation,
             depth=depth,
+            logprobs=logprobs,
+            session=session,
+            whole_history=whole_history,
         )
-        with stream:
-            for chunk in stream:
-                print(chunk.text, end="", flush=True)
+        try:
+            with stream:
+                for chunk in stream:
+                    print(chunk.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(f"\noutrider: cancelled; session {stream.session_id or session or 'none yet'}", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
         print()
+        if logprobs is not None:
+            _print_table(stream.result)
         print(_figures(stream.result), file=sys.stderr)
+
+
+def _print_table(result: Generation) -> None:
+    """A line for each token: its id and log-probability, then those of the most likely ones."""
+    for token, entry in zip(result.token_ids, result.logprobs, strict=True):
+        likely = "".join(f"  {other:>8} {logprob:8.3f}" for other, logprob in entry.top)
+        print(f"{token:>8} {entry.logprob:8.3f}{likely and '  |' + likely}", file=sys.stderr)
 
 
 def _figures(result: Generation) -> str:
     usage = result.usage
+    forked = f" (forked from {result.forked_from})" if result.forked_from else ""
+    resumed = f", broke off and went on: {result.resumes}" if result.resumes else ""
     return (
-        f"outrider: {usage.completion_tokens} tokens, ended by {result.finish_reason}, seed {result.seed}, "
+        f"outrider: session {result.session_id}{forked}, "
+        f"{usage.completion_tokens} tokens, ended by {result.finish_reason}, seed {result.seed}, "
         f"{usage.tokens_per_second:.1f} tok/s after a first token in {usage.first_token_s * 1000:.0f} ms, "
         f"acceptance length {usage.acceptance_length:.2f} over {usage.steps} steps, "
-        f"{usage.wire_bytes / max(usage.completion_tokens, 1):.0f} wire bytes a token"
+        f"{usage.wire_bytes / max(usage.completion_tokens, 1):.0f} wire bytes a token{resumed}"
     )

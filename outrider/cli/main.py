@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from outrider.cli.demo import demo
+from outrider.cli.describe import describe
 from outrider.cli.generate import generate
 from outrider.cli.pad import pad
 from outrider.cli.serve import drafter, router, verifier
@@ -17,5 +18,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, verify, router, verifier, drafter, pad):
+for command in (demo, up, generate, verify, router, verifier, drafter, describe, pad):
     app.command()(command)

@@ -6,7 +6,8 @@
 `Client` is for ordinary code and may be shared between threads; `AsyncClient` is the same for asyncio.
 """
 
-from outrider.client._async import AsyncClient, AsyncStream
+from outrider.client._async import AsyncClient
+from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import Chunk, FinishReason, Generation, Model, Session, TokenLogprobs, Usage
 

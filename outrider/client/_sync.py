@@ -10,7 +10,8 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from outrider.client._async import AsyncClient, AsyncStream
+from outrider.client._async import AsyncClient
+from outrider.client._stream import AsyncStream
 from outrider.client._types import Chunk, Generation, Model, Session
 from outrider.client._wire import Options
 from outrider.errors import Cancelled
@@ -19,7 +20,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """A connection to the router at `address` ("host:port"), made with the first call.
+    """A connection to the router at `address`, made with the first call; addresses as for `AsyncClient`.
 
     Threads may share it. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
     Overloaded, Unavailable, DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on.
@@ -83,7 +84,7 @@ class Client:
         return self._thread.run(self._client.models(timeout=timeout))
 
     def close(self) -> None:
-        """Breaks off what still runs and disconnects. Closing twice is fine."""
+        """Ends what still runs, on the server too, and disconnects. Closing twice is fine."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -98,7 +99,8 @@ class Client:
 class Stream:
     """A running generation: iterate over its chunks, then read `result`.
 
-    Leaving the loop early, leaving a `with` block, or `cancel` (from any thread) ends it on the server too.
+    It outlives broken calls as `AsyncStream` does. Leaving the loop early, leaving a `with` block, or `cancel` (from
+    any thread) ends it on the server too.
     """
 
     def __init__(self, thread: _LoopThread, stream: AsyncStream) -> None:
@@ -116,16 +118,12 @@ class Stream:
         return self._stream.result
 
     def __iter__(self) -> Iterator[Chunk]:
-        chunks = aiter(self._stream)
-
-        async def advance() -> Chunk | None:
-            return await anext(chunks, None)
-
+        self._thread.run(self._begin())
         try:
-            while (chunk := self._thread.run(advance())) is not None:
+            while (chunk := self._thread.run(self._stream.next())) is not None:
                 yield chunk
         finally:
-            self._thread.finish(chunks.aclose())
+            self.cancel()
 
     def cancel(self) -> None:
         """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
@@ -139,6 +137,9 @@ class Stream:
     ) -> None:
         self.cancel()
 
+    async def _begin(self) -> None:
+        self._stream.begin()
+
 
 class _LoopThread:
     """An event loop on its own thread, and the client that lives there."""
@@ -146,7 +147,7 @@ class _LoopThread:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="outrider-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -172,15 +173,21 @@ class _LoopThread:
             self.run(work)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._shut_down()))
+        if threading.current_thread() is not self._thread:  # where the garbage collector may call this, too
+            self._thread.join()
+
+    def _serve(self) -> None:
+        self._loop.run_forever()
         self._loop.close()
 
     async def _shut_down(self) -> None:
-        running = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()  # streams that were left half read tell the server
-        await self._client.close()
+        try:
+            await self._client.close()
+            running = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
+        finally:
+            self._loop.stop()

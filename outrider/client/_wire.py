@@ -81,7 +81,7 @@ def request_to_pb(
     if depth is not None and not 1 <= depth <= 64:
         raise InvalidRequest("depth", f"is {depth}, must be 1 to 64; speculation='off' turns it off")
     request = pb.GenerateRequest(
-        model=model,
+        model=encodable("model", model),
         sampling=pb.Sampling(
             seed=seed,
             choice=choice,
@@ -89,23 +89,41 @@ def request_to_pb(
             top_k=top_k,
             top_p=top_p,
             max_tokens=max_tokens,
-            stop=[_encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
+            stop=[encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         ),
         speculation=pb.Speculation(policy=speculation or "", depth=depth or 0),
-        session_id=session,
+        session_id=encodable("session", session),
         whole_history=whole_history,
-        idempotency_key=idempotency_key or secrets.token_hex(16),
+        idempotency_key=encodable("idempotency_key", idempotency_key) or secrets.token_hex(16),
     )
     if isinstance(prompt, str):
-        request.text = _encodable("prompt", prompt)
+        request.text = encodable("prompt", prompt)
     else:
         request.token_ids.CopyFrom(_token_ids(prompt, tokenizer_digest))
     return request
 
 
-def _encodable(field: str, text: str) -> str:
+def resume_to_pb(session: str, generation: int, next_position: int, text_offset: int) -> pb.ResumeRequest:
+    """The request. Raises InvalidRequest for what cannot go on the wire."""
+    for field, value, bits in (
+        ("generation", generation, 32),
+        ("next_position", next_position, 64),
+        ("text_offset", text_offset, 64),
+    ):
+        if not 0 <= value < 2**bits:
+            raise InvalidRequest(field, f"is {value}, must be from 0 to 2**{bits} - 1")
+    return pb.ResumeRequest(
+        session_id=encodable("session", session),
+        generation=generation,
+        next_position=next_position,
+        text_offset=text_offset,
+    )
+
+
+def encodable(field: str, text: str) -> str:
+    """The text. Raises InvalidRequest when it cannot go on the wire."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -121,8 +139,11 @@ def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
 
 
 def chunk_from_pb(message: pb.Chunk) -> Chunk:
-    """The chunk."""
+    """The chunk. Raises InternalError when its lists do not fit together."""
     count = len(message.token_ids)
+    uneven = any(len(entry.top_ids) != len(entry.top_logprobs) for entry in message.logprobs)
+    if uneven or len(message.gaps) not in (0, count) or len(message.logprobs) not in (0, count):
+        raise InternalError(f"the router sent a malformed chunk of {count} tokens")
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),

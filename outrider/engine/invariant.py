@@ -101,7 +101,7 @@ class InvariantAttention:
                 sums[:, tile.queries].baddbmm_(part, rows)
                 totals[:, tile.queries].baddbmm_(part, ones)
             result = sums[:, :used, : self._dim].div_(totals[:, :used, :1])
-            return result.unflatten(0, (run.slots, -1)).transpose(1, 2).reshape(query.shape)
+            return result.view(run.slots, self._kv_heads, used, self._dim).transpose(1, 2).reshape(query.shape)
 
         return attend
 
@@ -153,10 +153,7 @@ class _Paths:
     @classmethod
     def of(cls, segment: Segment) -> _Paths:
         count, span = len(segment.tokens), segment.span
-        if segment.mask is None:
-            seen = np.tri(count, dtype=np.bool_)
-        else:
-            seen = segment.mask
+        seen = np.tri(count, dtype=np.bool_) if segment.mask is None else segment.mask
         ranks = seen.cumsum(1) - 1
         moved = ranks[seen & (ranks != np.arange(span))]
         trunk = int(moved.min()) if len(moved) else span

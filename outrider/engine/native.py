@@ -19,6 +19,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.invariant import InvariantAttention, invariant_silu
+from outrider.engine.machine import check_machine
 from outrider.engine.model import Layer, Model, load_model
 from outrider.engine.packing import Packed, pack
 
@@ -57,12 +58,14 @@ class Engine:
         self.slots = slots
         self.parameters = model.parameters
         self.dtype = dtype
-        self.numerics: str = numerics
+        self.numerics = numerics
         self.tokenizer_digest = digest
         self.eos_ids = config.eos_ids
         self._config = config
         self._model = model
         self._weights_dtype = DTYPES[dtype]
+        if numerics == "invariant":
+            check_machine(model, config, self._weights_dtype)
         self._attention, self._activate = _ways(numerics, config)
         tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
         self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
@@ -87,7 +90,8 @@ class Engine:
         `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
         `threads` for the operations (None: torch's own choice; the number is the process's); `progress` hears
         the fraction done, 0 to 1. Raises CheckpointError for a checkpoint that is missing, corrupt or not supported:
-        it names the file and says what to do.
+        it names the file and says what to do. Raises ConfigError where this machine's libraries cannot do invariant
+        numerics.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
@@ -107,6 +111,20 @@ class Engine:
                 slots=slots,
                 rows=config.context + SCRATCH if rows is None else rows,
                 threads=torch.get_num_threads(),
+            )
+
+    def with_numerics(self, numerics: Numerics) -> Engine:
+        """An engine of the same shape over the same weights, with KV of its own. Raises ConfigError as `load` does."""
+        with torch.inference_mode():
+            return Engine(
+                self._config,
+                self._model,
+                self.tokenizer_digest,
+                dtype=self.dtype,
+                numerics=numerics,
+                slots=self.slots,
+                rows=self.rows,
+                threads=self._threads,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,21 @@ from outrider.errors import ConfigError, InternalError, Unavailable
 
 TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
 CONNECTIONS = 32  # of one process; more callers than that take turns
-CLUSTER_CONNECTIONS = 1024  # to each node of a Redis Cluster, whose client does not let callers take turns
 _CLUSTER = "+cluster://"
 
 Client: TypeAlias = Redis | RedisCluster
+
+
+class _PatientCluster(RedisCluster):
+    """A cluster's client whose callers take turns for connections, as `BlockingConnectionPool` lets them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._turns = asyncio.Semaphore(CONNECTIONS)
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        async with self._turns:
+            return await super().execute_command(*args, **options)
 
 
 def connect(redis_url: str) -> Client:
@@ -33,9 +45,9 @@ def connect(redis_url: str) -> Client:
     """
     try:
         if _CLUSTER in redis_url:
-            return RedisCluster.from_url(
+            return _PatientCluster.from_url(
                 redis_url.replace(_CLUSTER, "://", 1),
-                max_connections=CLUSTER_CONNECTIONS,
+                max_connections=2 * CONNECTIONS,  # to one node; pipelines take theirs without a turn
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 protocol=2,
@@ -104,22 +116,25 @@ def _retry() -> Retry:
 
 
 def _diagnosis(error: Exception) -> str:
-    cause = error.__cause__ or error.__context__ or error  # redis-py hides what happened inside ConnectionErrors
+    # redis-py hides what happened inside ConnectionErrors; and a script's error may follow upon its NOSCRIPT.
+    chain = [one for one in (error, error.__cause__, error.__context__) if one is not None]
     text = str(error)
-    if isinstance(cause, redis.exceptions.AuthenticationError | redis.exceptions.NoPermissionError):
+    refusals = (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError)
+    if any(isinstance(one, refusals) for one in chain):
         return "refuses our password; check the one in REDIS_URL"
-    # The names are looked for in the text, because older servers wrap the errors of commands within scripts.
-    if "OOM command not allowed" in text or isinstance(cause, redis.exceptions.OutOfMemoryError):
+    # Older servers wrap the errors of commands within scripts, so that only the text tells.
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
         return "is full; raise its maxmemory or lower session_ttl_s"
     if "MISCONF" in text:
         return "cannot write to its disk; make room where its data is (redis.data), its log says more"
-    if "READONLY" in text or isinstance(error, redis.exceptions.ReadOnlyError):
+    if isinstance(error, redis.exceptions.ReadOnlyError) or "READONLY" in text:
         return "is a replica, which takes no writes; correct REDIS_URL to name the primary"
     if isinstance(error, redis.exceptions.ClusterDownError | redis.exceptions.SlotNotCoveredError):
         return "is a cluster that misses a part; start its missing nodes"
     if isinstance(error, RedisClusterException):
         return f"cannot be used as a cluster ({text.splitlines()[0]}); start its nodes, or correct REDIS_URL"
     if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
+        cause = chain[1] if len(chain) > 1 else error
         reason = getattr(cause, "strerror", None) or type(cause).__name__
         return f"cannot be reached ({reason}); start it, or correct REDIS_URL"
     return f"refused a command ({error}); its log says more"

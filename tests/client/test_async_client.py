@@ -69,6 +69,10 @@ async def test_every_option_reaches_the_router(router: ScriptedRouter) -> None:
             speculation="fixed",
             depth=2,
             tokenizer_digest=b"d",
+            logprobs=0,
+            session="s",
+            whole_history=True,
+            idempotency_key="k",
         )
     request = router.requests[0]
     assert list(request.token_ids.ids) == [5, 6]
@@ -81,6 +85,9 @@ async def test_every_option_reaches_the_router(router: ScriptedRouter) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.0, 3, 0.5)
     assert (list(sampling.stop), sampling.ignore_eos) == (["x"], True)
     assert (request.speculation.policy, request.speculation.depth) == ("fixed", 2)
+    assert sampling.HasField("logprobs")
+    assert sampling.logprobs == 0
+    assert (request.session_id, request.whole_history, request.idempotency_key) == ("s", True, "k")
 
 
 async def test_models_are_listed(router: ScriptedRouter) -> None:
@@ -98,8 +105,6 @@ async def test_errors_are_typed(router: ScriptedRouter) -> None:
         assert overloaded.value.retry_after == 0.5
         with pytest.raises(errors.NotFound, match="no models any more"):
             await client.models()
-        with pytest.raises(errors.InternalError, match="without a result"):
-            await client.generate("cut")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,10 @@ async def test_errors_are_typed(router: ScriptedRouter) -> None:
         ("prompt", {"prompt": [2**32]}),
         ("prompt", {"prompt": "\ud800"}),
         ("stop", {"stop": ["\ud800"]}),
+        ("model", {"model": "\ud800"}),
+        ("session", {"session": "\ud800"}),
+        ("idempotency_key", {"idempotency_key": "\ud800"}),
+        ("logprobs", {"logprobs": 21}),
     ],
 )
 async def test_absurd_options_are_refused_by_name_before_anything_is_sent(
@@ -179,6 +188,31 @@ async def test_cancel_from_another_task_ends_the_reader_with_cancelled(router: S
         assert router.cancelled_sessions == ["session-1"]
 
 
+async def test_a_stream_that_was_cancelled_before_it_is_read_asks_for_nothing(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        stream = client.stream("hello", session="s")
+        await stream.cancel()
+        with pytest.raises(errors.Cancelled):
+            async for _ in stream:
+                pass
+    assert (router.requests, router.cancelled_sessions) == ([], [])
+
+
+async def test_who_waits_for_the_end_may_be_cancelled_too_and_the_server_still_hears_of_it(
+    router: ScriptedRouter,
+) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        task = asyncio.create_task(client.generate("endless"))
+        assert await asyncio.to_thread(router.under_way.wait, 5)
+        for _ in range(5):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(router.cancel_came.wait, 5)
+    assert router.cancelled_sessions == ["session-1"]
+
+
 async def test_a_cancelled_task_stays_cancelled_and_the_server_hears_of_it(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         task = asyncio.create_task(client.generate("endless"))
@@ -214,6 +248,27 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         outrider.AsyncClient(address)
 
 
+async def test_a_request_gets_a_key_of_its_own_unless_it_has_one(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        first, second = [await client.generate("hello", timeout=5) for _ in range(2)]
+        assert first.session_id != second.session_id
+        one, same = [await client.generate("hello", idempotency_key="mine", timeout=5) for _ in range(2)]
+    assert one.session_id == same.session_id
+    assert (one.text, one.token_ids) == (same.text, same.token_ids)
+    keys = [request.idempotency_key for request in router.requests]
+    assert len(set(keys)) == 3
+    assert keys[2:] == ["mine", "mine"]
+
+
+async def test_log_probabilities_come_one_for_each_token(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        assert (await client.generate("hello", timeout=5)).logprobs == ()
+        own = await client.generate("hello", logprobs=0, timeout=5)
+        assert own.logprobs == tuple(outrider.TokenLogprobs(-number / 4, ()) for number in range(5))
+        likely = await client.generate("hello", logprobs=2, timeout=5)
+        assert [entry.top for entry in likely.logprobs] == [((0, 0.0), (1, -0.5))] * 5
+
+
 async def test_a_closed_client_says_so(router: ScriptedRouter) -> None:
     client = outrider.AsyncClient(router.address)
     await client.close()
@@ -221,11 +276,34 @@ async def test_a_closed_client_says_so(router: ScriptedRouter) -> None:
         await client.generate("hello")
 
 
-async def test_closing_the_client_breaks_off_a_stream_that_is_half_read(router: ScriptedRouter) -> None:
+async def test_closing_the_client_ends_a_stream_that_is_half_read_on_the_server_too(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         chunks = aiter(client.stream("endless"))
         await anext(chunks)
-    with pytest.raises(errors.Cancelled, match="closed"):
+    assert router.cancelled_sessions == ["session-1"]
+    assert await asyncio.to_thread(router.broken.wait, 5)
+    with pytest.raises(errors.Cancelled, match="the client was closed"):
         async for _ in chunks:
             pass
+
+
+async def test_closing_the_client_ends_a_call_that_waits(router: ScriptedRouter) -> None:
+    client = outrider.AsyncClient(router.address)
+    waiting = asyncio.create_task(client.generate("mute"))
+    assert await asyncio.to_thread(router.under_way.wait, 5)
+    await client.close()
+    with pytest.raises(errors.Cancelled, match="the client was closed"):
+        await asyncio.wait_for(waiting, 5)
     assert await asyncio.to_thread(router.broken.wait, 5)
+
+
+async def test_a_turn_that_is_cancelled_before_it_started_is_cancelled_on_the_server_too(
+    router: ScriptedRouter,
+) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        waiting = asyncio.create_task(client.generate("mute", session="known"))
+        assert await asyncio.to_thread(router.under_way.wait, 5)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert router.cancelled_sessions == ["known"]

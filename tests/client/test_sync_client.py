@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -71,6 +73,43 @@ def test_cancel_from_another_thread_ends_the_reader(router: ScriptedRouter) -> N
             for _ in stream:
                 pass
         timer.join()
+
+
+def interrupt(after: threading.Event) -> threading.Thread:
+    """Presses Ctrl-C once."""
+
+    def press() -> None:
+        assert after.wait(5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("call", ["stream", "generate"])
+def test_an_interrupt_cancels_on_the_server_before_the_client_is_closed(router: ScriptedRouter, call: str) -> None:
+    thread = interrupt(router.under_way)
+    with pytest.raises(KeyboardInterrupt), outrider.Client(router.address) as client:  # noqa: PT012
+        if call == "generate":
+            client.generate("endless")
+        for _ in client.stream("endless"):
+            pass
+    thread.join()
+    assert router.cancelled_sessions == ["session-1"]
+    assert router.broken.wait(5)
+
+
+def test_a_client_that_the_garbage_collector_finds_on_its_own_thread_ends(router: ScriptedRouter) -> None:
+    client = outrider.Client(router.address)
+    client.generate("hello")
+    thread = client._thread._thread
+    loop = client._thread._loop
+    client.itself = client  # type: ignore[attr-defined]
+    del client
+    loop.call_soon_threadsafe(gc.collect)
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_close_breaks_off_calls_of_other_threads(router: ScriptedRouter) -> None:

@@ -14,7 +14,7 @@ from outrider.core.digest import tokenizer_digest
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.native import Engine
-from tests.engine.checkpoints import MODELS, Reference, prompt
+from tests.engine.checkpoints import MODELS, Reference, prompt, random_tokens
 
 Pair = tuple[Engine, Reference]
 GOOD = prompt(0, np.array([1, 2, 3]))
@@ -62,12 +62,37 @@ def test_moves_out_of_range_are_refused_and_empty_ones_do_nothing(small: Pair) -
         engine.move(8, np.array([0]), np.array([0]))
 
 
+def test_a_copied_prefix_is_a_prefix(small: Pair) -> None:
+    engine, _ = small
+    random = np.random.default_rng(9)
+    text = random_tokens(engine, random, 40)
+    other = random_tokens(engine, random, 40)
+    engine.forward([prompt(2, text, wanted=0), prompt(5, other, wanted=0)])
+    engine.copy(2, 5, 30)
+    expected = engine.forward([prompt(2, other[:5], 30)])
+    assert (engine.forward([prompt(5, other[:5], 30)]) == expected).all()
+    engine.forward([prompt(2, text, wanted=0), prompt(5, other, wanted=0)])
+    engine.copy(2, 5, 0)
+    engine.copy(5, 5, 40)
+    probe = engine.forward([prompt(5, text[:1], 40)])
+    engine.forward([prompt(6, other, wanted=0)])
+    assert (engine.forward([prompt(6, text[:1], 40)]) == probe).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((8, 0, 1), "source: slot 8"), ((0, -1, 1), "target: slot -1"), ((0, 1, 513), "513 rows")]
+)
+def test_copies_out_of_range_are_refused(small: Pair, arguments: tuple[int, int, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        small[0].copy(*arguments)
+
+
 def test_the_engine_describes_its_checkpoint(target: Pair) -> None:
     engine, reference = target
     assert (engine.vocabulary, engine.context, engine.rows, engine.slots) == (4096, 1024, 1280, 8)
     assert engine.parameters == reference.model.num_parameters()
     assert engine.eos_ids == (0,)
-    assert engine.dtype == "float32"
+    assert (engine.dtype, engine.numerics) == ("float32", "fast")
     assert engine.tokenizer_digest == tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes())
 
 

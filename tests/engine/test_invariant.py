@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,23 +17,37 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
-from outrider.engine.invariant import BLOCK, MOST_ROWS
+from outrider.engine.invariant import BLOCK, MOST_ROWS, invariant_silu
 from outrider.engine.native import Engine
-from tests.engine.checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
+from outrider.errors import ConfigError
+from tests.engine.checkpoints import (
+    MODELS,
+    SHAPES,
+    Reference,
+    Tree,
+    assert_same,
+    make_checkpoint,
+    prompt,
+    random_tokens,
+)
 
 REFERENCE, SESSION, SCRATCH = 0, 3, 6  # slots; the others belong to neighbours
 SLOTS = 7
 TEXT = 2 * BLOCK - 30  # tokens of the reference text: paths behind it reach into the third block
 Bits = NDArray[np.float32]
+Dtype = Literal["float32", "bfloat16"]
+
+
+def load(folder: Path, dtype: Dtype, threads: int = 1) -> Engine:
+    return Engine.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
 
 
 class Bench:
     """An engine, and the logits of one text, decoded token by token in a slot that nothing else writes to."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int = 1) -> None:
-        self.engine = Engine.load(
-            folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads
-        )  # type: ignore[call-overload]
+    def __init__(self, folder: Path, dtype: Dtype, threads: int = 1) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.engine = load(folder, dtype, threads)
         self.text = random_tokens(self.engine, np.random.default_rng(11), TEXT)
         rows = [self.engine.forward([prompt(REFERENCE, self.text[at : at + 1], at)])[0] for at in range(TEXT)]
         self.logits: Bits = np.array(rows)
@@ -107,7 +122,8 @@ def tree_in_levels(bench: Bench, tree: Tree, prefix: int, random: np.random.Gene
     return logits, [prefix + row for row in rows]
 
 
-VARIANTS = [(shape, ("float32", "bfloat16")[index % 2]) for index, shape in enumerate(SHAPES)]
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+VARIANTS = [(shape, DTYPES[index % 2]) for index, shape in enumerate(SHAPES)]
 VARIANTS += [("grouped", "bfloat16"), ("qwen3", "float32")]
 
 
@@ -117,9 +133,18 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Bench(make_checkpoint(tmp_path_factory.mktemp(shape), shape), dtype)
 
 
-@settings(
-    max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(make_checkpoint(tmp_path_factory.mktemp("plain")), "float32")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)  # the number is the process's, and other engines count on theirs
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     length=st.integers(1, TEXT),
@@ -149,3 +174,54 @@ def test_a_tokens_bits_do_not_depend_on_batch_tree_chunks_or_rows(
     for at, token in enumerate(alone):
         last = bench.engine.forward([prompt(SCRATCH, np.array([token]), length + at)])[0]
     assert np.array_equal(after[-1], last)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.6, 0.98])
+def test_a_tree_over_more_rows_than_one_product_takes_has_the_same_bits(plain: Bench, depth: float) -> None:
+    random = np.random.default_rng(21)
+    length = BLOCK - 20  # the deep tree's paths go on into the next two blocks
+    plain.engine.copy(REFERENCE, SESSION, length)
+    tree = grown(plain.engine, random, 150, depth)
+    expected = plain.path_logits(tree, length)
+    assert np.array_equal(plain.forward(tree.segment(SESSION, length), random), expected)
+    logits, rows = tree_in_levels(plain, tree, length, random)
+    assert rows[-1] > MOST_ROWS
+    assert np.array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(dtype: Dtype, two_threads: None) -> None:
+    """Threads cut large tensors where it suits them, in the middle of a row too."""
+    engine = load(MODELS / "drafter", dtype, threads=2)
+    random = np.random.default_rng(22)
+    texts = [random_tokens(engine, random, count) for count in (201, 90, 167)]
+    together = engine.forward([prompt(slot, text) for slot, text in enumerate(texts)])
+    pieces = [
+        engine.forward([prompt(SESSION, text[start : start + 29], start)])
+        for text in texts
+        for start in range(0, len(text), 29)
+    ]
+    assert np.array_equal(together, np.concatenate(pieces))
+
+
+def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
+    if bench.dtype == "float32":
+        assert_same(bench.logits, Reference.load(bench.folder).logits(bench.text))
+    else:
+        fast = Engine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
+        assert np.abs(bench.logits - fast).max() < 0.125  # what roundings to bfloat16 were seen to add up to
+
+
+def test_torchs_silu_of_bfloat16_is_the_same_in_a_vector_and_in_a_remainder() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    every = every[every.isfinite()]
+    vectors = invariant_silu(every.repeat_interleave(64)).view(-1, 64)
+    assert torch.equal(vectors, vectors[:, :1].expand(-1, 64))
+    assert torch.equal(torch.cat([invariant_silu(part.clone()) for part in every.split(7)]), vectors[:, 0])
+
+
+def test_a_machine_that_cannot_keep_the_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without prepacked linears, two rows are computed differently from many."""
+    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda dtype: False)
+    with pytest.raises(ConfigError, match=r"invariant is not possible here: .* projection .* use fast"):
+        load(MODELS / "drafter", "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -96,6 +97,7 @@ def fuzz(kind: st.SearchStrategy[Any], count: int) -> Any:
                     asyncio.run_coroutine_threadsafe(check(batch), loop).result(60)
 
                 some()
+                gc.collect()  # what hypothesis leaves in cycles is not ours
 
         return asyncio.to_thread(run)
 

@@ -17,12 +17,22 @@ from outrider.store.records import Log, SessionRecord, Turn
 
 
 @dataclass
-class _Session:
+class Session:
+    """One session as the store holds it."""
+
     record: SessionRecord
     expires: float
     tokens: list[int] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)  # one a token, b"" for one without
     ends: dict[int, tuple[int, str]] = field(default_factory=dict)  # generation -> length, reason
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a store held at some moment."""
+
+    sessions: dict[str, Session]
+    claims: dict[tuple[str, str], tuple[bytes, str, float]]
 
 
 class Store:
@@ -31,22 +41,23 @@ class Store:
     def __init__(self, *, ttl_s: float, lease_s: float, resume_ttl_s: float, now: Callable[[], float]) -> None:
         self.ttl_s, self.lease_s, self.resume_ttl_s = ttl_s, lease_s, resume_ttl_s
         self.now = now
-        self.sessions: dict[str, _Session] = {}
+        self.sessions: dict[str, Session] = {}
         self.claims: dict[tuple[str, str], tuple[bytes, str, float]] = {}  # fingerprint, session, expiry
 
-    def saved(self) -> object:
+    def saved(self) -> State:
         """A copy of everything, for `lose`."""
-        return copy.deepcopy((self.sessions, self.claims))
+        return copy.deepcopy(State(self.sessions, self.claims))
 
-    def lose(self, saved: object) -> None:
+    def lose(self, saved: State) -> None:
         """Goes back to an earlier state: Redis lost what was written since."""
-        self.sessions, self.claims = copy.deepcopy(saved)  # type: ignore[assignment]
+        state = copy.deepcopy(saved)
+        self.sessions, self.claims = state.sessions, state.claims
 
     def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
         if self.find(session_id) is not None:
             return False
         record = SessionRecord(session_id, tenant, model, tokenizer_digest)
-        self.sessions[session_id] = _Session(record, self.now() + self.ttl_s)
+        self.sessions[session_id] = Session(record, self.now() + self.ttl_s)
         return True
 
     def begin(
@@ -133,7 +144,7 @@ class Store:
             finished="cancelled" if record.running else record.finished,
             closed=True,
         )
-        self.sessions[session_id] = _Session(tombstone, self.now() + max(2 * self.lease_s, 60.0))
+        self.sessions[session_id] = Session(tombstone, self.now() + max(2 * self.lease_s, 60.0))
 
     def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
         held = self.claims.get((tenant, key))
@@ -145,20 +156,20 @@ class Store:
 
     # What follows is for `Owned` and for looking inside.
 
-    def find(self, session_id: str) -> _Session | None:
+    def find(self, session_id: str) -> Session | None:
         """A session or its tombstone; None once it expired."""
         session = self.sessions.get(session_id)
         return session if session is not None and session.expires > self.now() else None
 
-    def lend(self, session: _Session) -> None:
+    def lend(self, session: Session) -> None:
         ends = self.now() + self.lease_s
         resumable = ends + self.resume_ttl_s if session.record.running else 0.0
         session.record = replace(session.record, lease=ends, resumable=resumable)
 
-    def touch(self, session: _Session) -> None:
+    def touch(self, session: Session) -> None:
         session.expires = self.now() + self.ttl_s
 
-    def _open(self, session_id: str) -> _Session:
+    def _open(self, session_id: str) -> Session:
         session = self.find(session_id)
         if session is None or session.record.closed:
             raise NotFound(session_id)
@@ -237,7 +248,7 @@ class Owned:
             record, epoch=self.epoch + 1, owner=self.owner, length=len(tokens), digest=extend(EMPTY, tokens)
         )
         if held is None:
-            held = _Session(SessionRecord(self.session_id, record.tenant, record.model, record.tokenizer_digest), 0.0)
+            held = Session(SessionRecord(self.session_id, record.tenant, record.model, record.tokenizer_digest), 0.0)
         else:
             now = held.record
             if now.closed or now.epoch > self.epoch + 1 or (now.epoch >= self.epoch and now.owner != self.owner):
@@ -266,7 +277,7 @@ class Owned:
             store.touch(held)
         self.epoch, self.length = after.epoch, after.length
 
-    def _owned(self, length: int) -> _Session:
+    def _owned(self, length: int) -> Session:
         """The session, if it is still ours and Redis has as many tokens as we know of."""
         session = self._store.find(self.session_id)
         if session is None:
@@ -278,7 +289,7 @@ class Owned:
             raise Conflict(self.session_id)
         return session
 
-    def _renew(self, session: _Session) -> None:
+    def _renew(self, session: Session) -> None:
         if session.record.lease != 0:
             self._store.lend(session)
         self._store.touch(session)

@@ -1,10 +1,13 @@
 """The embedded server: private, durable, and gone when we are."""
 
+import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,10 +25,14 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from outrider.store.embedded import EmbeddedRedis
-with EmbeddedRedis(Path(sys.argv[1])) as server:
+with EmbeddedRedis(Path(sys.argv[1]) if sys.argv[1] else None) as server:
     print(server.pid, server.url, flush=True)
     time.sleep(60)
 """
+
+
+def _home(url: str) -> Path:
+    return Path(url.removeprefix("unix://").partition("?")[0]).parent
 
 
 def _gone(pid: int, within_s: float = 5.0) -> bool:
@@ -101,10 +108,44 @@ def test_a_killed_parent_leaves_no_process_and_its_data_to_the_next_start(tmp_pa
             assert client.get("kept") == b"yes"
         assert _gone(int(pid))
     finally:
-        home = Path(url.removeprefix("unix://").partition("?")[0]).parent
-        for leftover in home.iterdir():
-            leftover.unlink()
-        home.rmdir()
+        shutil.rmtree(_home(url), ignore_errors=True)  # the start above may have been too early to sweep it
+
+
+def test_the_private_directory_of_a_killed_process_is_swept_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    temporary = Path(tempfile.mkdtemp(prefix="o"))  # sockets' paths are short
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    foreign = temporary / "outrider-redis-foreign"
+    foreign.mkdir()
+    (temporary / "outrider-redis-link").symlink_to(foreign)
+    try:
+        with (
+            EmbeddedRedis() as running,
+            subprocess.Popen(
+                [sys.executable, "-c", _PARENT, ""],
+                env={**os.environ, "TMPDIR": str(temporary)},
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as parent,
+        ):
+            assert parent.stdout is not None
+            pid, url = parent.stdout.readline().split()
+            with EmbeddedRedis():
+                assert _home(url).exists()  # in use
+            parent.send_signal(signal.SIGKILL)
+            parent.wait()
+            assert _gone(int(pid))
+            assert _home(url).exists()
+            with EmbeddedRedis():
+                assert not _home(url).exists()
+            assert f"removed {_home(url)}" in caplog.text
+            assert _home(running.url).exists()
+            assert foreign.exists()
+        assert sorted(path.name for path in temporary.iterdir()) == ["outrider-redis-foreign", "outrider-redis-link"]
+    finally:
+        shutil.rmtree(temporary)
 
 
 def test_it_outlives_the_thread_that_started_it() -> None:

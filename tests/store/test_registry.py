@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
+from outrider.errors import Unavailable
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
 from outrider.store.registry import Registry, Worker, keep_announced
+from tests.store.server import Server
 
 VERIFIER = Worker(
     worker_id="v1",
@@ -29,8 +33,15 @@ DRAFTER = replace(VERIFIER, worker_id="d1", role="drafter", model="drafter")
 
 
 @pytest.fixture
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), appendonly="no") as server:
+        yield server
+
+
+@pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Redis]:
     client = connect(redis_url)
+    assert isinstance(client, Redis)
     yield client
     await client.aclose()
 
@@ -94,6 +105,7 @@ async def _listed(registry: Registry) -> None:
 async def test_keep_announced_survives_an_outage_and_logs_it_once(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedRedis() as server:
         client = connect(server.url)
+        assert isinstance(client, Redis)
         task = asyncio.create_task(keep_announced(server.url, lambda: VERIFIER, 0.02))
         registry = Registry(client)
         await _listed(registry)
@@ -110,3 +122,54 @@ async def test_keep_announced_survives_an_outage_and_logs_it_once(caplog: pytest
         with suppress(asyncio.CancelledError):
             await task
         await client.aclose()
+
+
+def _ids(workers: list[Worker]) -> list[str]:
+    return [worker.worker_id for worker in workers]
+
+
+async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttls(server: Server) -> None:
+    client, ttl_s = connect(server.url), 0.4
+    registry, newcomer = Registry(client), Registry(client)
+    await registry.announce(VERIFIER, ttl_s)
+    await registry.announce(DRAFTER, 30)
+    assert _ids(await registry.workers()) == ["d1", "v1"]
+    server.kill()
+    with pytest.raises(Unavailable):
+        await registry.workers()
+    await asyncio.sleep(ttl_s + 0.1)  # an outage takes as long as it takes
+    server.start()  # and has forgotten everything
+    assert _ids(await registry.workers()) == ["d1", "v1"]
+    assert await registry.workers("verifier") == [VERIFIER]
+    assert await newcomer.workers() == []  # it never knew any
+    await registry.announce(replace(VERIFIER, sessions=7), 30)
+    assert await registry.workers("verifier") == [replace(VERIFIER, sessions=7)]
+    await registry.withdraw("v1")
+    assert await registry.workers("verifier") == []  # it came back and went by itself
+    assert _ids(await registry.workers()) == ["d1"]
+    await client.aclose()
+
+
+async def test_who_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
+    client, ttl_s = connect(server.url), 0.3
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s)
+    await registry.workers()
+    server.kill()
+    with pytest.raises(Unavailable):
+        await registry.workers()
+    server.start()
+    assert await registry.workers() == [VERIFIER]
+    await asyncio.sleep(ttl_s / 2)
+    assert await registry.workers() == [VERIFIER]
+    await asyncio.sleep(ttl_s / 2 + 0.05)
+    assert await registry.workers() == []
+    await client.aclose()
+
+
+async def test_without_an_outage_nobody_is_spared(client: Redis) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=5)
+    assert await registry.workers() == [VERIFIER]
+    await client.flushall()
+    assert await registry.workers() == []

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.errors import Conflict, InternalError, NotFound
+from outrider.errors import Conflict, InternalError, NotFound, Superseded
 from outrider.store.client import connect
 from outrider.store.sessions import Log, OwnedSession, SessionRecord, Sessions, Turn
 
@@ -68,6 +68,7 @@ async def test_everything_comes_back_from_nothing_from_an_older_state_and_from_a
     states.append(await _dump(client))
     await _append(owned, 6, 7, verifier="v2")
     record = await sessions.get("s1")
+    states.append({LOG: await client.dump(LOG)})  # whoever dropped the record alone
     for epoch, state in enumerate(states, start=2):
         await _lose(client, state)
         with pytest.raises((Conflict, NotFound)):
@@ -121,7 +122,7 @@ async def test_a_restore_can_be_repeated_and_a_late_one_writes_nothing(client: R
         await script(keys=keys, args=args)  # its reply is lost, and the client sends it once more
         return await script(keys=keys, args=args)
 
-    sessions._scripts["restore"] = recorded  # type: ignore[assignment]
+    sessions._scripts["restore"] = recorded
     await owned.restore(record, TOKENS, LOGPROBS)
     assert owned.epoch == 2
     again = OwnedSession(sessions, "s1", 1, "r1", 7)  # as if it had not heard that it succeeded
@@ -132,7 +133,9 @@ async def test_a_restore_can_be_repeated_and_a_late_one_writes_nothing(client: R
     keys, args = sent[0]
     assert await script(keys=keys, args=args) == [b"changed"]
     assert await sessions.get("s1") == after
-    await sessions.acquire("s1", 2, "r2")
+    await owned.restore(await sessions.get("s1"), [*TOKENS, 4], LOGPROBS + b"dd")
+    with pytest.raises(Superseded, match="epoch 3"):  # an epoch never falls, our own name on it or not
+        await OwnedSession(sessions, "s1", 1, "r1", 7).restore(record, TOKENS, LOGPROBS)
     assert await script(keys=keys, args=args) == [b"changed"]
 
 
@@ -150,7 +153,7 @@ async def test_a_write_between_look_and_set_is_seen(sessions: Sessions) -> None:
             await held.append(length, [TOKENS[length]], extend(EMPTY, TOKENS[: length + 1]))
         return await script(keys=keys, args=args)
 
-    sessions._scripts["restore"] = raced  # type: ignore[assignment]
+    sessions._scripts["restore"] = raced
     await owned.restore(record, TOKENS, b"")
     assert (await sessions.read("s1")).tokens == tuple(TOKENS)
     assert owned.epoch == 2
@@ -163,14 +166,25 @@ async def test_a_restore_that_is_always_overtaken_gives_up(sessions: Sessions) -
     async def raced(*, keys: Any, args: Any) -> Any:
         return await script(keys=keys, args=[*args[:3], "another epoch", *args[4:]])
 
-    sessions._scripts["restore"] = raced  # type: ignore[assignment]
+    sessions._scripts["restore"] = raced
     with pytest.raises(Conflict, match="try again"):
         await owned.restore(await sessions.get("s1"), TOKENS, b"")
     assert owned.epoch == 1
 
 
-@pytest.mark.parametrize("what", ["text", "more", "turn", "generation", "end"])
-async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(client: Redis, sessions: Sessions, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "problem"),
+    [
+        ("text", "6 durable tokens differ"),
+        ("more", "8 durable tokens, more than our 7"),
+        ("turn", "generation 1 is not ours"),
+        ("generation", "generation 2 is not ours"),
+        ("end", r"has ended \(cancelled\)"),
+    ],
+)
+async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
+    client: Redis, sessions: Sessions, what: str, problem: str
+) -> None:
     new = await _dump(client)
     owned = await _begin(sessions)
     begun = await _dump(client)
@@ -197,7 +211,7 @@ async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(client: Redis, s
             await sessions.begin("s1", 2, "r5", turn, 6, [3], extend(EMPTY, TOKENS))
             owned.epoch = 4  # however high ours was
     before = await _dump(client)
-    with pytest.raises(Conflict, match="somebody else wrote"):
+    with pytest.raises(Conflict, match=problem):
         await owned.restore(record, TOKENS, b"")
     assert await _dump(client) == before
 

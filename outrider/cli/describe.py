@@ -1,0 +1,220 @@
+"""`outrider describe`: what a checkpoint is and what a pass over it costs here, or what a server is and has."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+import typer
+
+from outrider.cli.reporting import reported
+
+if TYPE_CHECKING:
+    import grpc.aio
+    from rich.console import Console
+
+    from outrider.engine.native import Engine
+
+Rows = list[tuple[str, str]]  # (what, its value)
+Costs = dict[int, float]  # seconds of a pass over n tokens
+
+TOKENS = (2, 4, 8, 16, 32, 64)
+DECODE = 2  # rows that a decode step of one session computes
+CONTEXT = 256  # cache rows before them
+ROUNDS = 8
+REPEATS = 3  # in a round
+TIMEOUT_S = 5.0
+
+
+class _Model(Protocol):
+    """The fields that all descriptions of a model have."""
+
+    vocabulary: int
+    context: int
+    tokenizer_digest: bytes
+
+
+def describe(
+    target: Annotated[str, typer.Argument(help="A checkpoint folder, or HOST:PORT of a server.")],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a folder's weights.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+) -> None:
+    """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine."""
+    from rich.console import Console
+
+    screen = Console(highlight=False)
+    with reported():
+        if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
+            _print_facts(screen, asyncio.run(_server(target)))
+        else:
+            _describe_folder(screen, Path(target), dtype, threads)
+
+
+def _describe_folder(screen: Console, folder: Path, dtype: Literal["float32", "bfloat16"], threads: int) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from outrider.engine.checkpoint import read_config
+    from outrider.engine.native import Engine
+
+    config = read_config(folder)
+    columns = TextColumn("{task.description}"), BarColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        loading = progress.add_task(f"loading {folder}", total=1.0)
+        fast = Engine.load(
+            folder,
+            dtype=dtype,
+            slots=1,
+            rows=CONTEXT + TOKENS[-1] + 1,
+            threads=threads,
+            progress=lambda done: progress.update(loading, completed=done),
+        )
+        progress.remove_task(loading)
+        _print_facts(
+            screen,
+            [
+                ("family", config.model_type),
+                ("parameters", f"{fast.parameters:,}"),
+                ("layers", f"{config.layers} of width {config.width}, feed-forward {config.ffn}"),
+                ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
+                ("vocabulary", f"{config.vocabulary:,}"),
+                ("context", f"{config.context:,} tokens"),
+                ("tokenizer digest", fast.tokenizer_digest.hex()),
+            ],
+        )
+        invariant = fast.with_numerics("invariant")
+        measuring = progress.add_task("measuring passes", total=ROUNDS)
+        costs = _measure((fast, invariant), heard=lambda: progress.advance(measuring))
+    _print_costs(screen, costs[0], costs[1], f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
+    print(last_line(*costs), flush=True)
+
+
+def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:
+    """The fastest pass of each engine over each number of tokens. They take turns, so that a busy moment hits both."""
+    fastest: list[Costs] = [{} for _ in engines]
+    for _ in range(ROUNDS):
+        for engine, best in zip(engines, fastest, strict=True):
+            for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
+                best[tokens] = min(best.get(tokens, seconds), seconds)
+        heard()
+    return fastest
+
+
+def last_line(fast: Costs, invariant: Costs) -> str:
+    """The line for scripts."""
+    return (
+        f"describe: invariant_over_fast_decode={invariant[DECODE] / fast[DECODE]:.2f} "
+        f"invariant_over_fast_32={invariant[32] / fast[32]:.2f}"
+    )
+
+
+def _print_facts(screen: Console, facts: Rows) -> None:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for what, value in facts:
+        table.add_row(what, value)
+    screen.print(table)
+
+
+def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, show_edge=False)
+    for heading in ("tokens\na pass", "fast\nms", "invariant\nms", "invariant\n/ fast"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for tokens in fast:
+        seconds = fast[tokens], invariant[tokens]
+        table.add_row(str(tokens), *(f"{each * 1e3:.2f}" for each in seconds), f"{seconds[1] / seconds[0]:.2f}")
+    screen.print()
+    screen.print(table)
+    screen.print(
+        f"The fastest of {ROUNDS * REPEATS} passes of one session behind {CONTEXT} tokens ({how}).", markup=False
+    )
+
+
+async def _server(address: str) -> Rows:
+    """What the server at an address says of itself. Raises Unavailable, ConfigError for one of another kind."""
+    import grpc
+    import grpc.aio
+
+    from outrider.errors import ConfigError, Unavailable
+    from outrider.rpc.channels import open_channel
+    from outrider.rpc.status import from_rpc_error
+
+    async with open_channel(address) as channel:
+        for ask in (_verifier, _drafter, _router):
+            try:
+                return await ask(channel)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                    continue
+                if error.code() == grpc.StatusCode.UNAVAILABLE:
+                    raise Unavailable(
+                        f"no server can be reached at {address}: start one, or give the address that it listens on"
+                    ) from None
+                raise from_rpc_error(error) from None
+    raise ConfigError(f"the server at {address} is no verifier, drafter or router of Outrider")
+
+
+async def _verifier(channel: grpc.aio.Channel) -> Rows:
+    from outrider.v1 import types_pb2, verifier_pb2_grpc
+
+    stub = verifier_pb2_grpc.VerifierStub(channel)
+    it = await stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    costs = ", ".join(f"{cost.tokens}: {cost.microseconds / 1e3:.1f} ms" for cost in it.step_costs)
+    return [
+        ("verifier", it.worker_id),
+        *_model(it.model, it),
+        ("parameters", f"{it.parameters:,}"),
+        ("weights", it.dtype),
+        ("numerics", it.numerics),
+        ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
+        ("draft streams", str(it.drafters)),
+        ("steps", str(it.steps)),
+        ("step over n tokens", costs),
+        ("refused frames", str(it.refused_frames)),
+        ("tasks", str(it.tasks)),
+    ]
+
+
+async def _drafter(channel: grpc.aio.Channel) -> Rows:
+    from outrider.v1 import drafter_pb2_grpc, types_pb2
+
+    stub = drafter_pb2_grpc.DrafterStub(channel)
+    it = await stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    return [
+        ("drafter", it.worker_id),
+        *_model(it.model, it),
+        ("sessions", f"{it.sessions} of {it.slots}"),
+        ("levels", str(it.levels)),
+        ("nodes sent", str(it.nodes)),
+        ("refused frames", str(it.refused_frames)),
+        ("tasks", str(it.tasks)),
+    ]
+
+
+async def _router(channel: grpc.aio.Channel) -> Rows:
+    from outrider.v1 import inference_pb2, inference_pb2_grpc
+
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S)).models
+    facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
+    for it in models:
+        facts += _model(it.name, it)
+        facts.append(("served by", f"{it.verifiers} verifiers and {it.drafters} drafters"))
+    return facts
+
+
+def _model(name: str, it: _Model) -> Rows:
+    """What all descriptions say of a model."""
+    return [
+        ("model", name),
+        ("vocabulary", f"{it.vocabulary:,}"),
+        ("context", f"{it.context:,} tokens"),
+        ("tokenizer digest", it.tokenizer_digest.hex()),
+    ]

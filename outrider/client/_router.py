@@ -1,0 +1,80 @@
+"""The connection to a router, and what its failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, OutriderError, Unavailable
+from outrider.rpc.channels import open_channel
+from outrider.rpc.status import from_rpc_error
+from outrider.v1 import inference_pb2_grpc
+
+CLOSED = "the client was closed"
+
+
+class Router:
+    """The channel, opened when first needed because it belongs to the event loop of that moment."""
+
+    def __init__(self, address: str) -> None:
+        self.was_reached = False  # some call got through to a server
+        self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = set()  # end a running stream, and say why
+        self._address = address
+        self._closed = False
+        self._channel: grpc.aio.Channel | None = None
+
+    @property
+    def stub(self) -> inference_pb2_grpc.InferenceStub:
+        """For calls. Raises RuntimeError when the client is closed."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._channel is None:
+            self._channel = open_channel(self._address)
+        return inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
+        """The answer to a call that is not a stream."""
+        check_timeout(timeout)
+        try:
+            answer = await getattr(self.stub, method)(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            raise self.failure(error) from None
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise Cancelled(CLOSED) from None
+        self.was_reached = True
+        return answer
+
+    def failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
+        """What to raise for it."""
+        known = from_rpc_error(error)
+        state = self._channel.get_state() if self._channel else None
+        # A connection that was lost leaves a channel idle; one that never came about does not.
+        self.was_reached |= state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
+        if isinstance(known, Unavailable | DeadlineExceeded) and state is not grpc.ChannelConnectivity.READY:
+            return Unavailable(f"no router can be reached at {self._address}: {error.details()}")
+        return known
+
+    async def close(self) -> None:
+        """Ends the streams that run, here and on the server, and disconnects."""
+        await asyncio.gather(*(end(CLOSED) for end in self.endings))
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+def task_is_cancelled() -> bool:
+    """Whether a CancelledError is meant for this task, and not for the call that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises InvalidRequest for a timeout that is none."""
+    if timeout is not None and not timeout > 0:
+        raise InvalidRequest("timeout", f"is {timeout}, must be above 0 seconds, or None for no limit")

@@ -1,0 +1,243 @@
+"""One generation as it comes, over as many calls as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+
+from outrider.client import _wire
+from outrider.client._router import CLOSED, Router, check_timeout, task_is_cancelled
+from outrider.client._types import Chunk, Generation
+from outrider.errors import Cancelled, InternalError, OutriderError, Overloaded, Unavailable
+from outrider.v1 import inference_pb2 as pb
+
+CANCEL_TIMEOUT_S = 2.0
+MOST_FAILURES = 6  # calls in a row that bring nothing, before a stream gives up
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between them; each is up to twice the one before
+LONGEST_WAIT_S = 30.0  # that a router may ask for; beyond it the caller decides
+
+
+class AsyncStream:
+    """A running generation: iterate over its chunks, then read `result`.
+
+    When a call breaks off, another one goes on behind the last chunk: no token is lost or repeated. That ends with
+    the error when the timeout would pass, when several calls in a row bring nothing, or when somebody else took the
+    generation over. Leaving the loop early, leaving an `async with` block, or `cancel` ends it on the server too.
+    """
+
+    def __init__(self, router: Router, request: pb.GenerateRequest | pb.ResumeRequest, timeout: float | None) -> None:
+        check_timeout(timeout)
+        self._router = router
+        self._request = request
+        self._timeout = timeout
+        self._give_up: float | None = None  # when the timeout passes, by the monotonic clock
+        self._begun = False
+        self._calls = 0  # since the last chunk
+        self._resumes = 0
+        self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the call that runs
+        self._waiting: grpc.aio.UnaryStreamCall[object, pb.GenerateResponse] | asyncio.Task[None] | None = None
+        self._started: pb.Started | None = None
+        self._chunks: list[Chunk] = []
+        self._result: Generation | None = None
+        self._over = False  # nothing is left to be cancelled
+        self._why = ""  # it was ended from here
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def session_id(self) -> str:
+        """The session, once the first chunk has come; empty before."""
+        return self._started.session_id if self._started else ""
+
+    @property
+    def result(self) -> Generation:
+        """The whole generation, once the last chunk has come. Raises RuntimeError before."""
+        if self._result is None:
+            raise RuntimeError("the generation has not ended; read the stream to its end first")
+        return self._result
+
+    async def __aiter__(self) -> AsyncGenerator[Chunk, None]:
+        self.begin()
+        try:
+            while (chunk := await self.next()) is not None:
+                yield chunk
+        finally:
+            await self.cancel()
+
+    def begin(self) -> None:
+        """Starts the clock; iterating does it. Raises RuntimeError when the stream was begun before."""
+        if self._begun:
+            raise RuntimeError("a stream can be read only once")
+        self._begun = True
+        self._give_up = None if self._timeout is None else time.monotonic() + self._timeout
+        self._router.endings.add(self._end)
+
+    async def next(self) -> Chunk | None:
+        """The next chunk of a stream that was begun; None when the generation has ended."""
+        try:
+            while self._result is None:
+                if self._why:
+                    raise Cancelled(self._why)
+                try:
+                    if (chunk := await self._receive()) is not None:
+                        return chunk
+                except (Unavailable, Overloaded) as error:
+                    await self._pause(error)
+        except OutriderError:
+            if not self._why:
+                self._settle()
+            if self._waiting is not None:
+                self._waiting.cancel()  # no answer is expected of a call that has failed us
+            raise
+        except asyncio.CancelledError:
+            if task_is_cancelled():
+                raise
+            raise Cancelled(self._why or CLOSED) from None
+        return None
+
+    async def cancel(self) -> None:
+        """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
+        await self._end("the generation was cancelled")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    async def _receive(self) -> Chunk | None:
+        """What the next event brings, from the call that runs or from a new one."""
+        if self._events is None:
+            self._events = self._call()
+        try:
+            event = await anext(self._events, None)
+        except grpc.aio.AioRpcError as error:
+            known = self._router.failure(error)
+            if isinstance(known, Cancelled):  # not by us; so a router ends its calls when it goes down
+                known = Unavailable(f"the router broke the call off: {known}")
+            raise known from None
+        self._router.was_reached = True
+        if event is None:
+            raise Unavailable("the router ended the stream without a result")
+        match event.WhichOneof("event"):
+            case "started":
+                self._started = self._started or event.started
+            case "chunk":
+                self._calls = 0
+                self._chunks.append(self._next_chunk(event.chunk))
+                return self._chunks[-1]
+            case "finished":
+                self._result = self._finish(event.finished)
+                self._settle()
+                with suppress(grpc.aio.AioRpcError):
+                    await anext(self._events, None)  # the server's end of the call; we have all that we want
+        return None
+
+    def _call(self) -> AsyncIterator[pb.GenerateResponse]:
+        """A call from where the last one ended; before the first event that is the same one again."""
+        request = self._request  # the key in it keeps it from being generated twice
+        if self._started is not None:
+            position, offset = self._place()
+            request = pb.ResumeRequest(
+                session_id=self._started.session_id,
+                generation=self._started.generation,
+                next_position=position,
+                text_offset=offset,
+            )
+        stub = self._router.stub
+        method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
+        self._calls += 1
+        left = self._left()
+        self._waiting = call = method(request, timeout=None if left is None else max(left, 0.0))
+        return aiter(call)
+
+    def _place(self) -> tuple[int, int]:
+        """The next position and the text offset behind the last chunk; those of the request before the first one."""
+        if self._chunks:
+            return self._chunks[-1].next_position, self._chunks[-1].text_offset
+        if isinstance(self._request, pb.ResumeRequest):
+            return self._request.next_position, self._request.text_offset
+        return 0, 0
+
+    def _next_chunk(self, message: pb.Chunk) -> Chunk:
+        if self._started is None:
+            raise InternalError("the router's stream did not begin with Started")
+        chunk = _wire.chunk_from_pb(message)
+        position, offset = self._place()
+        position = max(position, self._started.prompt_tokens)
+        if (chunk.next_position - len(chunk.token_ids), chunk.text_offset - len(chunk.text)) != (position, offset):
+            raise InternalError(f"the router's chunk does not continue position {position}, text offset {offset}")
+        return chunk
+
+    async def _pause(self, error: Unavailable | Overloaded) -> None:
+        """Waits before the next call. Raises the error when that is not worth it, or not in time."""
+        self._events = None
+        if self._why:
+            raise Cancelled(self._why)
+        if isinstance(error, Overloaded):
+            worth_it = self._started is not None and error.retry_after <= LONGEST_WAIT_S
+            pause = error.retry_after
+        else:
+            worth_it = self._started is not None or self._router.was_reached
+            pause = min(FIRST_PAUSE_S * 2**self._calls, LONGEST_PAUSE_S)
+        pause *= random.uniform(1.0, 1.5)  # lest all clients of a router that died come back together
+        left = self._left()
+        if not worth_it or self._calls >= MOST_FAILURES or (left is not None and left <= pause):
+            raise error
+        self._resumes += 1
+        self._waiting = asyncio.create_task(asyncio.sleep(pause))
+        await self._waiting
+
+    def _left(self) -> float | None:
+        return None if self._give_up is None else self._give_up - time.monotonic()
+
+    async def _end(self, why: str) -> None:
+        if self._ending is None:
+            if self._over:
+                return
+            self._why = why
+            if self._waiting is not None:
+                self._waiting.cancel()
+            self._ending = asyncio.create_task(self._tell())
+        await asyncio.shield(self._ending)  # whoever waits may be cancelled: the server hears of it all the same
+
+    async def _tell(self) -> None:
+        """A call that merely breaks may be resumed for a while; this one shall not be."""
+        session_id = self.session_id or self._request.session_id
+        try:
+            if self._waiting is not None and session_id:
+                with suppress(OutriderError, RuntimeError):  # the latter: the client is closed
+                    await self._router.ask("Cancel", pb.CancelRequest(session_id=session_id), CANCEL_TIMEOUT_S)
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._over = True
+        self._router.endings.discard(self._end)
+
+    def _finish(self, message: pb.Finished) -> Generation:
+        if self._started is None:
+            raise InternalError("the router's stream did not begin with Started")
+        return Generation(
+            text="".join(chunk.text for chunk in self._chunks),
+            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
+            gaps=tuple(gap for chunk in self._chunks for gap in chunk.gaps),
+            finish_reason=_wire.reason_from_pb(message.reason),
+            seed=self._started.seed,
+            model=self._started.model,
+            session_id=self._started.session_id,
+            usage=_wire.usage_from_pb(message.usage),
+            logprobs=tuple(entry for chunk in self._chunks for entry in chunk.logprobs),
+            generation=self._started.generation,
+            cached_tokens=self._started.cached_tokens,
+            forked_from=self._started.forked_from,
+            resumes=self._resumes,
+        )

@@ -1,0 +1,165 @@
+"""`outrider describe` says what a checkpoint or a server is, and what is wrong with a target that is neither."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.describe import last_line
+from outrider.cli.main import app
+from outrider.rpc.server import serving
+from outrider.v1 import (
+    drafter_pb2,
+    drafter_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    verifier_pb2,
+    verifier_pb2_grpc,
+)
+from tests.engine.checkpoints import make_checkpoint
+
+Register = Callable[[grpc.aio.Server], Sequence[str]]
+DIGEST = bytes(range(16))
+
+
+class Verifier(verifier_pb2_grpc.VerifierServicer):
+    async def Describe(self, request: Any, context: Any) -> verifier_pb2.VerifierDescription:
+        return verifier_pb2.VerifierDescription(
+            worker_id="verifier-x",
+            model="large",
+            tokenizer_digest=DIGEST,
+            vocabulary=4096,
+            context=1024,
+            slots=8,
+            sessions=3,
+            warm=2,
+            drafters=1,
+            steps=77,
+            dtype="bfloat16",
+            numerics="invariant",
+            parameters=150_000_000,
+            refused_frames=5,
+            step_costs=[verifier_pb2.StepCost(tokens=2, microseconds=12_300)],
+        )
+
+
+class Drafter(drafter_pb2_grpc.DrafterServicer):
+    async def Describe(self, request: Any, context: Any) -> drafter_pb2.DrafterDescription:
+        return drafter_pb2.DrafterDescription(
+            worker_id="drafter-x", model="small", slots=8, sessions=1, levels=40, nodes=123, refused_frames=6
+        )
+
+
+class Router(inference_pb2_grpc.InferenceServicer):
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        model = inference_pb2.Model(name="large", context=1024, vocabulary=4096, verifiers=2, drafters=3)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+
+def verifier(server: grpc.aio.Server) -> list[str]:
+    verifier_pb2_grpc.add_VerifierServicer_to_server(Verifier(), server)
+    return ["outrider.v1.Verifier"]
+
+
+def drafter(server: grpc.aio.Server) -> list[str]:
+    drafter_pb2_grpc.add_DrafterServicer_to_server(Drafter(), server)
+    return ["outrider.v1.Drafter"]
+
+
+def router(server: grpc.aio.Server) -> list[str]:
+    inference_pb2_grpc.add_InferenceServicer_to_server(Router(), server)
+    return ["outrider.v1.Inference"]
+
+
+async def described(target: str) -> tuple[int | None, str, str]:
+    """Exit status, stdout with runs of blanks as one, and stderr, of the command as its own process."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", "describe", target),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"COLUMNS": "120", "PATH": "/usr/bin:/bin"},
+    )
+    out, err = await process.communicate()
+    return process.returncode, re.sub(" +", " ", out.decode()), err.decode()
+
+
+@pytest.mark.parametrize(
+    ("register", "expected"),
+    [
+        (
+            verifier,
+            (
+                "verifier verifier-x",
+                "model large",
+                "tokenizer digest 000102030405060708090a0b0c0d0e0f",
+                "parameters 150,000,000",
+                "weights bfloat16",
+                "numerics invariant",
+                "sessions 3 of 8, and 2 warm",
+                "steps 77",
+                "step over n tokens 2: 12.3 ms",
+                "refused frames 5",
+            ),
+        ),
+        (drafter, ("drafter drafter-x", "model small", "sessions 1 of 8", "nodes sent 123", "refused frames 6")),
+        (router, ("router of 1 model", "model large", "context 1,024 tokens", "served by 2 verifiers and 3 drafters")),
+    ],
+    ids=["verifier", "drafter", "router"],
+)
+async def test_a_server_is_recognized_and_described(register: Register, expected: tuple[str, ...]) -> None:
+    async with serving("127.0.0.1:0", register) as address:
+        status, out, err = await described(address)
+    assert (status, err) == (0, "")
+    lines = [line.strip() for line in out.splitlines()]
+    for line in expected:
+        assert line in lines
+
+
+async def test_a_server_of_another_kind_is_refused() -> None:
+    async with serving("127.0.0.1:0", lambda server: []) as address:
+        status, out, err = await described(address)
+    assert (status, out) == (2, "")
+    assert err == f"outrider: the server at {address} is no verifier, drafter or router of Outrider\n"
+
+
+def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    result = CliRunner().invoke(app, ["describe", str(folder), "--dtype", "float32"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
+    text = re.sub(" +", " ", result.stdout)
+    for words in ("family qwen3", "layers 3 of width 64", "vocabulary 131", "context 256 tokens", "float32, 1 thread)"):
+        assert words in text
+    rows = re.findall(r"^ (\d+) (\d+\.\d\d) (\d+\.\d\d) (\d+\.\d\d) *$", text, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [2, 4, 8, 16, 32, 64]
+    decode, at_32 = rows[0][3], rows[4][3]
+    last = result.stdout.splitlines()[-1]
+    assert last == f"describe: invariant_over_fast_decode={decode} invariant_over_fast_32={at_32}"
+
+
+def test_the_ratio_is_that_of_times() -> None:
+    fast, invariant = {2: 0.010, 32: 0.040}, {2: 0.012, 32: 0.020}
+    assert last_line(fast, invariant) == "describe: invariant_over_fast_decode=1.20 invariant_over_fast_32=0.50"
+
+
+@pytest.mark.parametrize(
+    ("target", "fragments"),
+    [
+        ("no-such-folder", ("no-such-folder: no such folder", "Hugging Face format")),
+        ("127.0.0.1:1", ("no server can be reached at 127.0.0.1:1",)),
+        ("tests", ("config.json: missing",)),
+    ],
+)
+async def test_a_wrong_target_is_named(target: str, fragments: tuple[str, ...]) -> None:
+    status, _, err = await described(target)
+    assert status == 2
+    assert "Traceback" not in err
+    for fragment in fragments:
+        assert fragment in err

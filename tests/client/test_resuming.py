@@ -1,0 +1,433 @@
+"""A stream outlives its calls: whatever breaks, every token and character comes exactly once, or the error is typed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import socket
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+import outrider
+from bench.faults import FaultProxy
+from outrider import errors
+from outrider.client import _stream
+from outrider.v1 import inference_pb2 as pb
+from tests.client.conftest import WORDS, Fault, ScriptedRouter, served
+
+TEXT = "".join(WORDS)
+EVENTS = len(WORDS) + 2  # of an unbroken call: Started, a chunk for each word, Finished
+
+
+def assert_whole(result: outrider.Generation, chunks: list[outrider.Chunk] | None = None) -> None:
+    """Nothing is missing and nothing came twice; gaps are the router's where they are known."""
+    assert (result.text, result.token_ids) == (TEXT, (1, 2, 3, 4, 5))
+    assert all(math.isnan(gap) or gap == number / 4 for number, gap in enumerate(result.gaps, 1))
+    assert len(result.gaps) == 5
+    if chunks is not None:
+        assert "".join(chunk.text for chunk in chunks) == TEXT
+        assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4, 5]
+        assert chunks[-1].text_offset == len(TEXT)
+
+
+@pytest.fixture(autouse=True)
+def quickly(short_pauses: None) -> None:
+    """Every test here, but those that measure pauses."""
+
+
+@pytest.mark.parametrize("after", range(EVENTS))
+@pytest.mark.parametrize(
+    "error",
+    [
+        None,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        errors.Unavailable("no verifier right now"),
+        errors.Cancelled("the router is going down"),
+    ],
+    ids=str,
+)
+async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
+    router: ScriptedRouter, error: errors.OutriderError | grpc.StatusCode | None, after: int
+) -> None:
+    router.faults = iter([Fault(after, error)])
+    async with outrider.AsyncClient(router.address) as client:
+        chunks = await read(stream := client.stream("hello", seed=7, logprobs=1, timeout=5))
+    assert_whole(stream.result, chunks)
+    assert [entry.logprob for entry in stream.result.logprobs] == [0.0, -0.25, -0.5, -0.75, -1.0]
+    assert (stream.result.seed, stream.result.session_id, stream.result.resumes) == (7, "session-1", 1)
+    assert (len(router.requests), len(router.resumes)) == ((1, 1) if after else (2, 0))
+    assert router.cancelled_sessions == []
+
+
+async def test_a_call_that_breaks_after_its_result_has_one(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(EVENTS)])
+    async with outrider.AsyncClient(router.address) as client:
+        result = await client.generate("hello", timeout=5)
+    assert_whole(result)
+    assert (result.resumes, router.resumes) == (0, [])
+
+
+async def test_a_resumed_call_says_where_the_last_chunk_ended(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(1), Fault(3)])
+    async with outrider.AsyncClient(router.address) as client:
+        result = await client.generate("hello", timeout=5)
+    assert_whole(result)
+    assert router.resumes == [
+        pb.ResumeRequest(session_id="session-1", generation=1),
+        pb.ResumeRequest(session_id="session-1", generation=1, next_position=4, text_offset=5),
+    ]
+
+
+async def test_a_call_that_breaks_after_every_chunk_comes_to_its_end(router: ScriptedRouter) -> None:
+    router.faults = itertools.repeat(Fault(2))
+    async with outrider.AsyncClient(router.address) as client:
+        chunks = await read(stream := client.stream("hello", timeout=5))
+        assert_whole(stream.result, chunks)
+        assert stream.result.resumes == 5
+
+
+async def test_only_calls_in_a_row_that_bring_nothing_count(router: ScriptedRouter) -> None:
+    fruitless = [Fault(1)] * (_stream.MOST_FAILURES - 1)
+    router.faults = itertools.cycle([Fault(2), *fruitless])
+    tokens: list[int] = []
+    async with outrider.AsyncClient(router.address) as client:
+        async for chunk in client.stream("endless", timeout=5):
+            tokens += chunk.token_ids
+            if len(tokens) == 4:
+                break
+    assert tokens == [1, 2, 3, 4]
+
+
+async def test_tokens_that_come_from_the_log_come_in_one_chunk_whose_gaps_are_not_known(
+    router: ScriptedRouter,
+) -> None:
+    router.faults = iter([Fault(2, logged=3)])
+    async with outrider.AsyncClient(router.address) as client:
+        chunks = await read(stream := client.stream("hello", logprobs=0, timeout=5))
+    assert [len(chunk.token_ids) for chunk in chunks] == [1, 3, 1]
+    assert [math.isnan(gap) for gap in stream.result.gaps] == [False, True, True, True, False]
+    assert len(stream.result.logprobs) == 5
+    assert_whole(stream.result, chunks)
+
+
+async def test_what_breaks_before_it_started_is_asked_for_again_with_the_same_key(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(0), Fault(0), Fault(0)])
+    async with outrider.AsyncClient(router.address) as client:
+        result = await client.generate("hello", timeout=5)
+    assert_whole(result)
+    assert len(router.requests) == 4
+    assert all(request == router.requests[0] for request in router.requests)
+    assert router.requests[0].idempotency_key
+    assert len(router.answers) == 1
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["before it started", "after"])
+async def test_calls_that_bring_nothing_are_given_up_after_a_few(router: ScriptedRouter, after: int) -> None:
+    router.faults = itertools.repeat(Fault(after, errors.Unavailable("no verifier right now")))
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Unavailable, match="no verifier right now"):
+            await client.generate("hello", timeout=5)
+    assert len(router.requests) + len(router.resumes) == _stream.MOST_FAILURES
+    assert router.cancelled_sessions == []  # it can still be resumed by hand
+
+
+async def test_a_stream_that_gave_up_can_be_resumed_by_hand(router: ScriptedRouter) -> None:
+    router.faults = itertools.chain([Fault(3)], itertools.repeat(Fault(1), _stream.MOST_FAILURES))
+    async with outrider.AsyncClient(router.address) as client:
+        chunks = []
+        stream = client.stream("hello", timeout=5)
+        with pytest.raises(errors.Unavailable):  # noqa: PT012, what came before counts
+            async for chunk in stream:
+                chunks.append(chunk)  # noqa: PERF401
+    async with outrider.AsyncClient(router.address) as another:
+        rest = another.resume(
+            stream.session_id, next_position=chunks[-1].next_position, text_offset=chunks[-1].text_offset, timeout=5
+        )
+        chunks += await read(rest)
+    assert "".join(chunk.text for chunk in chunks) == TEXT
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4, 5]
+    assert rest.result.token_ids == (3, 4, 5)
+    assert rest.result.text == "(x):\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Superseded("another router has it"),
+        errors.NotFound("not resumed in time"),
+        errors.Busy("running"),
+        errors.TokenizerMismatch("another tokenizer"),
+        errors.Conflict("the log ends before"),
+        errors.InternalError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("after", [0, 3])
+async def test_what_another_call_cannot_mend_is_raised_at_once(
+    router: ScriptedRouter, error: errors.OutriderError, after: int
+) -> None:
+    router.faults = iter([Fault(after, error)])
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(type(error), match=str(error)):
+            await client.generate("hello", timeout=5)
+    assert len(router.requests) + len(router.resumes) == 1
+    assert router.cancelled_sessions == []
+
+
+async def test_a_router_that_has_no_room_for_the_rest_says_when_to_come_back(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(3, errors.Overloaded("full", retry_after=0.2))])
+    begin = time.monotonic()
+    async with outrider.AsyncClient(router.address) as client:
+        assert_whole(await client.generate("hello", timeout=5))
+    assert 0.2 <= time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("after", "retry_after", "timeout"),
+    [(0, 0.0, None), (3, _stream.LONGEST_WAIT_S + 1, None), (3, 5.0, 2.0)],
+    ids=["before it started", "for too long", "beyond the timeout"],
+)
+async def test_a_router_that_has_no_room_is_the_callers_affair(
+    router: ScriptedRouter, after: int, retry_after: float, timeout: float | None
+) -> None:
+    router.faults = iter([Fault(after, errors.Overloaded("full", retry_after))])
+    begin = time.monotonic()
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Overloaded) as caught:
+            await client.generate("hello", timeout=timeout)
+    assert caught.value.retry_after == retry_after
+    assert time.monotonic() - begin < 1
+    assert len(router.requests) + len(router.resumes) == 1
+
+
+async def test_the_timeout_is_for_all_calls_together(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 0.1)
+    router.faults = itertools.repeat(Fault(1))
+    begin = time.monotonic()
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Unavailable):
+            await client.generate("hello", timeout=0.5)
+        assert time.monotonic() - begin < 1
+        router.faults = iter([Fault(1)])
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.generate("slow", timeout=0.5)
+    assert time.monotonic() - begin < 2
+
+
+async def test_cancel_during_a_pause_ends_it_at_once(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 2.0)
+    router.faults = iter([Fault(2)])
+    async with outrider.AsyncClient(router.address) as client:
+        stream = client.stream("hello")
+        reader = asyncio.create_task(read(stream))
+        await until(lambda: stream._resumes)
+        begin = time.monotonic()
+        await stream.cancel()
+        with pytest.raises(errors.Cancelled, match="the generation was cancelled"):
+            await reader
+    assert time.monotonic() - begin < 1
+    assert (router.cancelled_sessions, router.resumes) == (["session-1"], [])
+
+
+async def test_closing_the_client_during_a_pause_ends_it_at_once(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 2.0)
+    router.faults = iter([Fault(2)])
+    client = outrider.AsyncClient(router.address)
+    stream = client.stream("hello")
+    reader = asyncio.create_task(read(stream))
+    await until(lambda: stream._resumes)
+    begin = time.monotonic()
+    await client.close()
+    with pytest.raises(errors.Cancelled, match="the client was closed"):
+        await reader
+    assert time.monotonic() - begin < 1
+    assert (router.cancelled_sessions, router.resumes) == (["session-1"], [])
+
+
+async def test_a_task_that_is_cancelled_during_a_pause_stays_cancelled(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 2.0)
+    router.faults = iter([Fault(2)])
+    async with outrider.AsyncClient(router.address) as client:
+        stream = client.stream("hello")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(read(stream), 0.2)
+        assert router.cancelled_sessions == ["session-1"]
+
+
+async def test_leaving_the_loop_of_a_resumed_stream_cancels_it(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(3)])
+    async with outrider.AsyncClient(router.address) as client:
+        async for chunk in client.stream("endless"):
+            if chunk.next_position > 8:
+                break
+        assert await asyncio.to_thread(router.cancel_came.wait, 5)
+    assert router.cancelled_sessions == ["session-1"]
+    assert len(router.resumes) == 1
+
+
+async def test_a_generation_that_somebody_else_cancelled_ends_with_what_there_was(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client, outrider.AsyncClient(router.address) as other:
+        stream = client.stream("endless")
+        reader = asyncio.create_task(read(stream))
+        assert await asyncio.to_thread(router.under_way.wait, 5)
+        await other.cancel("session-1")
+        await asyncio.wait_for(reader, 5)
+    assert stream.result.finish_reason is outrider.FinishReason.CANCELLED
+    assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
+
+
+async def test_resume_from_the_start_gives_all_of_it(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        first = await client.generate("hello", timeout=5)
+    async with outrider.AsyncClient(router.address) as another:
+        again = another.resume(first.session_id, timeout=5)
+        assert [chunk.text for chunk in await read(again)] == [TEXT]
+    assert again.result.token_ids == first.token_ids
+    assert all(math.isnan(gap) for gap in again.result.gaps)
+
+
+async def test_a_resumed_stream_that_breaks_goes_on_from_where_it_was(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(3), Fault(1), Fault(1), Fault(2)])
+    async with outrider.AsyncClient(router.address) as client:
+        async for _ in (stream := client.stream("hello")):
+            rest = client.resume(stream.session_id, next_position=3, text_offset=4, timeout=5)
+            chunks = await read(rest)
+            break
+    assert [token for chunk in chunks for token in chunk.token_ids] == [2, 3, 4, 5]
+    assert rest.result.text == TEXT[4:]
+    assert [(request.next_position, request.text_offset) for request in router.resumes[:3]] == [(3, 4)] * 3
+
+
+async def test_resuming_what_is_not_there_is_not_found(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.NotFound, match="nobody"):
+            await read(client.resume("nobody", timeout=5))
+
+
+@pytest.mark.parametrize("field", ["generation", "next_position", "text_offset"])
+@pytest.mark.parametrize("value", [-1, 2**64])
+async def test_an_absurd_place_to_resume_from_is_refused_by_name(field: str, value: int) -> None:
+    async with outrider.AsyncClient() as client:
+        with pytest.raises(errors.InvalidRequest) as caught:
+            client.resume("s", **{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.Chunk(text="again", token_ids=[1], next_position=3, text_offset=5 + len(TEXT)),
+        pb.Chunk(text="gap", token_ids=[9], next_position=9, text_offset=3 + len(TEXT)),
+        pb.Chunk(text="gap", token_ids=[6], next_position=8, text_offset=4 + len(TEXT)),
+        pb.Chunk(text="", token_ids=[6], gaps=[1, 2], next_position=8, text_offset=len(TEXT)),
+        pb.Chunk(token_ids=[6], next_position=8, text_offset=len(TEXT), logprobs=[pb.TokenLogprobs(top_ids=[1])]),
+    ],
+    ids=["repeated", "lost tokens", "lost text", "gaps", "log-probabilities"],
+)
+async def test_a_chunk_that_does_not_continue_the_answer_is_an_error_and_never_text(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch, wrong: pb.Chunk
+) -> None:
+    events = router.events
+
+    async def misbehaving(*arguments: object, **keywords: object) -> object:
+        async for event in events(*arguments, **keywords):
+            yield pb.GenerateResponse(chunk=wrong) if event.HasField("finished") else event
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(router, "events", misbehaving)
+    async with outrider.AsyncClient(router.address) as client:
+        stream = client.stream("hello")
+        with pytest.raises(errors.InternalError, match="chunk"):
+            await read(stream)
+        assert await asyncio.to_thread(router.broken.wait, 5)
+
+
+async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back() -> None:
+    scripted = ScriptedRouter()
+    address = f"127.0.0.1:{free_port()}"
+    async with outrider.AsyncClient(address) as client:
+        first = served(scripted, address)
+        await asyncio.to_thread(first.__enter__)
+        stream = client.stream("endless", timeout=20)
+        reader = asyncio.create_task(read(stream))
+        assert await asyncio.to_thread(scripted.under_way.wait, 5)
+        await asyncio.to_thread(first.__exit__, None, None, None)
+        scripted.under_way.clear()
+        with served(scripted, address):
+            assert await asyncio.to_thread(scripted.under_way.wait, 10)
+            scripted.answers[0].reason = 2
+            await asyncio.wait_for(reader, 5)
+    assert scripted.resumes
+    assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
+
+
+async def test_a_stream_goes_on_at_the_next_router_of_several() -> None:
+    scripted = ScriptedRouter()
+    first, second = free_port(), free_port()
+    router = served(scripted, f"127.0.0.1:{first}")
+    await asyncio.to_thread(router.__enter__)
+    with served(scripted, f"127.0.0.1:{second}"):
+        async with outrider.AsyncClient(f"ipv4:127.0.0.1:{first},127.0.0.1:{second}") as client:
+            stream = client.stream("endless", timeout=20)
+            reader = asyncio.create_task(read(stream))
+            assert await asyncio.to_thread(scripted.under_way.wait, 5)
+            await asyncio.to_thread(router.__exit__, None, None, None)
+            scripted.under_way.clear()
+            assert await asyncio.to_thread(scripted.under_way.wait, 10)
+            scripted.answers[0].reason = 2
+            await asyncio.wait_for(reader, 5)
+    assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
+
+
+async def test_a_connection_that_is_cut_costs_nothing_even_before_anything_came(router: ScriptedRouter) -> None:
+    async with FaultProxy(router.address) as proxy, outrider.AsyncClient(proxy.address) as client:
+        waiting = asyncio.create_task(client.generate("mute"))  # the first call of all, and it never starts
+        assert await asyncio.to_thread(router.under_way.wait, 5)
+        proxy.cut()
+        await until(lambda: len(router.requests) == 2)
+        waiting.cancel()
+        reader = asyncio.create_task(read(stream := client.stream("endless", timeout=20)))
+        await until(lambda: len(stream._chunks) > 5)
+        proxy.cut()
+        await until(lambda: router.resumes)
+        await until(lambda: len(stream._chunks) > 20)
+        router.answers[-1].reason = 2
+        await asyncio.wait_for(reader, 5)
+    assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
+    assert stream.result.resumes
+
+
+def test_the_ordinary_client_resumes_too(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(0), Fault(2), Fault(1), Fault(3, logged=1)])
+    with outrider.Client(router.address) as client:
+        stream = client.stream("hello", timeout=5)
+        chunks = list(stream)
+        assert_whole(stream.result, chunks)
+        assert stream.result.resumes == 4
+        rest = client.resume(stream.session_id, next_position=4, text_offset=5, timeout=5)
+        assert [chunk.token_ids for chunk in rest] == [(3, 4, 5)]
+
+
+async def read(stream: outrider.AsyncStream) -> list[outrider.Chunk]:
+    return [chunk async for chunk in stream]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Waits for a condition, at most five seconds."""
+    async with asyncio.timeout(5):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

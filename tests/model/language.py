@@ -1,0 +1,51 @@
+"""What the target says: a pure function of all tokens before, by way of their digest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.core.digest import EMPTY, extend, mix64
+from router.models import ServedModel, load_model
+from router.text import AnswerText, Detokenizer
+
+_LOADED = load_model("target", Path(__file__).parents[2] / "models" / "target")
+STOP_ID = 0
+# With the two halves of an é, so that tokens end inside of characters.
+WORDS = (_LOADED.tokenizer.encode("xé ab", add_special_tokens=False)).ids
+MODEL = ServedModel("target", _LOADED.tokenizer, _LOADED.digest, (STOP_ID,))
+VOCABULARY = MODEL.tokenizer.get_vocab_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a prompt is to be answered with."""
+
+    tokens: list[int]
+    text: str
+    stopped: bool
+
+
+def choice(digest: int, salt: int = 0) -> int:
+    """The target's token after the tokens of that digest. `salt`: whose rounding, where that decides."""
+    value = mix64(digest ^ salt)
+    return STOP_ID if value % 23 == 0 else WORDS[value // 23 % len(WORDS)]
+
+
+def answer(prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> Answer:
+    """The one true answer."""
+    digest, said = extend(EMPTY, prompt), list[int]()
+    while len(said) < max_tokens and (not said or said[-1] != STOP_ID):
+        said.append(choice(digest))
+        digest = extend(digest, said[-1:])
+    return told(prompt, said, stops)
+
+
+def told(prompt: Sequence[int], said: Sequence[int], stops: Sequence[str]) -> Answer:
+    """An answer by its tokens: what of them belongs to it, and its text, decoded at once."""
+    text = AnswerText(Detokenizer(MODEL.tokenizer, prompt, silent=MODEL.eos_ids), stops)
+    taken = text.feed(said)
+    rest = "" if taken.stopped else text.flush()
+    tokens = list(said[: taken.tokens])
+    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == [STOP_ID])

@@ -1,0 +1,288 @@
+"""A router: the real one, on a loop that is turned by hand, with stand-ins where gRPC and the fleet would be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider import errors
+from outrider.config import RouterConfig
+from outrider.core.contract import Plan
+from outrider.errors import OutriderError, Unavailable
+from outrider.rpc.status import CLASS_KEY
+from outrider.store.registry import Worker
+from outrider.v1 import inference_pb2 as pb
+from router.background import Background
+from router.decoding import Commit, End, Idle, Start
+from router.drafting import Post
+from router.models import ServedModel
+from router.opening import Cluster
+from router.service import Inference
+from tests.model.loop import Clock, HandLoop
+from tests.model.redis import Redis, Sessions, Violation
+from tests.model.wires import BROKEN, Ended, Link
+
+ROOM = 2  # messages that wait for a client which does not read
+
+Dial = Callable[[str, Callable[[Any], None]], Link]
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """To a verifier: everything below this is in the log."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """From a verifier: the session has a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """To a drafter, from a router: draft here, or stop."""
+
+    post: Post
+    attach: bool
+
+
+class Call:
+    """A client's call as a handler sees it: what `Inference` uses of a ServicerContext."""
+
+    def __init__(self, link: Link, loop: HandLoop) -> None:
+        self._link = link
+        self._loop = loop
+        self._room: asyncio.Future[None] | None = None
+        link.back.moved = self._moved
+
+    async def write(self, message: Any) -> None:
+        """Waits while the client does not read. A broken call swallows what is written until it is known to be."""
+        while self._link.back.open and len(self._link.back.items) >= ROOM:
+            self._room = self._loop.create_future()
+            await self._room
+        self._link.back.put(message)
+
+    async def abort(self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._link.end(Ended(dict(metadata)[CLASS_KEY], details))
+        raise grpc.aio.AbortError
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def _moved(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+            self._loop.settle()
+
+
+class Decoding:
+    """What a router has for `router.decoding.DecodeStream`; `dial` is the fleet's channel."""
+
+    def __init__(self, worker: Worker, dial: Dial, start: Start) -> None:
+        self.worker = worker
+        self.opened = False
+        self.cached = 0
+        self._start = start
+        self._loop = _loop()
+        self._events: deque[Any] = deque()
+        self._pending: asyncio.Future[None] | None = None
+        self._cancelled = False
+        self._link = dial(worker.worker_id, self._hear)
+
+    async def open(self) -> None:
+        self._link.forth.put(self._start)
+        if not isinstance(await self._read(), Started):
+            raise Violation("a verifier did not begin with DecodeStarted")
+        self.opened = True
+
+    async def next(self) -> Commit | End | Idle:
+        event = await self._read()
+        assert isinstance(event, Commit | End | Idle)
+        if isinstance(event, Commit) and event.epoch != self._start.epoch:
+            raise Violation(f"epoch {event.epoch} on a stream of epoch {self._start.epoch}")
+        return event
+
+    async def durable(self, position: int) -> None:
+        self._link.forth.put(Durable(position))
+
+    async def plan(self, plan: Plan) -> None:
+        self._link.forth.put(plan)
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._link.leave()
+            if self._pending is not None:
+                self._pending.cancel()
+
+    async def _read(self) -> Any:
+        if self._cancelled:
+            raise asyncio.CancelledError
+        if not self._events:
+            self._pending = self._loop.create_future()
+            await self._pending
+        event = self._events.popleft()
+        if isinstance(event, Ended):
+            self._events.append(event)
+            raise error_of(event)
+        return event
+
+    def _hear(self, event: Any) -> None:
+        self._events.append(event)
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_result(None)
+            self._loop.settle()
+
+
+class Attaching:
+    """What a router has for `router.drafting.Drafters`: tells them, and does not wait."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, fleet: Fleet, background: Background, post: Post, wanted: int, ticket_key: Any) -> None:
+        self._fleet, self._post = fleet, post
+        fleet.tell(Note(post, attach=True))
+
+    def observe(self, subscribed: int) -> None:
+        pass
+
+    def dismiss(self) -> None:
+        self._fleet.tell(Note(self._post, attach=False))
+
+
+class Fleet:
+    """What a router has for `router.fleet.Fleet`: all workers are listed, dead or alive."""
+
+    def __init__(self, workers: Iterable[Worker], dial: Dial, tell: Callable[[Note], None]) -> None:
+        self._workers = list(workers)
+        self._dial = dial
+        self._suspects: set[str] = set()
+        self.tell = tell
+
+    async def verifiers(self, model: str) -> list[Worker]:
+        return sorted(self._workers, key=self.suspected)
+
+    def channel(self, worker: Worker) -> Dial:
+        return self._dial
+
+    def take(self, worker: Worker) -> None:
+        self._suspects.discard(worker.worker_id)
+
+    def release(self, worker: Worker) -> None:
+        pass
+
+    def suspected(self, worker: Worker) -> bool:
+        return worker.worker_id in self._suspects
+
+    def suspect(self, worker: Worker) -> None:
+        self._suspects = {worker.worker_id}
+
+
+class _Background(Background):
+    """Notes what is a bug."""
+
+    def __init__(self, trouble: list[str]) -> None:
+        super().__init__()
+        self._trouble = trouble
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        super()._done(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, OutriderError):
+            self._trouble.append(repr(error))
+
+
+class Router:
+    """One router process."""
+
+    def __init__(
+        self, name: str, clock: Clock, redis: Redis, model: ServedModel, config: RouterConfig, fleet: Fleet
+    ) -> None:
+        self.name = name
+        self.trouble: list[str] = []
+        self.loop = HandLoop(clock, self._failed)
+        self._fleet = fleet
+        self.inference = Inference(
+            Cluster(
+                router_id=name,
+                config=config,
+                models={model.name: model},
+                fleet=fleet,  # type: ignore[arg-type]
+                sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
+                background=_Background(self.trouble),
+                ticket_key=_no_key,
+            )
+        )
+        self._calls: dict[Link, asyncio.Task[Any]] = {}
+
+    def hear(self, link: Link, message: Any) -> None:
+        """A client's request, or the end of its call."""
+        if isinstance(message, Ended):
+            task = self._calls.pop(link, None)
+            if task is not None:
+                task.cancel()
+        else:
+            self._calls[link] = self.loop.start(self._serve(link, message))
+        self.loop.settle()
+
+    def crash(self) -> None:
+        """Forgets everything."""
+        self._calls.clear()
+        self.loop.kill()
+
+    async def _serve(self, link: Link, request: Any) -> None:
+        call: Any = Call(link, self.loop)
+        handlers: dict[type[Any], Callable[[Any, Any], Coroutine[Any, Any, Any]]] = {
+            pb.GenerateRequest: self.inference.Generate,
+            pb.ResumeRequest: self.inference.Resume,
+            pb.CancelRequest: self.inference.Cancel,
+        }
+        try:
+            reply = await handlers[type(request)](request, call)
+            if reply is not None:
+                link.back.put(reply)
+            link.end(Ended())
+        except grpc.aio.AbortError:
+            pass
+        finally:
+            self._calls.pop(link, None)
+
+    def _failed(self, context: dict[str, Any]) -> None:
+        self.trouble.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def error_of(ended: Ended) -> OutriderError:
+    """What a caller raises."""
+    if ended is BROKEN or ended.error in ("", "Cancelled"):
+        return Unavailable(ended.details or "the call ended early")
+    kind = getattr(errors, ended.error)
+    return kind(ended.details) if kind is not errors.InvalidRequest else kind("request", ended.details)
+
+
+async def _no_key() -> bytes:
+    return b""
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Puts the stand-ins where the router's modules look for the real ones; time and names are the model's own."""
+    clock = SimpleNamespace(time=lambda: _loop().clock.now, monotonic=lambda: _loop().clock.now)
+    for module in ("opening", "generation", "ledger", "service", "usage"):
+        patch.setattr(f"router.{module}.time", clock)
+    patch.setattr("router.opening.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
+    patch.setattr("router.generation.DecodeStream", Decoding)
+    patch.setattr("router.generation.Drafters", Attaching)
+
+
+def _loop() -> HandLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, HandLoop)
+    return loop

@@ -1,0 +1,278 @@
+"""A verifier: its own sessions, trees and drafters' streams as they are, with the network and the model left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from outrider.core.acceptance import Choice
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Plan, StepReport
+from outrider.core.digest import EMPTY, extend
+from outrider.core.tree import Delta, Drifted, Node
+from outrider.core.waiting import Patterns
+from outrider.engine.slots import Taken
+from outrider.errors import OutriderError
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from router.decoding import Commit, End, Idle, Start
+from tests.model.drafting import Graft, Subscribe, Unsubscribe
+from tests.model.language import VOCABULARY
+from tests.model.redis import Violation
+from tests.model.routing import Durable, Started
+from tests.model.wires import Ended, Link
+from verifier_svc.session import Session, Subscription
+from verifier_svc.session import Start as Opening
+from verifier_svc.stream import DraftStream
+
+PART = 5  # tokens of a snapshot's part
+ROOM = 2  # frames that are written ahead to a drafter that does not read
+
+Choose = Callable[[int], int]  # digest of all tokens before -> the target's token
+
+
+class Verifier:
+    """One verifier process. A step takes its nodes when it begins, and commits when it ends."""
+
+    def __init__(self, name: str, choose: Choose) -> None:
+        self.name = name
+        self.sessions: dict[str, Session] = {}
+        self.passing: list[tuple[Session, list[Node]]] = []  # what the step that runs does
+        self._choose = choose
+        self._routers: dict[Session, Link] = {}
+        self._streams: dict[Link, DraftStream] = {}
+        self._links: dict[DraftStream, Link] = {}
+        self._waiting: dict[tuple[DraftStream, int], Subscribe] = {}
+
+    def __str__(self) -> str:
+        return f"{self.name} {[(name, session.epoch, len(session.tokens)) for name, session in self.sessions.items()]}"
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would do something."""
+        return not self.passing and any(session.ready for session in self.sessions.values())
+
+    def begin_step(self) -> None:
+        """Takes every session that is ready, with the best of its tree."""
+        for session in self.sessions.values():
+            if session.ready:
+                plan = session.ceilings
+                best = session.tree.best_first(depth=plan.depth, width=plan.width)
+                self.passing.append((session, [node for _, node in itertools.islice(best, plan.nodes)]))
+
+    def end_step(self) -> None:
+        """Commits the target's own tokens as far as the nodes hold them, and one more."""
+        passing, self.passing = self.passing, []
+        for session, nodes in passing:
+            if not session.finished:
+                self._commit(session, nodes)
+        self._pump()
+
+    def hear_router(self, link: Link, message: Any) -> None:
+        """One message of a Decode call."""
+        if isinstance(message, Start):
+            self._open(link, message)
+        else:
+            session = next((session for session, at in self._routers.items() if at is link), None)
+            match message:
+                case _ if session is None:
+                    pass
+                case Durable(position):
+                    if position > len(session.tokens):
+                        raise Violation(f"{position} tokens are durable, of {len(session.tokens)} committed")
+                    session.durable = max(session.durable, position)
+                case Plan():
+                    session.plan = message if message.version > session.plan.version else session.plan
+                case Ended():
+                    self._close(session)
+        self._pump()
+
+    def hear_drafter(self, link: Link, frame: Any) -> None:
+        """One frame of a Draft stream; the first one opens it."""
+        if isinstance(frame, Ended):
+            stream = self._streams.pop(link, None)
+            if stream is not None:
+                del self._links[stream]
+                for key in [key for key in self._waiting if key[0] is stream]:
+                    del self._waiting[key]
+                for subscription in list(stream.subscriptions.values()):
+                    subscription.session.unsubscribe(stream)
+            return
+        if link not in self._streams:
+            stream = self._streams[link] = DraftStream(link.name.partition(" ")[0], types_pb2.Heartbeat)
+            self._links[stream] = link
+            link.back.moved = self._pump
+        stream = self._streams[link]
+        match frame:
+            case Subscribe():
+                if frame.attachment > stream.attached:
+                    stream.attached = frame.attachment
+                    self._subscribe(stream, frame)
+            case Unsubscribe(attachment):
+                self._waiting.pop((stream, attachment), None)
+                if attachment in stream.subscriptions:
+                    stream.subscriptions[attachment].session.unsubscribe(stream)
+            case Graft():
+                self._graft(stream, frame)
+        self._pump()
+
+    def give_up(self, session: Session) -> None:
+        """The router has been silent for a lease."""
+        self._routers[session].end(Ended("Unavailable", "the router has been silent"))
+        self._close(session)
+        self._pump()
+
+    def expire_waiting(self) -> None:
+        """Subscriptions that waited too long for their session are closed."""
+        for stream, attachment in list(self._waiting):
+            del self._waiting[stream, attachment]
+            stream.close(attachment, "unknown session")
+        self._pump()
+
+    def beat(self) -> None:
+        """Says on every call that it is alive."""
+        for link in self._routers.values():
+            link.back.put(Idle())
+
+    def _open(self, link: Link, start: Start) -> None:
+        present = self.sessions.get(start.session_id)
+        if present is not None:
+            if self._refuses(start, present):
+                link.end(Ended("Superseded", f"owned under epoch {present.epoch}"))
+                return
+            if start.epoch <= present.epoch:
+                raise Violation(f"session {present.id} went from epoch {present.epoch} to {start.epoch}")
+            present.fenced = True
+            self._routers[present].end(Ended("Superseded", "taken over under a higher epoch"))
+            self._close(present)
+        if extend(EMPTY, start.tokens) != start.digest:
+            raise Violation(f"a digest does not fit the {len(start.tokens)} tokens of a start")
+        opening = Opening(
+            start.session_id,
+            start.tenant,
+            start.epoch,
+            start.tokens,
+            start.answer_position,
+            start.contract,
+            start.plan,
+            start.window,
+        )
+        session = Session(opening, Taken(0, 0, None), VOCABULARY, Patterns.unknown())
+        self.sessions[session.id] = session
+        self._routers[session] = link
+        link.back.put(Started())
+        for (stream, attachment), subscribe in list(self._waiting.items()):
+            if subscribe.session_id == session.id:
+                del self._waiting[stream, attachment]
+                self._subscribe(stream, subscribe)
+
+    def _refuses(self, start: Start, present: Session) -> bool:
+        return start.epoch <= present.epoch
+
+    def _close(self, session: Session) -> None:
+        del self._routers[session]
+        session.finished = True
+        if self.sessions.get(session.id) is session:
+            del self.sessions[session.id]
+        for stream, subscription in list(session.subscriptions.items()):
+            session.unsubscribe(stream)
+            stream.close(subscription.attachment, "fenced" if session.fenced else "finished")
+
+    def _commit(self, session: Session, nodes: list[Node]) -> None:
+        taken, root = set(nodes), session.tree.root
+        digest, node, choices = session.tree.digest, root, list[Choice]()
+        most = min(session.end, self._furthest(session)) - len(session.tokens)
+        while len(choices) < most:
+            token = self._choose(digest)
+            choices.append(Choice(token, 1.0))
+            digest = extend(digest, (token,))
+            child = node.children.get(token)
+            if token in session.contract.stop_ids or child is None or child not in taken:
+                break
+            node = child
+        report = StepReport(verified=len(nodes), drafters=len(session.subscriptions))
+        commit = session.commit(choices, report, 0.0)
+        session.commits.get_nowait()
+        session.tree.check_integrity()
+        tokens = tuple(choice.token for choice in choices)
+        if commit.digest != digest:
+            raise Violation("a tree's digest is not that of its tokens")
+        link = self._routers[session]
+        gaps = (1.0,) * len(tokens)
+        link.back.put(Commit(session.epoch, commit.position, tokens, gaps, b"", digest, report))
+        if commit.last:
+            link.back.put(End(tokens[-1] in session.contract.stop_ids))
+        for subscription in session.subscriptions.values():
+            self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
+
+    def _furthest(self, session: Session) -> int:
+        return session.durable + session._window
+
+    def _subscribe(self, stream: DraftStream, subscribe: Subscribe) -> None:
+        session = self.sessions.get(subscribe.session_id)
+        if session is None:
+            self._waiting[stream, subscribe.attachment] = subscribe
+        elif self._admits(subscribe, session):
+            self._snapshot(session.subscribe(stream, subscribe.attachment, Calibration()))
+        else:
+            stream.close(subscribe.attachment, "fenced")
+
+    def _admits(self, subscribe: Subscribe, session: Session) -> bool:
+        return subscribe.epoch == session.epoch
+
+    def _graft(self, stream: DraftStream, graft: Graft) -> None:
+        subscription = stream.subscriptions.get(graft.attachment)
+        if subscription is None or subscription.session.epoch != graft.epoch:
+            return
+        session = subscription.session
+        try:
+            dropped = self._take(subscription, graft.delta)
+        except Drifted:
+            self._snapshot(subscription)
+            return
+        except OutriderError as error:
+            session.unsubscribe(stream)
+            stream.close(graft.attachment, f"malformed: {error}")
+            return
+        session.tree.check_integrity()
+        if dropped:
+            self._tell(subscription, pb.Commit(position=len(session.tokens), dropped=dropped))
+
+    def _take(self, subscription: Subscription, delta: Delta) -> list[int]:
+        return subscription.session.graft(subscription, delta, 0.0, passing=bool(self.passing))
+
+    def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
+        session = subscription.session
+        commit.attachment, commit.epoch = subscription.attachment, session.epoch
+        commit.digest, commit.credit = session.tree.digest, session.grant(subscription)
+        if not subscription.stream.commit(commit):
+            self._snapshot(subscription)
+
+    def _snapshot(self, subscription: Subscription) -> None:
+        subscription.stream.snapshot(subscription.attachment, partial(_parts, subscription))
+
+    def _pump(self) -> None:
+        """Writes what waits, most urgent first, as far as the drafters read."""
+        for link, stream in list(self._streams.items()):
+            while link.back.open and len(link.back.items) < ROOM and (frame := stream._most_urgent()) is not None:
+                link.back.put(frame)
+
+
+def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
+    session = subscription.session
+    tokens, digest = tuple(session.tokens), session.tree.digest
+    for start in range(0, len(tokens), PART):
+        last = start + PART >= len(tokens)
+        part = pb.Snapshot(
+            attachment=subscription.attachment,
+            epoch=session.epoch,
+            position=start,
+            tokens=tokens[start : start + PART],
+            last=last,
+        )
+        if last:
+            part.digest = digest
+            part.credit = session.grant(subscription)
+        yield part

@@ -1,0 +1,405 @@
+"""All parts together: what can happen next, what can go wrong, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from outrider.config import RouterConfig
+from outrider.store.registry import Worker
+from tests.model.asking import Canceller, Client, Wish
+from tests.model.drafting import Drafter
+from tests.model.language import MODEL, VOCABULARY, answer, choice, told
+from tests.model.loop import Clock
+from tests.model.redis import LEASE_S, RESUME_TTL_S, Outcome, Redis, Request, Violation
+from tests.model.routing import Fleet, Note, Router
+from tests.model.verifying import Verifier
+from tests.model.wires import Link, Notice
+from tests.store import reference
+
+WINDOW = 3
+ROUTERS, VERIFIERS, DRAFTERS = 2, 2, 2
+CONFIG = RouterConfig(
+    models={MODEL.name: Path()},
+    policy="fixed",
+    depth=3,
+    width=2,
+    nodes=6,
+    window=WINDOW,
+    lease_s=LEASE_S,
+    resume_ttl_s=RESUME_TTL_S,
+)
+PATIENCE = 4000  # events within which everything must come to its end once nothing goes wrong any more
+
+Event = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What the parts are made of. A broken kind must be found out."""
+
+    store: type[reference.Store] = reference.Store
+    redis: type[Redis] = Redis
+    verifier: type[Verifier] = Verifier
+    drafter: type[Drafter] = Drafter
+
+
+class World:
+    """Two routers, the log, two verifiers, two drafters, and whoever asks.
+
+    `steady`: every verifier says the same; otherwise each has its own roundings, and what counts is what was logged.
+    """
+
+    def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:  # noqa: B008
+        self.kinds = kinds
+        self.steady = steady
+        self.clock = Clock()
+        self.redis = kinds.redis(self.clock, kinds.store)
+        self.links: list[tuple[Link, str, str]] = []  # with the names of caller and server
+        self.notes: list[tuple[int, Note]] = []
+        self.clients: list[Client] = []
+        self.cancellers: list[Canceller] = []
+        self.lapsed: set[str] = set()  # sessions whose generation could not be resumed for a while
+        self.cancelled: set[str] = set()  # sessions that somebody wanted to end
+        self.history: list[str] | None = None  # what happened, where somebody wants to know
+        self._lives = 0
+        self._seen: dict[Client, int] = {}
+        self.routers = [self._router(index) for index in range(ROUTERS)]
+        self.verifiers = [self._verifier(index) for index in range(VERIFIERS)]
+        self.drafters = [self._drafter(index) for index in range(DRAFTERS)]
+
+    # What happens by itself.
+
+    def events(self) -> list[Event]:
+        """Everything that can happen next without anything going wrong."""
+        self.links = [entry for entry in self.links if not entry[0].over]
+        wires = [wire for link, _, _ in self.links for wire in (link.forth, link.back)]
+        found: list[Event] = [wire.deliver for wire in wires if wire.items]
+        found += [partial(self.answer, request) for request in self.redis.requests]
+        for verifier in self.verifiers:
+            if verifier.passing:
+                found.append(verifier.end_step)
+            elif verifier.ready:
+                found.append(verifier.begin_step)
+        found += [partial(self.heed, note) for note in self.notes]
+        found += [drafter.connect for drafter in self.drafters if drafter.cut_off]
+        found += [client.call_again for client in self.clients if client.idle]
+        return found
+
+    def happen(self, event: Event) -> None:
+        """One event, and what must hold after it."""
+        self.tell(event)
+        event()
+        self.check()
+
+    def burst(self, seed: int, count: int) -> None:
+        """Some events in some order."""
+        chance = random.Random(seed)
+        for _ in range(count):
+            growing = [drafter for drafter in self.drafters if drafter.drafts]
+            if growing and chance.random() < 0.2:
+                self.happen(partial(chance.choice(growing).grow, chance))
+            elif events := self.events():
+                self.happen(chance.choice(events))
+            else:
+                return
+
+    def heed(self, entry: tuple[int, Note]) -> None:
+        """A drafter hears from a router."""
+        self.notes.remove(entry)
+        index, note = entry
+        self.drafters[index].heed(note)
+
+    def advance(self, seconds: float) -> None:
+        """Time passes."""
+        self.clock.now += seconds
+        for name, session in self.redis.store.sessions.items():
+            record = session.record
+            if record.running and max(record.lease, record.resumable) < self.clock.now:
+                self.lapsed.add(name)
+        for verifier in self.verifiers:
+            verifier.beat()
+        for router in self.routers:
+            router.loop.settle()
+        self.check()
+
+    def answer(self, request: Request, outcome: Outcome = "done") -> None:
+        """A call to Redis gets there and back, or not."""
+        self.redis.answer(request, outcome)
+
+    def tell(self, event: Any) -> None:
+        """Writes it into the history."""
+        if self.history is None:
+            return
+        match event:
+            case partial(func=func, args=args):
+                self.history.append(f"{func.__name__} {' '.join(map(str, args))}")
+            case _:
+                subject = getattr(event, '__self__', '')
+                self.history.append(f"{event.__name__} {subject}")
+
+    # What people want.
+
+    def ask(self, wish: Wish, router: int) -> Client:
+        """Somebody asks for an answer."""
+        client = Client(wish, self._dial_router)
+        self.clients.append(client)
+        client.call(router)
+        return client
+
+    def read(self, session: str, generation: int, router: int) -> Client:
+        """Somebody else wants to read an answer from its start, and takes it over."""
+        client = Client(None, self._dial_router, session, generation)
+        self.clients.append(client)
+        client.call(router)
+        return client
+
+    def cancel(self, session: str, generation: int, router: int) -> None:
+        """Somebody ends a generation."""
+        canceller = Canceller(session, generation)
+        self.cancelled.add(session)
+        self.cancellers.append(canceller)
+        canceller.call(self._dial_router, router)
+
+    # What goes wrong.
+
+    def cut(self, index: int, caller: Notice, server: Notice) -> None:
+        """A stream breaks."""
+        self.links[index][0].cut(caller=caller, server=server)
+        self.check()
+
+    def notice(self) -> None:
+        """Whoever has not noticed yet that a stream broke does."""
+        for link, _, _ in list(self.links):
+            for wire in list(link.deaf):
+                link.notice(wire)
+        self.check()
+
+    def crash_router(self, index: int, notice: Notice) -> None:
+        """A router dies, and another one takes its place. What it sent last may arrive."""
+        router, requests, notes = self.routers[index], list(self.redis.requests), list(self.notes)
+        for name, _ in list(self.redis.lost.items()):
+            if self._owned_by(name, router):
+                self.redis.lost[name] = False
+        self._cut_all(router.name, notice)
+        router.crash()
+        self.redis.requests, self.notes = requests, notes
+        self.routers[index] = self._router(index)
+        self.check()
+
+    def crash_verifier(self, index: int, notice: Notice) -> None:
+        """A verifier dies, and one with nothing in its memory takes its place."""
+        self._cut_all(self.verifiers[index].name, notice)
+        self.verifiers[index] = self._verifier(index)
+        self.check()
+
+    def crash_drafter(self, index: int, notice: Notice) -> None:
+        """A drafter dies, and one with nothing in its memory takes its place."""
+        self._cut_all(self.drafters[index].name, notice)
+        self.drafters[index] = self._drafter(index)
+        self.check()
+
+    def lose(self) -> None:
+        """Redis dies and comes back with less. What its owners still know must come back."""
+        alive = {name for name in self.redis.store.sessions if any(self._owned_by(name, router) for router in self.routers)}
+        self.redis.lose(alive)
+        self.check()
+
+    # What must hold.
+
+    def check(self) -> None:
+        """The invariants that what has just happened could have broken."""
+        for router in self.routers:
+            if router.trouble:
+                raise Violation(f"{router.name}: {router.trouble}")
+        for verifier in self.verifiers:
+            for session in verifier.sessions.values():
+                if len(session.tokens) - session.durable > WINDOW:
+                    raise Violation(f"{verifier.name} is at {len(session.tokens)}, durable are {session.durable}")
+        for client in self.clients:
+            if self._seen.get(client) != (state := (len(client.tokens), client.reason, client.error)):
+                self._seen[client] = state
+                self._check_client(client)
+        for canceller in self.cancellers:
+            if canceller.answered:
+                self._check_cancelled(canceller)
+        self.cancellers = [canceller for canceller in self.cancellers if not canceller.answered]
+
+    def settle(self) -> None:
+        """Nothing goes wrong any more: everything comes to its end, and nothing is left."""
+        self.redis.away = False
+        for request in list(self.redis.late):
+            self.redis.run_late(request)
+        self.notice()
+        left = PATIENCE
+        while True:
+            while events := self.events():
+                self.happen(events[left % len(events)])
+                left -= 1
+                if left < 0:
+                    raise Violation("it goes on for ever")
+            waiting = [client for client in self.clients if client.error in ("Superseded", "Busy")]
+            waiting += [client for client in self.clients if client.error == "NotFound" and self.redis.lost.get(client.session)]
+            if waiting and not any(client.link for client in self.clients):
+                waiting[left % len(waiting)].call(left % ROUTERS)
+                left -= 1
+            elif any(router.loop.tasks for router in self.routers):
+                self.advance(0.5)
+                left -= 1
+            else:
+                break
+            if left < PATIENCE // 2 and waiting:
+                self.advance(RESUME_TTL_S)
+        for client in self.clients:
+            excused = not client.session or client.session in self.lapsed or self._gone(client.session)
+            if not client.done and not excused and client.error != "InvalidRequest":
+                raise Violation(f"a client ended with {client.error or 'nothing'} after {len(client.tokens)} tokens")
+        self._check_left()
+
+    def close(self) -> None:
+        """Ends everything, at the end of a test."""
+        for router in self.routers:
+            router.crash()
+
+    def _check_client(self, client: Client) -> None:
+        log = self.redis.longest.get(client.session, [])
+        end = client.prompt + len(client.tokens)
+        if client.tokens:
+            if log[client.prompt : end] != client.tokens:
+                raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log says {log}")
+            if len(self.redis.texts[client.session]) < end and client.session not in self.redis.lost:
+                raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts[client.session])}")
+        wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
+        if wish is not None and client.prompt:
+            self._check_text(client, wish, log[: client.prompt])
+        self._check_end(client)
+
+    def _check_text(self, client: Client, wish: Wish, prompt: list[int]) -> None:
+        if tuple(prompt[-len(wish.prompt) :]) != wish.prompt:
+            raise Violation(f"a client that asked {wish.prompt} reads what follows {prompt}")
+        ours = told(prompt, client.tokens, wish.stops)
+        if self.steady:
+            truth = answer(prompt, wish.max_tokens, wish.stops)
+            if truth.tokens[: len(client.tokens)] != client.tokens:
+                raise Violation(f"a client has {client.tokens}, the target says {truth.tokens}")
+            if client.reason in ("stop", "length") and client.tokens != truth.tokens:
+                raise Violation(f"an answer ended ({client.reason}) with {client.tokens} instead of {truth.tokens}")
+        if not ours.text.startswith(client.text) or (client.reason and ours.text != client.text):
+            raise Violation(f"a client has the text {client.text!r} for {ours.text!r}")
+        whole = ours.stopped or len(client.tokens) == wish.max_tokens
+        if client.reason in ("stop", "length") and (client.reason != ("stop" if ours.stopped else "length") or not whole):
+            raise Violation(f"an answer of {client.tokens} ended with {client.reason}")
+
+    def _check_end(self, client: Client) -> None:
+        session = client.session or (client.wish.session if client.wish is not None else "")
+        why = client.reason or client.error
+        fine = {
+            "": True,
+            "stop": True,
+            "length": True,
+            "cancelled": session in self.cancelled,
+            "abandoned": session in self.lapsed,
+            "Superseded": not self._alone(client),
+            "Busy": client.wish is not None and bool(client.wish.session),
+            "NotFound": session in self.lapsed or session in self.redis.lost or not session,
+            "Conflict": session in self.redis.lost,
+            "InvalidRequest": "only the latest" in client.details or "has gone on" in client.details,
+        }
+        if not fine.get(why, False):
+            raise Violation(f"a client of session {session} was told {why} ({client.details})")
+
+    def _check_cancelled(self, canceller: Canceller) -> None:
+        session = self.redis.store.sessions.get(canceller.session)
+        if session is None or canceller.session in self.redis.lost:
+            return
+        record = session.record
+        if record.generation == canceller.generation and record.running:
+            raise Violation(f"generation {record.generation} of {canceller.session} was cancelled and runs")
+
+    def _check_left(self) -> None:
+        for verifier in self.verifiers:
+            verifier.expire_waiting()
+        while events := self.events():
+            self.happen(events[0])
+        left = [f"{router.name}: {task}" for router in self.routers for task in router.loop.tasks]
+        left += [f"{router.name} runs {name}" for router in self.routers for name in router.inference.running]
+        left += [f"{verifier.name} serves {name}" for verifier in self.verifiers for name in verifier.sessions]
+        left += [f"{drafter.name} drafts {name}" for drafter in self.drafters for name in drafter.attachments]
+        if left:
+            raise Violation(f"something is left: {left}")
+
+    def _alone(self, client: Client) -> bool:
+        """Whether nobody could have taken over what a client reads, itself included."""
+        others = [other for other in self.clients if other is not client and other.session in ("", client.session)]
+        return client.calls == 1 and not others and client.session not in self.cancelled
+
+    def _same(self, client: Client, other: Client) -> bool:
+        return other.wish is not None and (other.session, other.generation) == (client.session, client.generation)
+
+    def _gone(self, session: str) -> bool:
+        """Whether tokens of a session were lost for good."""
+        return not self.redis.lost.get(session, True)
+
+    def _owned_by(self, name: str, router: Router) -> bool:
+        """Whether a router owns a session, and has all of it in its memory."""
+        generation = router.inference.running.get(name)
+        ledger = generation._opened.ledger if generation is not None else None
+        record = self.redis.store.sessions[name].record if name in self.redis.store.sessions else None
+        return ledger is not None and record is not None and record.running and ledger.epoch == record.epoch
+
+    # Where everything is.
+
+    def _router(self, index: int) -> Router:
+        self._lives += 1
+        name = f"router{index}.{self._lives}"
+        workers = [
+            Worker(f"verifier{n}", "verifier", "", MODEL.name, MODEL.digest, VOCABULARY, 4096, 8, 0, 1)
+            for n in range(VERIFIERS)
+        ]
+
+        def tell(note: Note) -> None:
+            self.notes += [(drafter, note) for drafter in range(DRAFTERS)]
+
+        return Router(name, self.clock, self.redis, MODEL, CONFIG, Fleet(workers, partial(self._dial_verifier, name), tell))
+
+    def _verifier(self, index: int) -> Verifier:
+        self._lives += 1
+        salt = 0 if self.steady else self._lives
+        return self.kinds.verifier(f"verifier{index}", partial(choice, salt=salt))
+
+    def _drafter(self, index: int) -> Drafter:
+        self._lives += 1
+        name = f"drafter{index}"
+        return self.kinds.drafter(name, partial(self._dial_sink, name))
+
+    def _dial_router(self, index: int, hear: Callable[[Any], None]) -> Link:
+        router = self.routers[index]
+        link = Link(f"client {router.name}", lambda message: router.hear(link, message), hear)
+        self.links.append((link, "client", router.name))
+        return link
+
+    def _dial_verifier(self, router: str, worker: str, hear: Callable[[Any], None]) -> Link:
+        verifier = self._named(worker)
+        link = Link(f"{router} {worker}", lambda message: verifier.hear_router(link, message), hear)
+        self.links.append((link, router, worker))
+        return link
+
+    def _dial_sink(self, drafter: str, worker: str, hear: Callable[[Any], None]) -> Link:
+        verifier = self._named(worker)
+        link = Link(f"{drafter} {worker}", lambda frame: verifier.hear_drafter(link, frame), hear)
+        self.links.append((link, drafter, worker))
+        return link
+
+    def _named(self, name: str) -> Verifier:
+        return next(verifier for verifier in self.verifiers if verifier.name == name)
+
+    def _cut_all(self, name: str, notice: Notice) -> None:
+        for link, caller, server in list(self.links):
+            if caller == name:
+                link.cut(caller="never", server=notice)
+            elif server == name:
+                link.cut(caller=notice, server="never")
