@@ -125,8 +125,8 @@ class Session:
             stream.subscriptions.pop(subscription.attachment, None)
             self.tree.forget(subscription.sender)
 
-    def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[int]:
-        """Takes nodes that came while a pass runs or not. Returns ids that were dropped.
+    def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[tuple[int, int]]:
+        """Takes nodes that came while a pass runs or not. Returns (sender, id) of those that were dropped.
 
         Raises as the tree does, and InvalidRequest for nodes beyond the credit.
         """

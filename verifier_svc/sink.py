@@ -249,8 +249,9 @@ class Sink(TreeSinkServicer):
             return
         if message.exhausted:
             subscription.exhausted = message.root_position
-        if dropped:
-            self._tell(subscription, pb.Commit(position=len(session.tokens), dropped=dropped))
+        for other in session.subscriptions.values() if dropped else ():
+            if ids := [identity for sender, identity in dropped if sender == other.sender]:
+                self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
         self._loop.wake()
 
     def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:

@@ -74,7 +74,7 @@ class Grafted(NamedTuple):
     """What became of a delta's nodes. Those in neither list were known, or contradict what is committed."""
 
     added: int  # nodes that were new to the tree or that raised a score
-    dropped: list[int]  # the sender's ids that are not in the tree although they might be right
+    dropped: list[tuple[int, int]]  # (sender, id) of nodes that are not in the tree although they might be right
 
 
 class Drifted(Exception):
@@ -166,7 +166,7 @@ class TokenTree:
         self._check_root(delta)
         entry = self._sender(sender)
         added = 0
-        dropped: list[int] = []
+        dropped: list[tuple[int, int]] = []
         for identity, parent_id, token, edge in zip(
             range(delta.first_id, delta.first_id + len(delta.tokens)),
             delta.parents,
@@ -195,17 +195,11 @@ class TokenTree:
                 if parent_id <= entry.settled or parent_id in entry.dead:
                     entry.dead.add(identity)
                 else:
-                    dropped.append(identity)
-            elif self.size >= self.capacity and token not in parent.children:
-                dropped.append(identity)
+                    dropped.append((sender, identity))
+            elif self._make_room(parent, token, parent.log_score + judge(edge), dropped):
+                added += self._put(sender, identity, parent, token, edge, judge(edge))
             else:
-                before = self.size
-                judged = judge(edge)
-                child = self.add(parent, token, judged)
-                if child.edge == judged:
-                    child.claim = sender, edge
-                self.name(child, sender, identity)
-                added += self.size - before
+                dropped.append((sender, identity))
         return Grafted(added, dropped)
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
@@ -325,6 +319,34 @@ class TokenTree:
         self.root = child
         self._tokens[child.position] = token
         self._digests[child.position] = extend(self._digests[old.position], (token,))
+
+    def _put(self, sender: int, identity: int, parent: Node, token: int, claimed: float, edge: float) -> int:
+        """Adds a sender's node; 1 if it was new, else 0."""
+        before = self.size
+        child = self.add(parent, token, edge)
+        if child.edge == edge:
+            child.claim = sender, claimed
+        self.name(child, sender, identity)
+        return self.size - before
+
+    def _make_room(self, parent: Node, token: int, log_score: float, dropped: list[tuple[int, int]]) -> bool:
+        """Whether a child of that score fits, if need be in the place of the worst leaf, whose names go to `dropped`."""
+        if self.size < self.capacity or token in parent.children:
+            return True
+        worst = min(self._leaves(), key=lambda leaf: leaf.log_score)
+        if worst.log_score >= log_score or worst is parent:
+            return False
+        dropped += worst.names
+        self.remove(worst)
+        return True
+
+    def _leaves(self) -> Iterator[Node]:
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if not node.children and node is not self.root:
+                yield node
 
     def _alias(self, sender: int, identity: int, position: int) -> None:
         self._senders[sender].committed[identity] = position

@@ -107,9 +107,21 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
 def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() -> None:
     receiver = TokenTree([1], capacity=2)
     digest = receiver.digest
-    assert receiver.graft(1, Delta(0, digest, 5, (3,), (9,), (0.0,))).dropped == [5]
+    assert receiver.graft(1, Delta(0, digest, 5, (3,), (9,), (0.0,))).dropped == [(1, 5)]
     grafted = receiver.graft(1, Delta(0, digest, 6, (0, 6, 7), (1, 2, 3), (0.0, 0.0, 0.0)))
-    assert (grafted.added, grafted.dropped) == (2, [8])
+    assert (grafted.added, grafted.dropped) == (2, [(1, 8)])
+    receiver.check_integrity()
+
+
+def test_a_full_tree_gives_up_its_worst_leaf_for_a_better_node_and_says_so_to_whoever_sent_it() -> None:
+    receiver = TokenTree([1], capacity=3)
+    digest = receiver.digest
+    receiver.graft(1, Delta(0, digest, 1, (0, 1, 0), (5, 6, 7), (-0.5, -0.5, -3.0)))
+    better = receiver.graft(2, Delta(0, digest, 1, (0,), (8,), (-1.0,)))
+    assert (better.added, better.dropped) == (1, [(1, 3)])
+    assert set(paths(receiver)) == {(5,), (5, 6), (8,)}
+    worse = receiver.graft(2, Delta(0, digest, 2, (0,), (9,), (-2.0,)))
+    assert (worse.added, worse.dropped) == (0, [(2, 2)])
     receiver.check_integrity()
 
 
