@@ -125,8 +125,10 @@ class Session:
             stream.subscriptions.pop(subscription.attachment, None)
             self.tree.forget(subscription.sender)
 
-    def graft(self, subscription: Subscription, delta: Delta, now: float, *, passing: bool) -> list[tuple[int, int]]:
-        """Takes nodes that came while a pass runs or not. Returns (sender, id) of those that were dropped.
+    def graft(
+        self, subscription: Subscription, delta: Delta, now: float, *, passing: bool
+    ) -> dict[Subscription, list[int]]:
+        """Takes nodes that came while a pass runs or not. Returns ids that were dropped, by whose they are.
 
         Raises as the tree does, and InvalidRequest for nodes beyond the credit.
         """
@@ -136,7 +138,12 @@ class Session:
         grafted = self.tree.graft(subscription.sender, delta, subscription.calibration.corrected)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
-        return grafted.dropped
+        theirs = {other.sender: other for other in self.subscriptions.values()} if grafted.dropped else {}
+        dropped: dict[Subscription, list[int]] = {}
+        for sender, identity in grafted.dropped:
+            if sender in theirs:
+                dropped.setdefault(theirs[sender], []).append(identity)
+        return dropped
 
     @property
     def drafting(self) -> bool:

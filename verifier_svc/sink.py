@@ -249,9 +249,8 @@ class Sink(TreeSinkServicer):
             return
         if message.exhausted:
             subscription.exhausted = message.root_position
-        for other in session.subscriptions.values() if dropped else ():
-            if ids := [identity for sender, identity in dropped if sender == other.sender]:
-                self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
+        for other, ids in dropped.items():
+            self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
         self._loop.wake()
 
     def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:

@@ -330,7 +330,7 @@ class TokenTree:
         return self.size - before
 
     def _make_room(self, parent: Node, token: int, log_score: float, dropped: list[tuple[int, int]]) -> bool:
-        """Whether a child of that score fits, if need be in the place of the worst leaf, whose names go to `dropped`."""
+        """Whether a child of that score fits, or can take the place of the worst leaf, whose names go to `dropped`."""
         if self.size < self.capacity or token in parent.children:
             return True
         worst = min(self._leaves(), key=lambda leaf: leaf.log_score)

@@ -236,7 +236,7 @@ class TwoCopies(RuleBasedStateMachine):
     def deliver_delta(self, twice: bool) -> None:
         if self.deltas:
             delta = self.deltas.pop(0)
-            for identity in self.upper.graft(7, delta).dropped:
+            for _, identity in self.upper.graft(7, delta).dropped:
                 dropped = self.lower.node(OWN, identity)
                 if dropped is not None:
                     self.lower.remove(dropped)

@@ -237,10 +237,10 @@ class Verifier:
             stream.close(graft.attachment, f"malformed: {error}")
             return
         session.tree.check_integrity()
-        if dropped:
-            self._tell(subscription, pb.Commit(position=len(session.tokens), dropped=dropped))
+        for other, ids in dropped.items():
+            self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
 
-    def _take(self, subscription: Subscription, delta: Delta) -> list[int]:
+    def _take(self, subscription: Subscription, delta: Delta) -> dict[Subscription, list[int]]:
         return subscription.session.graft(subscription, delta, 0.0, passing=bool(self.passing))
 
     def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
