@@ -21,7 +21,7 @@ class Segment:
     tokens: NDArray[np.int64]  # [n]
     positions: NDArray[np.int64]  # [n] absolute positions (RoPE)
     # [n, m], m >= n: which of the cache rows prefix .. prefix + m each row sees, itself included.
-    # None: a causal chain, m == n.
+    # Along a path rows ascend: an ancestor's is below its descendants'. None: a causal chain, m == n.
     mask: NDArray[np.bool_] | None = None
     wanted: int | None = None  # logits wanted for the last `wanted` rows; None: all; 0: none (a prefill chunk)
 

@@ -46,7 +46,7 @@ class Tile:
 
     queries: slice  # of a slot's folded queries
     rows: slice | Tensor  # cache rows
-    share: Tensor | None  # [slots * kv_heads or 1, queries, rows] 1 where a row is of the block, else 0; None: all are
+    share: Tensor | None  # [slots * kv_heads, queries, rows] 1 where a row is of the block, else 0; None: all are
 
 
 class InvariantAttention:

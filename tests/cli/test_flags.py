@@ -33,6 +33,7 @@ SECTIONS: dict[str, Section] = {
         window=5,
         session_ttl_s=6,
         lease_s=0.5,
+        resume_ttl_s=7.0,
     ),
     "verifier": VerifierConfig(
         model=Path("/m"),

@@ -271,8 +271,8 @@ class World:
         if client.tokens:
             if log[client.prompt : end] != client.tokens:
                 raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log says {log}")
-            if len(self.redis.texts[client.session]) < end and client.session not in self.redis.lost:
-                raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts[client.session])}")
+            if len(self.redis.texts.get(client.session, [])) < end and client.session not in self.redis.lost:
+                raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
         wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
         if wish is not None and client.prompt:
             self._check_text(client, wish, log[: client.prompt])
