@@ -59,7 +59,7 @@ def start(checkpoint: Path, session: str = "s", **changes: Any) -> verifier_pb2.
         "contract": contract_to_pb(Contract(seed=1, max_tokens=100, temperature=1.0)),
         "plan": plan_to_pb(Plan(version=1, depth=4, nodes=8)),
         "window": 2,
-        "lease_ms": 600_000,
+        "lease_ms": 60_000,
     }
     return verifier_pb2.DecodeStart(**(fields | changes))
 

@@ -164,8 +164,16 @@ async def decoding(channel: grpc.aio.Channel, checkpoint: Path) -> AsyncIterator
     call.cancel()
 
 
-async def queued(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-    while (item := await queue.get()) is not None:
+async def queued(queue: asyncio.Queue[verifier_pb2.DecodeRequest | None]) -> AsyncIterator[verifier_pb2.DecodeRequest]:
+    """A router's commands, and a sign of life where there is none."""
+    while True:
+        try:
+            async with asyncio.timeout(5):
+                item = await queue.get()
+        except TimeoutError:
+            item = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())
+        if item is None:
+            return
         yield item
 
 
