@@ -184,7 +184,8 @@ class Grower:
             move = session.commit(update.tokens)
             if move is not None:
                 self._engine.move(session.slot, move.source, move.target)
-        session.plan = update.plan or session.plan
+        if update.plan is not None and update.plan.version > session.plan.version:
+            session.plan = update.plan
         session.price = update.price
         session.credit = update.credit
         session.abandon(update.dropped)

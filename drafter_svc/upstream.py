@@ -15,7 +15,7 @@ import grpc.aio
 from drafter_svc.session import Snapshot
 from outrider.core.contract import Plan
 from outrider.core.tree import Delta
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, plan_from_pb
@@ -216,7 +216,8 @@ class Upstream:
         message = getattr(frame, kind)
         attachment = self._numbered.get(message.attachment)
         if attachment is None:
-            return  # of a subscription that has ended
+            self._refuse()  # it was on its way when the subscription ended
+            return
         try:
             if kind == "closed":
                 self._drop(attachment)
@@ -238,11 +239,13 @@ class Upstream:
         if part.position == 0:
             attachment.parts.clear()
         if part.position != len(attachment.parts) or part.position > LARGEST_SNAPSHOT:
-            self._refuse()
-            self._subscribe(attachment)
-            return
+            raise InvalidRequest(
+                "position", f"is {part.position}, must be {len(attachment.parts)}, where the parts end"
+            )
         attachment.parts.extend(part.tokens)
         if part.last:
+            if not attachment.parts:
+                raise InvalidRequest("tokens", "a snapshot needs at least one token")
             snapshot = Snapshot(
                 tuple(attachment.parts),
                 part.digest,

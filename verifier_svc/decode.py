@@ -13,7 +13,7 @@ from outrider.config import VerifierConfig
 from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.engine.native import Engine
-from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch
+from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
 from outrider.rpc.status import translated
@@ -159,7 +159,10 @@ class Decoder(VerifierServicer):
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
         await context.write(pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason)))
         # The router closes its side first: a write of its own that met the end of the call would fail the call.
-        return await asyncio.wait_for(commands, HALF_CLOSE_S)
+        try:
+            return await asyncio.wait_for(commands, HALF_CLOSE_S)
+        except TimeoutError:
+            raise Unavailable(f"the router did not close its side of Decode within {HALF_CLOSE_S:g} s") from None
 
     async def _next(self, session: Session, context: Context[Any, Any]) -> Commit | None:
         """The session's next commit, or None when it was closed; heartbeats until there is one."""

@@ -213,7 +213,7 @@ class StepLoop:
         if len(step.works) > 1 or not step.works[0].chooses:
             return 0.0
         session = step.works[0].session
-        if not session.drafting or not session.ceilings.depth:
+        if not session.drafting or not session.ceilings.depth or session.room == 1:
             return 0.0
         left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
         return min(left, session.arrivals.patience(now, budget.expected, budget.seconds))
@@ -302,9 +302,12 @@ class StepLoop:
 
 
 def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:
-    """At most `most` of a session's nodes, best first; the score is negated so that merging keeps the order."""
+    """At most `most` of a session's nodes, best first; the score is negated so that merging keeps the order.
+
+    None is so deep that its path and the token after it would be more than the step may commit.
+    """
     plan = work.session.ceilings
-    best = work.session.tree.best_first(depth=plan.depth, width=plan.width)
+    best = work.session.tree.best_first(depth=min(plan.depth, work.session.room - 1), width=plan.width)
     return [(-score, work, node) for score, node in itertools.islice(best, most)]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.core.acceptance import Choice
 from outrider.core.calibration import Calibration
-from outrider.core.contract import OFF, Contract, Plan, StepReport
+from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
@@ -88,17 +88,20 @@ class Session:
         self._claims: dict[int, Calibration] = {}  # by sender
 
     @property
+    def room(self) -> int:
+        """The most tokens that a step may commit now: up to the end, and the window beyond the durable position."""
+        return min(self.end, self.durable + self._window) - len(self.tokens)
+
+    @property
     def ready(self) -> bool:
         """Whether a step may serve it now."""
-        return not self.finished and len(self.tokens) - self.durable < self._window
+        return not self.finished and self.room > 0
 
     @property
     def ceilings(self) -> Plan:
         """The plan, cut to what the generation can still use."""
         left = self.end - len(self.tokens) - 1
-        if self.plan.depth <= left:
-            return self.plan
-        return OFF if left <= 0 else replace(self.plan, depth=left)
+        return self.plan if self.plan.depth <= left else replace(self.plan, depth=max(0, left))
 
     def worth(self) -> float:
         """Expected tokens of a step that verifies the best of the tree within the plan."""

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from outrider.core.calibration import Calibration
 from outrider.core.tree import Drifted
@@ -27,7 +29,8 @@ from verifier_svc.stream import DraftStream
 
 log = logging.getLogger(__name__)
 
-WAITING_SUBSCRIPTIONS = 1024  # that came before their session
+SUBSCRIBE_BYTES = 4096  # of a subscription, its ticket included
+WAITING_SUBSCRIPTIONS = 1024  # of one drafter, that came before their session
 PATIENCE_S = 5.0  # how long one may wait
 LAST_WRITE_S = 1.0  # for a write that is under way when a stream ends
 MOST_REFUSED = 1000  # frames in a row that are refused before the stream is; a session's end explains a handful
@@ -67,15 +70,19 @@ class Sink(TreeSinkServicer):
     """Grafts what drafters send onto their sessions' trees, and tells them what was committed."""
 
     def __init__(self, worker_id: str, tokenizer_digest: bytes, vocabulary: int, keys: Keyring) -> None:
-        self.streams = 0
         self.refused = 0
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._vocabulary = vocabulary
         self._keys = keys
-        self._waiting: dict[tuple[DraftStream, int], pb.Subscribe] = {}
+        self._streams: set[DraftStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
         self._loop: StepLoop
+
+    @property
+    def streams(self) -> int:
+        """Draft streams that are open."""
+        return len(self._streams)
 
     def serve(self, loop: StepLoop) -> None:
         """Takes the sessions from `loop`. Called once, before the first stream."""
@@ -83,18 +90,17 @@ class Sink(TreeSinkServicer):
 
     async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One drafter's stream, for as long as it lives."""
-        async with translated(context):
+        async with translated(context), self._counting():
             frames = liveness.heard(requests, "the drafter")
             stream = await self._greet(frames)
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
-            self.streams += 1
+            self._streams.add(stream)
             try:
                 done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             finally:
-                self.streams -= 1
                 self._forget(stream)
                 reading.cancel()
                 stream.end()  # gRPC cannot send the status of a call while a write is under way
@@ -104,10 +110,11 @@ class Sink(TreeSinkServicer):
 
     def welcome_waiting(self, session: Session) -> None:
         """A session opened: subscribes the drafters that were there before it."""
-        for (stream, attachment), subscribe in list(self._waiting.items()):
-            if subscribe.session_id == session.id:
-                del self._waiting[stream, attachment]
-                self._open(stream, subscribe)
+        for stream in self._streams:
+            for subscribe in list(stream.waiting.values()):
+                if subscribe.session_id == session.id:
+                    del stream.waiting[subscribe.attachment]
+                    self._open(stream, subscribe)
 
     def refresh(self, session: Session) -> None:
         """The plan or the credit changed without a commit."""
@@ -138,6 +145,15 @@ class Sink(TreeSinkServicer):
     def _snapshot(self, subscription: Subscription) -> None:
         subscription.stream.snapshot(subscription.attachment, partial(_parts, subscription))
 
+    @asynccontextmanager
+    async def _counting(self) -> AsyncIterator[None]:
+        """Counts a frame that ends its stream."""
+        try:
+            yield
+        except (InvalidRequest, TokenizerMismatch, DecodeError):
+            self.refused += 1
+            raise
+
     async def _greet(self, frames: Requests) -> DraftStream:
         first = await anext(frames, None)
         if first is None or first.WhichOneof("frame") != "hello":
@@ -154,7 +170,7 @@ class Sink(TreeSinkServicer):
         return stream
 
     async def _read(self, stream: DraftStream, frames: Requests) -> None:
-        refused_before = self.refused
+        in_a_row = 0
         async for frame in frames:
             refused = self.refused
             match frame.WhichOneof("frame"):
@@ -168,21 +184,25 @@ class Sink(TreeSinkServicer):
                     liveness.check(frame.heartbeat, f"drafter {stream.drafter_id}")
                 case kind:
                     raise InvalidRequest("frame", f"'{kind}' is not allowed here")
-            if self.refused == refused:
-                refused_before = refused
-            elif self.refused - refused_before > MOST_REFUSED:
+            in_a_row = in_a_row + 1 if self.refused > refused else 0
+            if in_a_row > MOST_REFUSED:
                 raise Overloaded(f"more than {MOST_REFUSED} frames in a row were refused")
+            stream.check()
 
     async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while (frame := await stream.next()) is not None:
-            await context.write(frame)
+        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; reading hears of it
+            while (frame := await stream.next()) is not None:
+                await context.write(frame)
 
     def _subscribe(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
         if subscribe.attachment <= stream.attached:
             self.refused += 1  # a replay
             return
         stream.attached = subscribe.attachment
-        self._open(stream, subscribe)
+        if subscribe.ByteSize() > SUBSCRIBE_BYTES:
+            self._refuse(stream, subscribe.attachment, f"malformed: a subscription has at most {SUBSCRIBE_BYTES} bytes")
+        else:
+            self._open(stream, subscribe)
 
     def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
         """Gives a drafter its session, has it wait for it, or says why not."""
@@ -209,23 +229,22 @@ class Sink(TreeSinkServicer):
         return self._calibrations.setdefault(drafter_id, Calibration())
 
     def _wait(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
-        if len(self._waiting) >= WAITING_SUBSCRIPTIONS:
+        if len(stream.waiting) >= WAITING_SUBSCRIPTIONS:
             raise Overloaded("too many subscriptions wait for their session")
-        key = (stream, subscribe.attachment)
-        self._waiting[key] = subscribe
-        asyncio.get_running_loop().call_later(PATIENCE_S, self._expire, key, subscribe)
+        stream.waiting[subscribe.attachment] = subscribe
+        asyncio.get_running_loop().call_later(PATIENCE_S, self._expire, stream, subscribe.attachment)
 
-    def _expire(self, key: tuple[DraftStream, int], subscribe: pb.Subscribe) -> None:
-        if self._waiting.get(key) is subscribe:
-            del self._waiting[key]
-            self._refuse(*key, "unknown session")
+    def _expire(self, stream: DraftStream, attachment: int) -> None:
+        if stream.waiting.pop(attachment, None):
+            self._refuse(stream, attachment, "unknown session")
 
     def _unsubscribe(self, stream: DraftStream, unsubscribe: pb.Unsubscribe) -> None:
-        self._waiting.pop((stream, unsubscribe.attachment), None)
         subscription = stream.subscriptions.get(unsubscribe.attachment)
         if subscription:
             subscription.session.unsubscribe(stream)
             self._loop.wake()
+        elif not stream.waiting.pop(unsubscribe.attachment, None):
+            self.refused += 1  # it was on its way when the session ended
 
     def _graft(self, stream: DraftStream, message: pb.TreeDelta) -> None:
         """Adds a delta to its session's tree. What is wrong with it costs that session its drafter, no more."""
@@ -258,8 +277,8 @@ class Sink(TreeSinkServicer):
         stream.close(attachment, reason)
 
     def _forget(self, stream: DraftStream) -> None:
-        for key in [key for key in self._waiting if key[0] is stream]:
-            del self._waiting[key]
+        self._streams.discard(stream)
+        stream.waiting.clear()
         for subscription in list(stream.subscriptions.values()):
             subscription.session.unsubscribe(stream)
         self._loop.wake()

@@ -41,6 +41,7 @@ class DraftStream:
     def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
         self.drafter_id = drafter_id
         self.subscriptions: dict[int, Subscription] = {}  # by attachment
+        self.waiting: dict[int, pb.Subscribe] = {}  # likewise: those whose session is not there yet
         self.attached = 0  # the largest attachment so far
         self._heartbeat = heartbeat
         self._control: deque[pb.DraftDown] = deque()
@@ -90,14 +91,14 @@ class DraftStream:
         self._ended = True
         self._wake.set()
 
-    async def next(self) -> pb.DraftDown | None:
-        """The frame to write now; waits until there is one. None after the end.
+    def check(self) -> None:
+        """Raises Overloaded when the drafter has let too much pile up."""
+        if len(self._control) > CONTROL_FRAMES:
+            raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
 
-        Raises Overloaded when the drafter has let too much pile up.
-        """
+    async def next(self) -> pb.DraftDown | None:
+        """The frame to write now; waits until there is one. None after the end."""
         while not self._ended:
-            if len(self._control) > CONTROL_FRAMES:
-                raise Overloaded(f"drafter {self.drafter_id} does not read what it is sent")
             if frame := self._most_urgent():
                 return frame
             self._wake.clear()

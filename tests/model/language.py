@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from outrider.core.digest import EMPTY, extend, mix64
@@ -22,7 +22,7 @@ VOCABULARY = MODEL.tokenizer.get_vocab_size()
 class Answer:
     """What a prompt is to be answered with."""
 
-    tokens: list[int]
+    tokens: tuple[int, ...]
     text: str
     stopped: bool
 
@@ -33,19 +33,21 @@ def choice(digest: int, salt: int = 0) -> int:
     return STOP_ID if value % 23 == 0 else WORDS[value // 23 % len(WORDS)]
 
 
-def answer(prompt: Sequence[int], max_tokens: int, stops: Sequence[str]) -> Answer:
+@lru_cache
+def answer(prompt: tuple[int, ...], max_tokens: int, stops: tuple[str, ...]) -> Answer:
     """The one true answer."""
     digest, said = extend(EMPTY, prompt), list[int]()
     while len(said) < max_tokens and (not said or said[-1] != STOP_ID):
         said.append(choice(digest))
         digest = extend(digest, said[-1:])
-    return told(prompt, said, stops)
+    return told(prompt, tuple(said), stops)
 
 
-def told(prompt: Sequence[int], said: Sequence[int], stops: Sequence[str]) -> Answer:
+@lru_cache
+def told(prompt: tuple[int, ...], said: tuple[int, ...], stops: tuple[str, ...]) -> Answer:
     """An answer by its tokens: what of them belongs to it, and its text, decoded at once."""
     text = AnswerText(Detokenizer(MODEL.tokenizer, prompt, silent=MODEL.eos_ids), stops)
     taken = text.feed(said)
     rest = "" if taken.stopped else text.flush()
-    tokens = list(said[: taken.tokens])
-    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == [STOP_ID])
+    tokens = said[: taken.tokens]
+    return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,))

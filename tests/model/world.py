@@ -275,24 +275,26 @@ class World:
                 raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
         wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
         if wish is not None and client.prompt:
-            self._check_text(client, wish, log[: client.prompt])
+            self._check_text(client, wish, tuple(log[: client.prompt]))
         self._check_end(client)
 
-    def _check_text(self, client: Client, wish: Wish, prompt: list[int]) -> None:
-        if tuple(prompt[-len(wish.prompt) :]) != wish.prompt:
+    def _check_text(self, client: Client, wish: Wish, prompt: tuple[int, ...]) -> None:
+        if prompt[-len(wish.prompt) :] != wish.prompt:
             raise Violation(f"a client that asked {wish.prompt} reads what follows {prompt}")
-        ours = told(prompt, client.tokens, wish.stops)
+        tokens, whole = tuple(client.tokens), client.reason in ("stop", "length")
+        ours = told(prompt, tokens, wish.stops)
         if self.steady:
             truth = answer(prompt, wish.max_tokens, wish.stops)
-            if truth.tokens[: len(client.tokens)] != client.tokens:
-                raise Violation(f"a client has {client.tokens}, the target says {truth.tokens}")
-            if client.reason in ("stop", "length") and client.tokens != truth.tokens:
-                raise Violation(f"an answer ended ({client.reason}) with {client.tokens} instead of {truth.tokens}")
+            if truth.tokens[: len(tokens)] != tokens:
+                raise Violation(f"a client has {tokens}, the target says {truth.tokens}")
+            if whole and tokens != truth.tokens:
+                raise Violation(f"an answer ended ({client.reason}) with {tokens} instead of {truth.tokens}")
         if not ours.text.startswith(client.text) or (client.reason and ours.text != client.text):
             raise Violation(f"a client has the text {client.text!r} for {ours.text!r}")
-        whole = ours.stopped or len(client.tokens) == wish.max_tokens
-        if client.reason in ("stop", "length") and (client.reason != ("stop" if ours.stopped else "length") or not whole):
-            raise Violation(f"an answer of {client.tokens} ended with {client.reason}")
+        if whole and client.reason != ("stop" if ours.stopped else "length"):
+            raise Violation(f"an answer of {tokens} ended with {client.reason}")
+        if client.reason == "length" and len(tokens) != wish.max_tokens:
+            raise Violation(f"an answer ended after {len(tokens)} tokens of {wish.max_tokens}")
 
     def _check_end(self, client: Client) -> None:
         session = client.session or (client.wish.session if client.wish is not None else "")

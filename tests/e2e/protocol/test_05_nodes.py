@@ -1,0 +1,283 @@
+"""5. Nodes."""
+
+import asyncio
+import math
+
+import pytest
+
+from outrider.core.contract import Plan
+from outrider.core.tree import ALIAS_SPAN, edge_code, edge_from_code
+from outrider.rpc.codec import plan_to_pb
+from tests.e2e.protocol.conftest import Text
+from tests.e2e.protocol.peers import Copy, decoding, delta, drafting, upstream_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
+
+
+async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream, copy = peer.stream, Copy()
+        stream.snapshot(text.prompt)
+        expected = 1
+        for length in range(len(text.prompt), len(text.prompt) + 5):
+            if length > len(text.prompt):
+                stream.commit(text.whole[:length], length - 1)
+            while True:
+                frame = await stream.inbox.take("delta")
+                assert (frame.attachment, frame.epoch, frame.plan_version) == (1, 1, 1)
+                assert len(frame.parents) == len(frame.tokens) == len(frame.edges)
+                assert frame.first_id == expected
+                expected += len(copy.take(frame))  # which fails for a parent that was not sent
+                if frame.exhausted and frame.root_position == length - 1:
+                    break
+        assert expected > 30
+        assert max(copy.depth(identity) for identity in copy.tokens) > 3
+
+
+async def test_exhausted_says_that_nothing_more_comes_before_the_next_commit(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream = peer.stream
+        stream.snapshot(text.prompt)
+        await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+        assert [frame.exhausted for frame in stream.inbox.of("delta")].index(True) == len(stream.inbox.of("delta")) - 1
+        await asyncio.sleep(0.2)
+        assert stream.inbox.of("delta")[-1].exhausted
+        stream.inbox.frames.clear()
+        stream.commit(text.prompt, len(text.prompt), price=1.0)  # nothing is worth it: the delta is empty
+        frame = await stream.inbox.take("delta")
+        assert (frame.exhausted, list(frame.tokens)) == (True, [])
+
+
+async def test_a_verifier_does_not_wait_for_whoever_is_exhausted(verifier: str, text: Text) -> None:
+    patient = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=1_000_000))
+
+    async def waits(window: int, *, says_so: bool) -> list[int]:
+        """How long each of thirty steps was held back for a drafter that never sends a node."""
+        async with (
+            decoding(verifier, tokens=text.prompt, contract=text.contract, plan=patient, window=window) as router,
+            drafting(verifier) as drafter,
+        ):
+            await router.said(window)
+            await drafter.attach(router.session)
+            for count in range(window, window + 30, window):
+                await router.said(count)
+                if says_so:
+                    drafter.say(**delta(text.whole, len(text.prompt) + count - 1, [], exhausted=True))
+                    await drafter.heard_all(router.session)
+                await router.acknowledge(count)
+            await router.said(window + 30)
+            assert {report.drafters for report in router.reports[window:]} == {1}
+            return [report.waited_us for report in router.reports[window:]]
+
+    assert max(await waits(30, says_so=False)) > 500  # now and then it tries whether waiting pays
+    assert max(await waits(1, says_so=True)) < 500
+
+
+async def test_late_nodes_below_a_root_that_was_left_behind_become_aliases_and_their_children_are_good(
+    verifier: str, text: Text
+) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=16) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(16)
+        await drafter.attach(router.session)
+        # From the end of the prompt, although sixteen tokens were committed since; then on below these ids.
+        drafter.say(**delta(text.whole, len(text.prompt) - 1, text.answer[:12]))
+        drafter.say(**delta(text.whole, 5, text.answer[12:20], first_id=13, parents=[1] * 8))
+        await drafter.heard_all(router.session)
+        assert (await router.step()).accepted
+        assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
+
+
+async def test_aliases_live_256_positions(verifier: str, text: Text) -> None:
+    length = ALIAS_SPAN + 20
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=length) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(length)
+        await drafter.attach(router.session)
+        root = len(text.prompt) + length - 1
+        too_far = root - ALIAS_SPAN - 2
+        drafter.say(**delta(text.whole, too_far, text.whole[too_far + 1 : root + 5], root_digest=7))
+        await drafter.heard_all(router.session)
+        await router.acknowledge(5)
+        await router.said(length + 5)
+        assert all(report.verified == 0 for report in router.reports)
+        root += 5
+        first = ALIAS_SPAN + 7  # the next id
+        drafter.say(**delta(text.whole, root - 256, text.whole[root - 255 : root + 5], first_id=first))
+        await drafter.heard_all(router.session)
+        await router.acknowledge(10)
+        await router.said(length + 10)
+        assert any(report.accepted for report in router.reports)
+        assert {kind for kind, _ in drafter.inbox.frames} <= {"commit", "heartbeat"}
+        assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
+
+
+async def test_a_node_that_was_decided_otherwise_is_dead_with_all_below_and_nobody_is_told(
+    verifier: str, text: Text
+) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(8)
+        await drafter.attach(router.session)
+        root = len(text.prompt) + 3
+        wrong = [(text.answer[4] + 1) % 4096, *text.answer[5:12]]  # after it the rest would be right
+        drafter.say(**delta(text.whole, root, wrong))
+        drafter.say(**delta(text.whole, root, text.answer[8:12], first_id=9, parents=[5, 1, 1, 1]))
+        await drafter.heard_all(router.session)
+        await router.acknowledge(8)
+        await router.said(16)
+        assert all(report.verified == 0 for report in router.reports)
+        drafter.say(**delta(text.whole, root, text.answer[16:18], first_id=13, parents=[4, 1]))  # a commit later
+        await drafter.heard_all(router.session)
+        await router.acknowledge(16)
+        await router.said(24)
+        assert all(report.verified == 0 for report in router.reports)
+        assert {kind for kind, _ in drafter.inbox.frames} <= {"commit", "heartbeat"}
+        assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
+
+
+async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again_under_a_new_id(
+    verifier: str, text: Text
+) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(8)
+        await drafter.attach(router.session)
+        root = len(text.prompt) + 7
+        drafter.say(**delta(text.whole, root, text.answer[8:11], first_id=10, parents=[3, 1, 0]))
+        told = await drafter.inbox.take("commit")
+        assert (list(told.tokens), told.position, list(told.dropped)) == ([], root + 1, [10, 11])
+        assert told.digest == delta(text.whole, root, [])["delta"].root_digest
+        drafter.say(**delta(text.whole, root, text.answer[8:10], first_id=13))
+        await drafter.heard_all(router.session)
+        assert (await router.step()).accepted
+
+
+async def test_a_node_that_does_not_fit_into_a_full_tree_is_dropped(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=2) as router,
+        drafting(verifier) as first,
+        drafting(verifier) as second,
+    ):
+        await router.said(2)
+        for drafter in (first, second):
+            assert (await drafter.attach(router.session)).credit == 512
+        root = len(text.prompt) + 1
+        others = [token for token in range(520) if token != text.answer[2]]
+        first.say(**delta(text.whole, root, [*others[:511], text.answer[2]], parents=[0] * 512, edges=b"\xff" * 512))
+        await first.heard_all(router.session)
+        # The right one is there already, and gets an alias and a better score; the others find no place.
+        again = [text.answer[2], *others[511:514]]
+        second.say(**delta(text.whole, root, again, parents=[0, 0, 1, 0]))
+        assert list((await second.inbox.take("commit")).dropped) == [2, 3, 4]
+        assert (await router.step()).accepted == 1
+        assert not first.inbox.of("closed")
+
+
+async def test_a_node_that_two_drafters_send_is_one_node_with_an_alias_for_each_and_the_larger_score(
+    verifier: str, text: Text
+) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
+        drafting(verifier) as modest,
+        drafting(verifier) as sure,
+    ):
+        await router.said(8)
+        for drafter in (modest, sure):
+            await drafter.attach(router.session)
+        root = len(text.prompt) - 1
+        modest.say(**delta(text.whole, root + 8, text.answer[8:11], first_id=7, edges=b"\xff" * 3))
+        await modest.heard_all(router.session)
+        sure.say(**delta(text.whole, root + 8, text.answer[8:11]))
+        await sure.heard_all(router.session)
+        report = await router.step()
+        assert report.drafters == 2
+        assert report.accepted == report.verified > 0  # none of them twice
+        # The node is a committed token now. What either sends below it, by its own name for it, is good.
+        modest.say(**delta(text.whole, 3, text.answer[11:20], first_id=20, parents=[11] + [1] * 8))
+        await modest.heard_all(router.session)
+        assert (await router.step()).accepted
+        sure.say(**delta(text.whole, 3, text.answer[11:28], first_id=20, parents=[17] + [1] * 16))
+        await sure.heard_all(router.session)
+        assert (await router.step()).accepted
+        for drafter in (modest, sure):
+            assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
+
+
+async def test_the_larger_of_two_scores_for_a_node_counts(verifier: str, text: Text) -> None:
+    one = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=1, wait_us=0))
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=one, window=8) as router,
+        drafting(verifier) as modest,
+        drafting(verifier) as sure,
+    ):
+        await router.full()
+        for drafter in (modest, sure):
+            await drafter.attach(router.session)
+        for said in (8, 16):  # once the surer one comes second, once first
+            rivals = [(text.answer[said] + 1) % 4096, text.answer[said]]
+            both = [(modest, b"\x10\xff"), (sure, b"\x10\x00")]
+            for drafter, edges in both if said == 8 else both[::-1]:
+                root = len(text.prompt) + said - 1
+                drafter.say(**delta(text.whole, root, rivals, parents=[0, 0], edges=edges, first_id=said))
+                await drafter.heard_all(router.session)
+            report = await router.step()
+            assert (report.verified, report.accepted) == (1, 1)
+
+
+async def test_a_replayed_delta_changes_nothing(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(8)
+        await drafter.attach(router.session)
+        root = len(text.prompt) + 7
+        first = delta(text.whole, root, text.answer[8:10])
+        known = delta(text.whole, root, [7, 8, 9, text.answer[11]], parents=[0, 1, 1, 1])  # ids 1 to 3 are taken
+        known["delta"].first_id = 1
+        for frame in (first, first, first):
+            drafter.say(**frame)
+        drafter.say(**delta(text.whole, root, text.answer[10:11], first_id=3, parents=[1]))
+        drafter.say(**known)
+        drafter.say(**first)
+        await drafter.heard_all(router.session)
+        report = await router.step()
+        assert report.accepted == report.verified > 0
+        drafter.say(**first)
+        await drafter.heard_all(router.session)
+        assert {kind for kind, _ in drafter.inbox.frames} == {"commit"}
+
+
+async def test_an_edge_is_one_byte_minus_sixteen_times_the_logarithm_of_a_chance() -> None:
+    assert [edge_code(math.log(chance)) for chance in (1.0, 0.5, 0.1, 1e-30)] == [0, 11, 37, 255]
+    for code in range(256):
+        assert edge_code(edge_from_code(code)) == code
+        assert edge_from_code(code) == -code / 16
+
+
+async def test_a_path_s_score_is_the_product_of_its_edges(verifier: str, text: Text) -> None:
+    three = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=3, wait_us=0))
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=three, window=8) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(8)
+        await drafter.attach(router.session)
+        # The right path: 0.88, 0.78, 0.69. A wrong token beside it, 0.73, comes third, although its edge is the worst.
+        tokens = [*text.answer[8:11], (text.answer[8] + 1) % 4096]
+        drafter.say(**delta(text.whole, len(text.prompt) + 7, tokens, parents=[0, 1, 1, 0], edges=bytes([2, 2, 2, 5])))
+        await drafter.heard_all(router.session)
+        report = await router.step()
+        assert 0 < report.verified <= 3
+        assert report.accepted == min(report.verified, 2)

@@ -1,0 +1,276 @@
+"""6. Commits and flow."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from outrider.core.contract import Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.tree import ALIAS_SPAN
+from outrider.rpc.codec import plan_to_pb
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from tests.e2e.mini_router import SPECULATE, described
+from tests.e2e.protocol.conftest import Text
+from tests.e2e.protocol.peers import Copy, Stream, decoding, delta, drafting, new_name, upstream_of
+from verifier_svc.session import TREE_CAPACITY
+from verifier_svc.stream import CONTROL_FRAMES
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NARROW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))  # a drafter that reads hardly ahead
+WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
+
+
+async def test_a_commit_re_roots_and_what_lies_below_the_path_lives_on(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.full()
+        await drafter.attach(router.session)
+        drafter.say(**delta(text.whole, len(text.prompt) + 3, text.answer[4:24]))  # once for all
+        await drafter.heard_all(router.session)
+        for _ in range(4):
+            report = await router.step()
+            assert 0 < report.accepted == report.verified <= 3
+        assert router.tokens == text.whole[: len(router.tokens)]
+
+
+async def test_a_drafter_sends_no_path_twice_and_goes_on_below_what_was_committed(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream, copy, committed = peer.stream, Copy(), list(text.prompt)
+        paths: dict[int, tuple[int, ...]] = {}  # by id: all tokens of the session up to the node
+        stream.snapshot(committed)
+        for _ in range(4):
+            while True:
+                frame = await stream.inbox.take("delta")
+                for identity in copy.take(frame):
+                    root = tuple(committed[: frame.root_position + 1])
+                    path = (*paths.get(copy.parents[identity], root), copy.tokens[identity])
+                    assert path not in paths.values()
+                    paths[identity] = path
+                if frame.exhausted and frame.root_position == len(committed) - 1:
+                    break
+            below = [identity for identity, path in paths.items() if path[:-1] == tuple(committed)]
+            committed.append(copy.tokens[below[0]])
+            stream.commit(committed, len(committed) - 1)
+        assert min(below) < max(paths) // 2  # it was sent long before its parent was committed
+
+
+async def test_a_drafter_sends_nothing_beyond_its_credit(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream = peer.stream
+        stream.snapshot(text.prompt, credit=0)
+        await asyncio.sleep(0.2)
+        assert not [frame for frame in stream.inbox.of("delta") if frame.tokens]
+        for credit in (10, 22):
+            stream.commit(text.prompt, len(text.prompt), credit=credit)
+            await stream.inbox.until(lambda credit=credit: last_id(stream) > credit - SPECULATE.width)  # type: ignore[misc]
+            await asyncio.sleep(0.2)
+            assert last_id(stream) <= credit
+
+
+def last_id(stream: Stream) -> int:
+    return max((frame.first_id + len(frame.tokens) - 1 for frame in stream.inbox.of("delta")), default=0)
+
+
+async def test_a_node_beyond_the_credit_is_a_fault_and_up_to_it_is_none(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=2) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(2)
+        snapshot = await drafter.attach(router.session)
+        root, credit = len(text.prompt) + 1, snapshot.credit
+        assert credit == TREE_CAPACITY
+        drafter.say(**delta(text.whole, root, range(credit), parents=[0] * credit))
+        await drafter.heard_all(router.session)
+        assert not drafter.inbox.of("commit")
+        await router.acknowledge(2)
+        commits: list[pb.Commit] = []
+        await router.said(4)
+        await drafter.inbox.until(lambda: bool(drafter.inbox.of("commit")))
+        commits = drafter.inbox.of("commit")
+        assert max(commit.credit for commit in commits) == 2 * TREE_CAPACITY  # the commit made room for all
+        drafter.say(**delta(text.whole, root, [1], first_id=2 * credit))
+        await drafter.heard_all(router.session)
+        assert not drafter.inbox.of("closed")
+        drafter.say(**delta(text.whole, root, [1], first_id=2 * credit + 1))
+        closed = await drafter.inbox.take("closed", 1)
+        assert closed.reason.startswith("malformed")
+        assert "beyond the credit" in closed.reason
+
+
+async def test_the_price_is_a_path_score_and_comes_with_every_commit(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(4)
+        await drafter.attach(router.session)
+        await router.acknowledge(4)
+        await router.said(8)
+        await drafter.inbox.until(lambda: sum(len(commit.tokens) for commit in drafter.inbox.of("commit")) == 4)
+        assert all(0 <= commit.price <= 1 for commit in drafter.inbox.of("commit"))
+
+
+@pytest.mark.parametrize(("price", "overlap"), [(0.15, False), (0.4, True)])
+async def test_a_drafter_neither_expands_nor_sends_below_the_price(
+    drafter: str, text: Text, price: float, overlap: bool
+) -> None:
+    floor = price * price if overlap else price
+    plan = plan_to_pb(Plan(version=1, depth=16, width=8, nodes=64, overlap=overlap))
+    async with upstream_of(drafter) as peer:
+        stream, copy = peer.stream, Copy()
+        stream.snapshot(text.prompt, plan=plan, price=price)
+        await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+        for frame in stream.inbox.of("delta"):
+            copy.take(frame)
+        dear = len(copy.tokens)
+        assert dear > 1
+        assert all(math.exp(-score / 16) >= floor * 0.999 for score in copy.scores.values())
+        stream.inbox.frames.clear()
+        stream.commit(text.prompt, len(text.prompt), price=0.02)  # what was not worth sending is now, without a commit
+        await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+        for frame in stream.inbox.of("delta"):
+            copy.take(frame)
+        assert len(copy.tokens) > dear
+        assert min(math.exp(-score / 16) for score in copy.scores.values()) < floor
+
+
+async def test_an_abandoned_node_is_not_built_upon(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream, copy = peer.stream, Copy()
+        stream.snapshot(text.prompt)
+        await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+        for frame in stream.inbox.of("delta"):
+            copy.take(frame)
+        first = [identity for identity, parent in copy.parents.items() if parent == 0]
+        stream.inbox.frames.clear()
+        stream.commit(text.prompt, len(text.prompt), dropped=first, plan=plan_to_pb(Plan(version=2, depth=9)))
+        await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+        assert stream.inbox.of("delta")[0].first_id == len(copy.tokens) + 1
+        for frame in stream.inbox.of("delta"):
+            for identity in copy.take(frame):
+                ancestors = set(lineage(copy, identity))
+                assert not ancestors & set(first)
+
+
+def lineage(copy: Copy, identity: int) -> Iterator[int]:
+    while identity := copy.parents[identity]:
+        yield identity
+
+
+async def test_plan_changes_come_in_commits_and_a_lower_version_replaces_nothing(verifier: str, text: Text) -> None:
+    def version(number: int, **changes: int) -> types_pb2.Plan:
+        return plan_to_pb(Plan(version=number, depth=4, **changes))
+
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, plan=version(3), window=4) as router,
+        drafting(verifier) as drafter,
+    ):
+        await router.said(4)
+        assert (await drafter.attach(router.session)).plan == version(3)
+        router.say(plan=version(5, width=2))
+        told = await drafter.inbox.take("commit")
+        assert (told.plan, list(told.tokens), told.position) == (version(5, width=2), [], len(text.prompt) + 4)
+        router.say(plan=version(4))
+        router.say(plan=version(5))
+        await router.acknowledge(4)
+        await router.said(8)
+        assert {report.plan_version for report in router.reports[4:]} == {5}
+        await drafter.inbox.until(lambda: bool(drafter.inbox.of("commit")))
+        assert not any(commit.HasField("plan") for commit in drafter.inbox.of("commit"))
+        router.say(plan=version(9))
+        await drafter.inbox.until(lambda: any(commit.plan.version == 9 for commit in drafter.inbox.of("commit")))
+
+
+async def test_a_drafter_obeys_the_plan_of_the_highest_version(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        stream, copy = peer.stream, Copy()
+
+        async def grown() -> Copy:
+            await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
+            while stream.inbox.of("delta"):
+                copy.take(await stream.inbox.take("delta"))
+            return copy
+
+        stream.snapshot(text.prompt, plan=plan_to_pb(Plan(version=4, depth=2, width=2)))
+        nodes = (await grown()).parents
+        assert max(copy.depth(identity) for identity in nodes) == 2
+        assert max(list(nodes.values()).count(parent) for parent in nodes.values()) == 2
+        before = len(nodes)
+        for version in (3, 4):
+            stale = plan_to_pb(Plan(version=version, depth=9, width=9, nodes=100))
+            stream.commit(text.prompt, len(text.prompt), plan=stale)
+            assert len((await grown()).parents) == before
+        stream.commit(text.prompt, len(text.prompt), plan=plan_to_pb(Plan(version=5, depth=4, width=3)))
+        assert len((await grown()).parents) > before
+        assert max(copy.depth(identity) for identity in nodes) == 4
+        stream.commit(text.prompt, len(text.prompt), plan=plan_to_pb(Plan(version=6, depth=0)))
+        stream.commit(text.whole[: len(text.prompt) + 2], len(text.prompt))
+        await asyncio.sleep(0.2)
+        assert not stream.inbox.of("delta")
+
+
+async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_a_snapshot(
+    verifier: str, text: Text
+) -> None:
+    far_off, nearby = new_name(), new_name()
+    opening = {"tokens": text.prompt, "contract": text.contract, "plan": WIDE}
+    async with drafting(verifier, options=NARROW) as drafter:
+        for session in (far_off, nearby):
+            await drafter.subscribe(session)
+        async with (
+            decoding(verifier, session_id=far_off, window=ALIAS_SPAN + 60, **opening) as far,
+            decoding(verifier, session_id=nearby, window=60, **opening) as near,
+        ):
+            for attachment in (1, 2):
+                await drafter.inbox.take("snapshot", attachment)
+            drafter.reads.clear()
+            await far.said(ALIAS_SPAN + 60)
+            near.say(plan=plan_to_pb(Plan(version=7, depth=3)))
+            await drafter.subscribe(near.session, attachment=9, signed=b"none")
+            await asyncio.sleep(0.3)  # until nothing moves any more
+            drafter.reads.set()
+            await drafter.inbox.until(lambda: bool(drafter.inbox.of("snapshot", 1)))
+            order = [(kind, message.attachment) for kind, message in drafter.inbox.frames if kind != "heartbeat"]
+            assert order[-3:] == [("commit", 2), ("closed", 9), ("snapshot", 1)]
+            snapshot = await drafter.inbox.take("snapshot", 1)
+            assert list(snapshot.tokens) == far.tokens
+            assert (snapshot.last, snapshot.digest) == (True, extend(EMPTY, far.tokens))
+            commits, lost = drafter.inbox.of("commit", 2), drafter.inbox.of("commit", 1)
+            first = commits[0].position - len(text.prompt)
+            assert [token for commit in commits for token in commit.tokens] == text.answer[first:60]
+            assert (commits[-1].digest, commits[-1].plan.version) == (extend(EMPTY, near.tokens), 7)
+            assert len(commits[-1].tokens) > 30
+            assert sum(len(commit.tokens) for commit in lost) < 30
+
+
+async def test_a_drafter_that_lets_thousands_of_frames_wait_loses_its_stream(verifier: str, text: Text) -> None:
+    async with (
+        decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
+        drafting(verifier) as other,
+    ):
+        await router.said(4)
+        await other.attach(router.session)
+        streams = (await described(verifier)).drafters
+        async with drafting(verifier, options=NARROW) as deaf:
+            deaf.reads.clear()
+            for number in range(CONTROL_FRAMES + 100):
+                await deaf.subscribe(router.session, signed=b"none")
+                if number % 500 == 0:  # so that they are not refused in a row
+                    deaf.say(heartbeat=types_pb2.Heartbeat())
+            async with asyncio.timeout(10):
+                while (await described(verifier)).drafters > streams:
+                    await asyncio.sleep(0.05)
+            deaf.reads.set()
+            end = await deaf.inbox.end()
+            assert (end.code, "does not read" in end.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert other.inbox.open
+        await router.acknowledge(4)
+        assert await router.said(8) == text.answer[:8]

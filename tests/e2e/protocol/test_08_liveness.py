@@ -1,0 +1,209 @@
+"""8. Liveness."""
+
+import asyncio
+import os
+import signal
+import time
+
+import grpc
+import pytest
+
+from outrider.cli.cluster import LocalCluster
+from outrider.rpc.channels import LIVENESS
+from outrider.rpc.liveness import HEARTBEAT_S, SILENCE_S, STUCK_S
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
+from router.decoding import BEATS
+from tests.e2e.mini_router import attach, described
+from tests.e2e.protocol.conftest import Text
+from tests.e2e.protocol.peers import Inbox, calling, decoding, drafting, upstream_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SLACK_S = 1.0  # two loaded cores
+HEARTBEAT = types_pb2.Heartbeat()
+
+
+def in_time(began: float) -> bool:
+    """Whether a silence since then was noticed neither too early nor too late."""
+    return SILENCE_S - 0.1 < time.monotonic() - began < SILENCE_S + SLACK_S
+
+
+async def test_whoever_is_silent_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
+    async def a_drafter() -> None:
+        async with (
+            decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
+            drafting(verifier) as silent,
+            drafting(verifier) as other,
+        ):
+            for peer in (silent, other):
+                await peer.attach(router.session)
+            silent.beats = False
+            silent.say(heartbeat=HEARTBEAT)
+            began = time.monotonic()
+            end = await silent.inbox.end()
+            assert in_time(began)
+            assert (end.code, "silent" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
+            assert other.inbox.open
+            await router.acknowledge(4)
+            assert await router.said(8) == text.answer[:8]
+            assert router.reports[-1].drafters == 1
+
+    async def a_drafter_that_never_greets() -> None:
+        async with drafting(verifier, greets=False) as silent:
+            silent.beats = False
+            began = time.monotonic()
+            assert (await silent.inbox.end()).code is grpc.StatusCode.UNAVAILABLE
+            assert in_time(began)
+
+    async def a_router_that_never_starts() -> None:
+        async with calling(verifier) as silent:
+            silent.beats = False
+            began = time.monotonic()
+            assert (await silent.inbox.end()).code is grpc.StatusCode.UNAVAILABLE
+            assert in_time(began)
+
+    async def an_upstream() -> None:
+        async with upstream_of(drafter) as peer:
+            peer.stream.snapshot(text.prompt)
+            await peer.stream.inbox.take("delta")
+            again = pb.AttachRequest(session_id=peer.subscribed.session_id, epoch=1, upstream=peer.upstream.address)
+            again.ticket = b"a later ticket"
+            await peer.drafter.Attach(again)
+            peer.stream.beats = False
+            peer.stream.say(heartbeat=HEARTBEAT)
+            began = time.monotonic()
+            await peer.stream.inbox.end()
+            assert in_time(began)
+            stream = await peer.upstream.stream(1)
+            await stream.inbox.take("hello")
+            subscribed = await stream.inbox.take("subscribe")
+            assert (subscribed.session_id, subscribed.ticket) == (peer.subscribed.session_id, b"a later ticket")
+            stream.snapshot(text.whole[:40], attachment=subscribed.attachment)
+            assert (await stream.inbox.take("delta", subscribed.attachment)).root_position == 39
+
+    await asyncio.gather(a_drafter(), a_drafter_that_never_greets(), a_router_that_never_starts(), an_upstream())
+
+
+async def test_a_peer_that_is_stuck_in_one_step_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
+    async with drafting(verifier) as slow, drafting(verifier) as stuck:
+        slow.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000)))
+        stuck.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000) + 1))
+        end = await stuck.inbox.end()
+        assert (end.code, "stuck" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert slow.inbox.open
+    async with upstream_of(drafter) as peer:
+        peer.stream.say(heartbeat=types_pb2.Heartbeat(running_ms=int(STUCK_S * 1000) + 1))
+        stream = await peer.upstream.stream(1)
+        assert (await stream.inbox.take("subscribe")).session_id == peer.subscribed.session_id
+
+
+async def test_a_drafter_whose_stream_breaks_comes_back_while_it_is_attached(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer:
+        peer.stream.snapshot(text.prompt)
+        await peer.stream.inbox.take("delta")
+        for number in (1, 2):
+            (await peer.upstream.stream(number - 1)).outgoing.put_nowait(None)
+            stream = await peer.upstream.stream(number)
+            subscribed = await stream.inbox.take("subscribe")
+            stream.snapshot(text.prompt, attachment=subscribed.attachment)
+            assert (await stream.inbox.take("delta")).attachment == subscribed.attachment
+        await peer.drafter.Detach(pb.DetachRequest(session_id=peer.subscribed.session_id, epoch=1))
+        await stream.inbox.take("unsubscribe")
+        stream.outgoing.put_nowait(None)
+        await asyncio.sleep(0.5)
+        assert len(peer.upstream.streams) == 3
+
+
+async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
+    verifier: str, drafter: str, text: Text
+) -> None:
+    async def regular(inbox: Inbox) -> list[types_pb2.Heartbeat]:
+        inbox.frames.clear()
+        for _ in range(3):
+            before = inbox.last
+            await inbox.until(lambda before=before: inbox.last > before, HEARTBEAT_S + SLACK_S)  # type: ignore[misc]
+        return inbox.of("heartbeat")
+
+    async def upwards() -> None:
+        async with upstream_of(drafter) as peer:
+            peer.stream.snapshot(text.prompt)
+            await peer.stream.inbox.until(lambda: any(frame.exhausted for frame in peer.stream.inbox.of("delta")))
+            heard = await regular(peer.stream.inbox)
+            there = await peer.drafter.Describe(types_pb2.DescribeRequest())
+            assert {(beat.steps, beat.running_ms) for beat in heard} == {(there.levels, 0)}
+            assert there.levels > 0
+
+    async def downwards() -> None:
+        # A keepalive ping every tenth of a second, where ours come every two seconds, is nobody's undoing.
+        impatient = (("grpc.keepalive_time_ms", 100), ("grpc.http2.min_time_between_pings_ms", 100))
+        async with (
+            decoding(verifier, tokens=text.prompt, contract=text.contract, window=2) as router,
+            drafting(verifier, options=impatient) as peer,
+        ):
+            await router.said(2)
+            await peer.attach(router.session)
+            for heard in await asyncio.gather(regular(router.inbox), regular(peer.inbox)):
+                there = await described(verifier)
+                assert {(beat.steps, beat.running_ms) for beat in heard} == {(there.steps, 0)}
+                assert there.steps > 0
+            assert peer.inbox.open
+
+    await asyncio.gather(upwards(), downwards())
+    wanted = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 2000, "grpc.http2.ping_timeout_ms": 2000}
+    assert wanted.items() <= dict(LIVENESS).items()
+
+
+async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_kv_stays(
+    verifier: str, text: Text
+) -> None:
+    opening = {"tokens": text.prompt, "contract": text.contract, "window": 2, "lease_ms": 500}
+    async with decoding(verifier, **opening) as silent, decoding(verifier, **opening) as heard:
+        await silent.said(2)
+        silent.beats = False
+        began = time.monotonic()
+        end = await silent.inbox.end()
+        assert (end.code, "silent" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
+        assert 0.3 < time.monotonic() - began < 0.5 + SLACK_S
+        await asyncio.sleep(0.6)
+        assert heard.inbox.open
+        again = text.whole[: len(text.prompt) + 2]
+        later = {"tokens": again, "answer_position": len(text.prompt), "session_id": silent.session, "epoch": 1}
+        async with decoding(verifier, **opening | later) as router:
+            assert (await router.inbox.take("started")).cached == len(again) - 1
+    assert BEATS == 4  # of the real router, in a lease
+
+
+async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it_thaws(
+    cluster: LocalCluster, verifier: str, text: Text
+) -> None:
+    process = cluster.processes["drafter-1"]
+    async with decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router:
+        await attach(process.address, router.session, verifier)
+        said = 0
+
+        async def on() -> int:
+            """Four tokens more; how many drafters the last step had."""
+            nonlocal said
+            await router.acknowledge(said)
+            said += 4
+            assert (await router.said(said))[:said] == text.answer[:said]
+            return router.reports[-1].drafters
+
+        async def on_until(drafters: int) -> None:
+            async with asyncio.timeout(SILENCE_S + 3):
+                while await on() != drafters:
+                    await asyncio.sleep(0.1)
+
+        await on_until(1)
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            for _ in range(5):
+                await on()
+            assert time.monotonic() - began < 1.0  # nobody waits for it
+            await on_until(0)
+            assert time.monotonic() - began < SILENCE_S + SLACK_S
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        await on_until(1)
