@@ -63,8 +63,8 @@ def _check_text(seen: SessionRecord, record: SessionRecord, tokens: Sequence[int
     same_turn = seen.generation == record.generation and seen.turn == record.turn
     if seen.generation > record.generation or (seen.generation == record.generation and not same_turn):
         problem = f"its generation {seen.generation} is not ours"
-    elif same_turn and seen.finished not in ("", record.finished):
-        problem = f"its generation has ended ({seen.finished})"
+    elif same_turn and seen.finished and (seen.finished, seen.length) != (record.finished, len(tokens)):
+        problem = f"its generation has ended ({seen.finished}) with {seen.length} durable tokens"
     elif seen.length > len(tokens):
         problem = f"it has {seen.length} durable tokens, more than our {len(tokens)}"
     elif seen.digest != extend(EMPTY, tokens[: seen.length]):

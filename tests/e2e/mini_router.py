@@ -63,10 +63,12 @@ async def decode(
 ) -> Answer:
     """Runs one generation. `each` hears of every commit and may answer with a new plan.
 
-    With a `pace`, the log is that many seconds behind and nothing may be ahead of it: drafters get this time.
+    With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
+    seconds before all of it is acknowledged.
     """
     session = session or f"exact-{next(_names)}"
     answer = Answer()
+    durable, window = len(prompt), plan.depth + 1 if pace else 64
     commands: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
 
     async with open_channel(verifier) as channel:
@@ -81,7 +83,7 @@ async def decode(
             answer_position=len(prompt),
             contract=contract_to_pb(contract),
             plan=plan_to_pb(plan),
-            window=1 if pace else 64,
+            window=window,
             lease_ms=10_000,
         )
         commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
@@ -103,8 +105,11 @@ async def decode(
             answer.gaps += commit.gaps
             answer.digest = commit.digest
             answer.reports.append(report_from_pb(commit.report))
-            await asyncio.sleep(pace)
-            commands.put_nowait(verifier_pb2.DecodeRequest(durable=commit.position + len(commit.tokens)))
+            length = commit.position + len(commit.tokens)
+            if not pace or length == durable + window:
+                await asyncio.sleep(pace)
+                durable = length
+                commands.put_nowait(verifier_pb2.DecodeRequest(durable=durable))
             if each and (changed := await each(answer)):
                 commands.put_nowait(verifier_pb2.DecodeRequest(plan=plan_to_pb(changed)))
     assert answer.digest == extend(EMPTY, [*prompt, *answer.tokens])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -58,7 +58,7 @@ class Redis:
     owners: dict[str, tuple[int, str]] = field(default_factory=dict)  # who owns each session by rights
     texts: dict[str, list[int]] = field(default_factory=dict)  # the log of each session as last seen
     longest: dict[str, list[int]] = field(default_factory=dict)  # and the most that was ever durable
-    lost: dict[str, bool] = field(default_factory=dict)  # sessions that lost something; whether it must come back
+    lost: dict[str, str] = field(default_factory=dict)  # sessions that lost something, and who must put it back
     _saved: _Saved | None = None
 
     def __post_init__(self) -> None:
@@ -106,8 +106,8 @@ class Redis:
         """Whether there is something on disk to go back to."""
         return self._saved is not None
 
-    def lose(self, alive: Collection[str]) -> None:
-        """Goes back to what is on disk. Sessions that are `alive` have an owner who knows better."""
+    def lose(self, alive: Mapping[str, str]) -> None:
+        """Goes back to what is on disk. `alive`: sessions with an owner who knows better, and its router."""
         saved, self._saved = self._saved, None
         assert saved is not None
         before = {name: session.record for name, session in self.store.sessions.items()}
@@ -115,7 +115,7 @@ class Redis:
         after = {name: session.record for name, session in self.store.sessions.items()}
         for name, record in before.items():
             if after.get(name) != record:
-                self.lost[name] = self.lost.get(name, True) and name in alive
+                self.lost[name] = alive.get(name, "") if self.lost.get(name, "?") else ""
         self.owners, self.texts = saved.owners, saved.texts
 
     def run(self, request: Request) -> Any:
@@ -130,7 +130,7 @@ class Redis:
         if request.what in ("begin", "acquire", "restore"):
             self._own(name, record)
             if request.what != "restore" and name in self.lost:
-                self.lost[name] = False  # somebody went on with less before the owner knew
+                self.lost[name] = ""  # somebody went on with less before the owner knew
             elif result and self.lost.get(name):
                 del self.lost[name]
         if request.epoch and len(text) > before:

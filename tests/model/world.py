@@ -182,9 +182,7 @@ class World:
     def crash_router(self, index: int, notice: Notice) -> None:
         """A router dies, and another one takes its place. What it sent last may arrive."""
         router, requests, notes = self.routers[index], list(self.redis.requests), list(self.notes)
-        for name, _ in list(self.redis.lost.items()):
-            if self._owned_by(name, router):
-                self.redis.lost[name] = False
+        self.redis.lost = {name: "" if who == router.name else who for name, who in self.redis.lost.items()}
         self._cut_all(router.name, notice)
         router.crash()
         self.redis.requests, self.notes = requests, notes
@@ -205,8 +203,10 @@ class World:
 
     def lose(self) -> None:
         """Redis dies and comes back with less. What its owners still know must come back."""
-        alive = {name for name in self.redis.store.sessions if any(self._owned_by(name, router) for router in self.routers)}
-        self.redis.lose(alive)
+        sessions = self.redis.store.sessions
+        self.redis.lose(
+            {name: router.name for name in sessions for router in self.routers if self._owned_by(name, router)}
+        )
         self.check()
 
     # What must hold.
@@ -344,7 +344,7 @@ class World:
 
     def _gone(self, session: str) -> bool:
         """Whether tokens of a session were lost for good."""
-        return not self.redis.lost.get(session, True)
+        return self.redis.lost.get(session, "?") == ""
 
     def _owned_by(self, name: str, router: Router) -> bool:
         """Whether a router owns a session, and has all of it in its memory."""

@@ -255,10 +255,10 @@ class Owned:
                 raise Superseded(self.session_id)
             if now.generation > record.generation or list(tokens[: now.length]) != held.tokens:
                 raise Conflict(self.session_id)
-            if now.generation == record.generation and (
-                now.turn != record.turn or now.finished not in ("", record.finished)
-            ):
-                raise Conflict(self.session_id)
+            if now.generation == record.generation:
+                ended = now.finished and (now.finished, now.length) != (record.finished, len(tokens))
+                if now.turn != record.turn or ended:
+                    raise Conflict(self.session_id)
         same = ("epoch", "owner", "length", "generation", "finished")
         if any(getattr(held.record, name) != getattr(after, name) for name in same):
             assert record.turn is not None

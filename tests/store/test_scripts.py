@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -406,6 +406,11 @@ def test_the_scripts_agree_with_the_reference(redis_url: str, monkeypatch: pytes
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=50,
+            stateful_step_count=40,
+            deadline=None,
+            report_multiple_bugs=False,
+            phases=set(Phase) - {Phase.explain},  # it traces every line
+            suppress_health_check=list(HealthCheck),
         ),
     )

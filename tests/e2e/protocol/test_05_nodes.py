@@ -163,7 +163,9 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         assert (await router.step()).accepted
 
 
-async def test_a_node_that_does_not_fit_into_a_full_tree_is_dropped(verifier: str, text: Text) -> None:
+async def test_in_a_full_tree_a_better_node_takes_the_place_of_the_worst_leaf_and_a_worse_one_is_dropped(
+    verifier: str, text: Text
+) -> None:
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=2) as router,
         drafting(verifier) as first,
@@ -176,10 +178,14 @@ async def test_a_node_that_does_not_fit_into_a_full_tree_is_dropped(verifier: st
         others = [token for token in range(520) if token != text.answer[2]]
         first.say(**delta(text.whole, root, [*others[:511], text.answer[2]], parents=[0] * 512, edges=b"\xff" * 512))
         await first.heard_all(router.session)
-        # The right one is there already, and gets an alias and a better score; the others find no place.
+        # The right one is there already, and gets an alias and a better score; two others are better than what is there,
+        # and the last one is not.
         again = [text.answer[2], *others[511:514]]
-        second.say(**delta(text.whole, root, again, parents=[0, 0, 1, 0]))
-        assert list((await second.inbox.take("commit")).dropped) == [2, 3, 4]
+        second.say(**delta(text.whole, root, again, parents=[0, 0, 1, 0], edges=b"\0\0\0\xff"))
+        assert list((await second.inbox.take("commit")).dropped) == [4]
+        evicted = list((await first.inbox.take("commit")).dropped)
+        assert len(evicted) == 2
+        assert 512 not in evicted
         assert (await router.step()).accepted == 1
         assert not first.inbox.of("closed")
 
