@@ -302,8 +302,9 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
     async with (
         watched(),
         running_router(redis_url) as rig,
-        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest) as worker,
     ):
+        await rig.registry.announce(worker, ttl_s=3600)
         before = resident_bytes()
 
         @fuzz(st.one_of(frames.generate_requests, frames.resume_requests), count)
