@@ -2,58 +2,77 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outrider.cli.compare import Difference
+from outrider.cli.compare import Difference, Verdict
 from outrider.core.acceptance import choose
 from outrider.core.contract import Contract
+from outrider.core.filters import filtered
 from outrider.core.noise import NoiseRows
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import CheckpointError
 
 
 class Reference:
-    """A checkpoint in `transformers`. One call at a time.
+    """A checkpoint in `transformers`, which must be installed. One call at a time; `threads` for its operations.
 
-    Raises ConfigError when `transformers` is not installed, CheckpointError when it cannot load the folder.
+    Raises CheckpointError when `transformers` cannot load the folder.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of transformers, about itself
-                import torch
-                from transformers import AutoModelForCausalLM
-                from transformers.utils import logging
-        except ImportError:
-            raise ConfigError("transformers is not installed: `pip install transformers`, or --no-reference") from None
+    def __init__(self, checkpoint: Path, *, threads: int = 1) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers, about itself
+            import torch
+            from transformers import AutoModelForCausalLM
+            from transformers.utils import logging
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # what can be wrong with a folder has no common base
             raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
         self._torch = torch
+        self._threads = threads
         self._model = model.eval()
+        self._vocabulary: int = model.config.vocab_size
 
     def difference(
-        self, prompt: Sequence[int], said: Sequence[int], gaps: Sequence[float], contract: Contract
+        self, prompt: Sequence[int], said: Sequence[int], contract: Contract, tolerance: float
     ) -> Difference | None:
-        """The first token of an answer that is not what `transformers` chooses after the same text; None: all are.
+        """Where an answer is not what `transformers` chooses after the same text: the first bug, else the first near
+        tie; None: nowhere.
 
-        One pass over prompt and answer gives the logits at all positions, so one difference does not hide another
-        text; only the first one is reported, as for two texts.
+        One pass over prompt and answer gives the logits at all positions, so a near tie leaves the rest to be judged.
+        The gap is the lead of the reference's token over the one that was said: what rounding had to make up for.
         """
+        noise = NoiseRows.of(contract, self._vocabulary)
+        found: Difference | None = None
+        for index, (token, logits) in enumerate(zip(said, self._logits(prompt, said), strict=True)):
+            row = noise.row(len(prompt) + index)
+            noise.forget_below(len(prompt) + index)
+            choice = choose(logits, contract, row)
+            if choice.token == token:
+                continue
+            scores = filtered(logits, contract) + (0.0 if row is None else row)
+            lead = float(scores[choice.token] - scores[token]) if 0 <= token < len(scores) else math.inf
+            parted = Difference(index, token, choice.token, lead)
+            if parted.judged(tolerance) is Verdict.BUG:
+                return parted
+            found = found or parted
+        return found
+
+    def _logits(self, prompt: Sequence[int], said: Sequence[int]) -> NDArray[np.float32]:
+        """For each token of the answer, what it was chosen from: [answer, vocabulary]."""
+        if not said:
+            return np.empty((0, self._vocabulary), np.float32)
+        self._torch.set_num_threads(self._threads)
+        known = [token if 0 <= token < self._vocabulary else 0 for token in (*prompt, *said[:-1])]
         with self._torch.inference_mode():
-            logits = self._model(self._torch.tensor([[*prompt, *said]])).logits[0].numpy().astype(np.float32)
-        noise = NoiseRows.of(contract, logits.shape[1])
-        for index, token in enumerate(said):
-            position = len(prompt) + index
-            choice = choose(logits[position - 1], contract, noise.row(position))
-            noise.forget_below(position)
-            if choice.token != token:
-                return Difference(index, token, choice.token, min(choice.gap, gaps[index]))
-        return None
+            text = self._torch.tensor([known])
+            logits: NDArray[np.float32] = self._model(text, logits_to_keep=len(said)).logits[0].numpy()
+        return logits

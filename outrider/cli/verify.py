@@ -6,9 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,36 +18,13 @@ from outrider.rpc.lifecycle import run_until_signal
 if TYPE_CHECKING:
     from outrider.cli.compare import Difference, Verdict
     from outrider.cli.reference import Reference
-    from outrider.client import AsyncClient, Generation
+    from outrider.cli.verification import Case
 
 TEMPERATURES = (0.0, 0.8)
-HELD_OUT = Path("examples/held_out.jsonl")
-OWN_SLOTS = 8
+SPARE_SLOTS = 2  # of a cluster that is started: an ended session's slot takes a moment to be free
 
 SPECULATIVE, REFERENCE = "speculative", "transformers"
-
-
-class Prompt(NamedTuple):
-    """A text to continue."""
-
-    name: str
-    text: str
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One prompt at one temperature with one seed, and what came of it."""
-
-    prompt: Prompt
-    temperature: float
-    seed: int
-    plain: Generation
-    speculative: Generation
-    verdict: Verdict  # speculative against plain
-    parted: Difference | None
-    reference_verdict: Verdict | None  # plain against transformers; None: not compared
-    reference_parted: Difference | None
+AGAINST = {SPECULATIVE: "plain against speculative", REFERENCE: "the text against transformers"}
 
 
 def verify(
@@ -71,7 +48,9 @@ def verify(
     ] = "float32",
     numerics: Annotated[Literal["fast", "invariant"], typer.Option(help="Of a cluster that is started.")] = "fast",
     concurrency: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 4,
-    reference: Annotated[bool, typer.Option(help="Compare with transformers too (float32, in this process).")] = True,
+    reference: Annotated[
+        bool, typer.Option(help="Compare with transformers too (float32, in this process), if it is installed.")
+    ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds for one text.")] = 300.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
 ) -> None:
@@ -89,19 +68,21 @@ def verify(
         from rich.progress import Progress
 
         from outrider.cli.compare import TOLERANCE
+        from outrider.cli.verification import compare, plan, read_prompts
         from outrider.client import AsyncClient
 
         if folder is None:
             raise ConfigError("flags: checkpoint: is needed with --address, for the tokenizer and for transformers")
         chosen = read_prompts(folder, prompts, prompt, count)
-        judge = await asyncio.to_thread(_reference, folder) if reference else None
+        installed = find_spec("transformers") is not None
+        judge = await asyncio.to_thread(_reference, folder) if reference and installed else None
         terminal = Console(stderr=True, highlight=False)
         work = plan(chosen, temperature or list(TEMPERATURES), seeds)
         async with (
-            _cluster(address, target, drafter, dtype, numerics, terminal.print) as router,
+            _cluster(address, target, drafter, dtype, numerics, concurrency + SPARE_SLOTS, terminal.print) as router,
             AsyncClient(router) as client,
         ):
-            with Progress(console=terminal, transient=True) as progress:
+            with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
                 bar = progress.add_task("texts", total=len(work))
                 async for case in compare(
                     client,
@@ -121,106 +102,15 @@ def verify(
     if not done:
         raise SystemExit(INTERRUPTED)
     print_report(cases)
+    if not any(case.speculative.usage.accepted for case in cases):
+        print("Nothing that was drafted was accepted: this says little of speculation. Does a drafter run?")
+    if all(case.reference_verdict is None for case in cases):
+        print(f"Not compared with transformers: {'it is not installed' if reference else '--no-reference'}.")
     if json_file is not None:
         json_file.write_text(json.dumps([entry(case) for case in cases], indent=1), encoding="utf-8")
     print(last_line(cases), flush=True)
     if any("bug" in (case.verdict, case.reference_verdict) for case in cases):
         raise SystemExit(FAILURE)
-
-
-def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, count: int) -> list[Prompt]:
-    """Prompts from the command line, else from a file, else the held-out ones, in the checkpoint's own tokens.
-
-    Raises ConfigError for a file that is none, CheckpointError for a folder without a tokenizer.
-    """
-    from tokenizers import Tokenizer
-
-    from outrider.errors import CheckpointError, ConfigError
-
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give the folder of the target's checkpoint") from None
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
-    named = [(f"prompt-{number}", text) for number, text in enumerate(texts or (), 1)]
-    if not named:
-        source = file or HELD_OUT
-        try:
-            lines = source.read_text(encoding="utf-8").splitlines()
-            named = [(entry["id"], entry["prompt"]) for entry in map(json.loads, lines)]
-        except OSError as error:
-            raise ConfigError(f"{source}: {error.strerror}; give --prompt, or --prompts with a file") from None
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{source}: must hold JSON lines with an id and a prompt") from None
-        if file is None:
-            named = [(name, text) for name, text in named if name.endswith("#short")]
-    return [Prompt(name, text, tuple(tokenizer.encode(text).ids)) for name, text in named[: len(texts or ()) or count]]
-
-
-def plan(prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: int) -> list[tuple[Prompt, float, int]]:
-    """What to generate: at temperature 0 a seed changes nothing, so there is one."""
-    return [
-        (prompt, temperature, seed)
-        for temperature in temperatures
-        for prompt in prompts
-        for seed in range(1, 1 + (seeds if temperature else 1))
-    ]
-
-
-async def compare(
-    client: AsyncClient,
-    work: Sequence[tuple[Prompt, float, int]],
-    reference: Reference | None,
-    *,
-    tolerance: float,
-    model: str = "",
-    max_tokens: int = 64,
-    concurrency: int = 4,
-    timeout: float = 300.0,
-) -> AsyncIterator[Case]:
-    """Generates every case both ways, some at once, and judges it. Raises what the client raises."""
-    from outrider.cli.compare import Verdict, difference, verdict
-    from outrider.core.contract import Contract
-
-    room, judging = asyncio.Semaphore(concurrency), asyncio.Lock()
-
-    async def one(prompt: Prompt, temperature: float, seed: int) -> Case:
-        async def generate(speculation: Literal["off"] | None) -> Generation:
-            async with room:
-                return await client.generate(
-                    prompt.tokens,
-                    model=model,
-                    temperature=temperature,
-                    seed=seed,
-                    max_tokens=max_tokens,
-                    ignore_eos=True,
-                    speculation=speculation,
-                    timeout=timeout,
-                )
-
-        plain, speculative = await asyncio.gather(generate("off"), generate(None))
-        judged, parted = None, None
-        if reference is not None:
-            contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature)
-            async with judging:
-                parted = await asyncio.to_thread(
-                    reference.difference, prompt.tokens, plain.token_ids, plain.gaps, contract
-                )
-            judged = parted.judged(tolerance) if parted else Verdict.IDENTICAL
-        between = difference(plain.token_ids, speculative.token_ids, plain.gaps, speculative.gaps)
-        outcome = verdict(plain, speculative, tolerance)
-        return Case(prompt, temperature, seed, plain, speculative, outcome, between, judged, parted)
-
-    tasks = [asyncio.create_task(one(*case)) for case in work]
-    try:
-        for task in tasks:
-            yield await task
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def print_report(cases: Sequence[Case]) -> None:
@@ -249,7 +139,7 @@ def print_report(cases: Sequence[Case]) -> None:
                 f"position {parted.position}: {parted.first} / {parted.second}, gap {parted.gap:.3g}" if parted else ""
             )
             screen.print(
-                f"{judged}: {case.prompt.name}, T {case.temperature:g}, seed {case.seed}, plain against {against}, "
+                f"{judged}: {case.prompt.name}, T {case.temperature:g}, seed {case.seed}, {AGAINST[against]}, "
                 f"{where or 'the same tokens, but not the same text or end'}",
                 style="bold red" if judged == "bug" else None,
                 markup=False,
@@ -304,7 +194,7 @@ def _reference(folder: Path) -> Reference:
 
 @asynccontextmanager
 async def _cluster(
-    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, say: Callable[[str], None]
+    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, slots: int, say: Callable[[str], None]
 ) -> AsyncIterator[str]:
     """The router's address: of the running cluster, or of one that is started for the purpose."""
     from outrider.cli.cluster import LocalCluster
@@ -314,9 +204,9 @@ async def _cluster(
         yield address
         return
     config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
-        verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=OWN_SLOTS)],
-        drafter=[DrafterConfig(model=drafter, slots=OWN_SLOTS)],
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, max_sessions=slots),
+        verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots)],
+        drafter=[DrafterConfig(model=drafter, slots=slots)],
     )
     say("starting Redis, a verifier, a drafter and a router ...")
     async with LocalCluster(config, forward=lambda name, line: say(f"{name}: {line}")) as cluster:

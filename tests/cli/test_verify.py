@@ -7,23 +7,27 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.cli.compare import TOLERANCE, Difference, Verdict, difference
 from outrider.cli.reference import Reference
-from outrider.cli.verify import Case, Prompt, compare, last_line, plan, read_prompts
+from outrider.cli.verification import Case, Prompt, compare, plan, read_prompts
+from outrider.cli.verify import last_line
 from outrider.client import Generation
 from outrider.core.contract import Contract
-from outrider.errors import CheckpointError, ConfigError
+from outrider.core.noise import gumbel_row
+from outrider.errors import CheckpointError, ConfigError, Overloaded
 from tests.cli.test_compare import generation
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "target"
-PROMPT = Prompt("p", "import os\n", (1, 2, 3))
+PROMPT = Prompt("p", "import os\n", (1, 2, 3), b"digest")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -70,13 +74,18 @@ def test_what_cannot_be_verified_is_said_in_one_line(arguments: tuple[str, ...],
 
 
 class Script:
-    """A client whose speculative answers may be wrong."""
+    """A client whose speculative answers may be wrong, and which has no room at first."""
 
-    def __init__(self, plain: Generation, speculative: Generation) -> None:
-        self._answers = {"off": plain, None: speculative}
+    def __init__(self, plain: Generation, speculative: Generation, full: int = 0) -> None:
+        self.full = full
+        self._answers = {"off": plain, "fixed": speculative}
 
     async def generate(self, prompt: Any, *, speculation: str | None, **options: Any) -> Generation:
         await asyncio.sleep(0)
+        assert options["tokenizer_digest"] == PROMPT.digest
+        if self.full:
+            self.full -= 1
+            raise Overloaded("all slots are in use", retry_after=0.01)
         return self._answers[speculation]
 
 
@@ -100,26 +109,70 @@ async def test_rounding_is_a_near_tie_and_another_end_is_a_bug() -> None:
     assert {(case.verdict, case.parted) for case in text} == {(Verdict.BUG, None)}
 
 
+async def test_a_full_cluster_is_waited_for() -> None:
+    client: Any = Script(generation([1]), generation([1]), full=5)
+    found = [case async for case in compare(client, plan([PROMPT], [0.0], 1), None, tolerance=1e-3)]
+    assert [case.verdict for case in found] == [Verdict.IDENTICAL]
+    assert client.full == 0
+
+
 def test_an_unknown_gap_explains_nothing() -> None:
     parted = difference([1], [2], [float("nan")], [])
     assert parted is not None
     assert parted.judged(1e-3) is Verdict.BUG
 
 
-def test_transformers_finds_the_token_that_was_tampered_with() -> None:
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(TARGET)
+
+
+def ranked(reference: Reference, prompt: Sequence[int], said: Sequence[int], contract: Contract) -> list[int]:
+    """Tokens by what `transformers` thinks of them after a text, best first, noise included."""
+    logits = reference._logits(prompt, [*said, 0])[-1]
+    noise = gumbel_row(contract.seed, contract.choice, len(prompt) + len(said), len(logits))
+    return np.argsort(-(logits / contract.temperature + noise)).tolist()
+
+
+def test_transformers_finds_the_token_that_was_tampered_with(reference: Reference) -> None:
     (prompt,) = read_prompts(TARGET, None, ["def add(a, b):\n"], 1)
-    reference = Reference(TARGET)
     contract = Contract(seed=3, max_tokens=8, temperature=0.8)
     said: list[int] = []
-    while len(said) < 8:  # what transformers itself says, found by its own differences
-        parted = reference.difference(prompt.tokens, [*said, 0], [9.0] * 9, contract)
-        said.append(parted.second if parted and parted.second is not None else 0)
-    assert reference.difference(prompt.tokens, said, [9.0] * 8, contract) is None
-    wrong = [*said[:5], (said[5] + 1) % 4096, *said[6:]]
-    parted = reference.difference(prompt.tokens, wrong, [0.125] * 8, contract)
+    while len(said) < 8:
+        said.append(ranked(reference, prompt.tokens, said, contract)[0])
+    assert reference.difference(prompt.tokens, said, contract, 1e-3) is None
+    assert reference.difference(prompt.tokens, [], contract, 1e-3) is None
+    for wrong in ((said[5] + 1) % 4096, 4096 + 7, -1):  # two of them do not exist
+        parted = reference.difference(prompt.tokens, [*said[:5], wrong, *said[6:]], contract, 1e-3)
+        assert parted is not None
+        assert (parted.position, parted.first, parted.second) == (5, wrong, said[5])
+        assert parted.judged(1e-3) is Verdict.BUG
+
+
+def test_a_near_tie_hides_no_bug(reference: Reference) -> None:
+    prompt, contract, tolerance = [1, 2, 3], Contract(seed=3, max_tokens=20, temperature=0.8), 0.25
+    best = ranked(reference, prompt, [], contract)
+    said = [best[1]]  # it is 0.12 behind the first, the third is 0.6 behind
+    while len(said) < 20:
+        said.append(ranked(reference, prompt, said, contract)[0])
+    parted = reference.difference(prompt, said, contract, tolerance)
     assert parted is not None
-    assert (parted.position, parted.first, parted.second) == (5, wrong[5], said[5])
-    assert parted.gap <= 0.125
+    assert (parted.position, parted.judged(tolerance)) == (0, Verdict.NEAR_TIE)
+    said[12] = (said[12] + 1) % 4096
+    parted = reference.difference(prompt, said, contract, tolerance)
+    assert parted is not None
+    assert (parted.position, parted.judged(tolerance)) == (12, Verdict.BUG)
+    # Nor does it excuse a token that was not one of the two.
+    parted = reference.difference(prompt, [best[2]], contract, tolerance)
+    assert parted is not None
+    assert parted.judged(tolerance) is Verdict.BUG
+
+
+def test_a_checkpoint_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    for file in TARGET.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[:10_000])
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: transformers cannot load it"):
+        Reference(tmp_path)
 
 
 def test_prompts_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:

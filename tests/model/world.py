@@ -332,6 +332,8 @@ class World:
         left += [f"{verifier.name} serves {name}" for verifier in self.verifiers for name in verifier.sessions]
         left += [f"{drafter.name} drafts {name}" for drafter in self.drafters for name in drafter.attachments]
         if left:
+            for d in self.drafters: left.append(f"{d._links.keys()} {[(a.session_id,a.upstream,a.number,a.draft is not None,a.epoch) for a in d.attachments.values()]}")
+            for v in self.verifiers: left.append(f"{[(l.name, l.over,l.forth.open,l.back.open,l.deaf, s.attached, s.subscriptions) for l,s in v._streams.items()]} {v._waiting}")
             raise Violation(f"something is left: {left}")
 
     def _alone(self, client: Client) -> bool:

@@ -180,6 +180,7 @@ async def test_a_restore_that_is_always_overtaken_gives_up(sessions: Sessions) -
         ("turn", "generation 1 is not ours"),
         ("generation", "generation 2 is not ours"),
         ("end", r"has ended \(cancelled\)"),
+        ("earlier end", r"has ended \(stop\) with 6"),
     ],
 )
 async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
@@ -205,14 +206,14 @@ async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
             await other.append(4, [1, 2, 3, 4], extend(EMPTY, [*TOKENS, 4]))
         else:
             await other.append(4, [1, 2], extend(EMPTY, TOKENS[:6]))
-            await other.finish("cancelled", "")
+            await other.finish("stop" if what == "earlier end" else "cancelled", "")
         if what == "generation":
             turn = replace(TURN, answer_position=7)
             await sessions.begin("s1", 2, "r5", turn, 6, [3], extend(EMPTY, TOKENS))
             owned.epoch = 4  # however high ours was
     before = await _dump(client)
     with pytest.raises(Conflict, match=problem):
-        await owned.restore(record, TOKENS, b"")
+        await owned.restore(replace(record, finished="stop"), TOKENS, b"")
     assert await _dump(client) == before
 
 
