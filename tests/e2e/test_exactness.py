@@ -86,7 +86,7 @@ async def test_a_drafter_equal_to_the_target_has_everything_accepted(
     plain = await plain_answer(cluster, prompt, contract)
     chain = Plan(version=1, depth=8, width=1, nodes=8)
     twin = [drafter_of(cluster, 2)]
-    answer = await decode(verifier_of(cluster), prompt, contract, plan=chain, drafters=twin, pace=0.02)
+    answer = await decode(verifier_of(cluster), prompt, contract, plan=chain, drafters=twin, pace=0.08)
     assert answer.tokens == plain.tokens
     assert answer.accepted > TOKENS // 2
     position = 0

@@ -406,7 +406,7 @@ def test_the_scripts_agree_with_the_reference(redis_url: str, monkeypatch: pytes
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=50,
+            max_examples=35,
             stateful_step_count=40,
             deadline=None,
             report_multiple_bugs=False,
