@@ -121,14 +121,13 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
         owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
         ledger = Ledger(cluster.sessions, owned, record, (), b"")
     log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
-    logprobs = (await cluster.sessions.read(session_id, turn.answer_position)).logprobs
     if ledger is not None:
-        ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(logprobs)
+        ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
     prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))
-    missing = answer.replay(said, logprobs, next_position, text_offset, ended=ledger is None)
+    missing = answer.replay(said, log.logprobs, next_position, text_offset, ended=ledger is None)
     name = cluster.config.policy if record.plan.depth else "off"
     return Opened(model, record, turn, ledger, answer, missing, policy(name, ceilings(cluster.config)))
 

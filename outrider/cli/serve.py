@@ -31,7 +31,8 @@ Redis = Annotated[
     typer.Option(
         envvar="REDIS_URL",
         show_envvar=True,
-        help="redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH. Give a password by the environment.",
+        help="redis://HOST:PORT, rediss://HOST:PORT, unix:///PATH, or redis+cluster://HOST:PORT for a Redis Cluster. "
+        "Give a password by the environment.",
     ),
 ]
 Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free one.")]

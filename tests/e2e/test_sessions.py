@@ -24,7 +24,6 @@ async def test_a_turn_finds_its_kv_and_says_what_a_session_of_its_own_says(
             first = await client.generate(
                 prompts[0], session=session, temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, timeout=60
             )
-            assert first.cached_tokens == 0 or policy == "ema"
             second = await client.generate(
                 FURTHER,
                 session=session,

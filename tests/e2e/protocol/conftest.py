@@ -14,7 +14,7 @@ from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import decode
 
-LENGTH = 400  # of the answer; a generation that is not acknowledged further ends long before
+LENGTH = 480  # of the answer; a generation that is not acknowledged further ends long before
 
 
 class Text(NamedTuple):

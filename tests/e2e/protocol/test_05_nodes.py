@@ -178,7 +178,7 @@ async def test_in_a_full_tree_a_better_node_takes_the_place_of_the_worst_leaf_an
         others = [token for token in range(520) if token != text.answer[2]]
         first.say(**delta(text.whole, root, [*others[:511], text.answer[2]], parents=[0] * 512, edges=b"\xff" * 512))
         await first.heard_all(router.session)
-        # The right one is there already, and gets an alias and a better score; two others are better than what is there,
+        # The right one is there already, and gets an alias and a better score; two others are better than what is,
         # and the last one is not.
         again = [text.answer[2], *others[511:514]]
         second.say(**delta(text.whole, root, again, parents=[0, 0, 1, 0], edges=b"\0\0\0\xff"))

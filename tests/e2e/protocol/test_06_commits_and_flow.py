@@ -226,13 +226,13 @@ async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_
         for session in (far_off, nearby):
             await drafter.subscribe(session)
         async with (
-            decoding(verifier, session_id=far_off, window=ALIAS_SPAN + 60, **opening) as far,
+            decoding(verifier, session_id=far_off, window=ALIAS_SPAN + 200, **opening) as far,
             decoding(verifier, session_id=nearby, window=60, **opening) as near,
         ):
             for attachment in (1, 2):
                 await drafter.inbox.take("snapshot", attachment)
             drafter.reads.clear()
-            await far.said(ALIAS_SPAN + 60)
+            await far.said(ALIAS_SPAN + 200)
             near.say(plan=plan_to_pb(Plan(version=7, depth=3)))
             await drafter.subscribe(near.session, attachment=9, signed=b"none")
             await asyncio.sleep(0.3)  # until nothing moves any more
@@ -248,7 +248,7 @@ async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_
             assert [token for commit in commits for token in commit.tokens] == text.answer[first:60]
             assert (commits[-1].digest, commits[-1].plan.version) == (extend(EMPTY, near.tokens), 7)
             assert len(commits[-1].tokens) > 30
-            assert sum(len(commit.tokens) for commit in lost) < 30
+            assert sum(len(commit.tokens) for commit in lost) < 200
 
 
 async def test_a_drafter_that_lets_thousands_of_frames_wait_loses_its_stream(verifier: str, text: Text) -> None:
