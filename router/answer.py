@@ -38,6 +38,14 @@ class Part:
     text_offset: int  # characters of the answer so far, these included
 
 
+def beyond(next_position: int, length: int) -> Conflict:
+    """The error for a client that has more than the log."""
+    return Conflict(
+        f"next_position: is {next_position}, but the log ends at {length}: Redis lost tokens that were "
+        "sent already (docs/protocol.md, Durability); generate anew"
+    )
+
+
 class Answer:
     """One answer. Commits go in as the verifier sends them, parts come out as they are to be logged and sent."""
 
@@ -87,10 +95,7 @@ class Answer:
         self.figures.replayed(len(tokens))
         next_position = max(next_position, self.start)
         if next_position > self.position:
-            raise Conflict(
-                f"next_position: is {next_position}, but the log ends at {self.position}: Redis lost tokens that were "
-                "sent already (docs/protocol.md, Durability); generate anew"
-            )
+            raise beyond(next_position, self.position)
         if text_offset > len(self._said):
             raise InvalidRequest("text_offset", f"is {text_offset}, must be at most {len(self._said)}")
         known = next_position - self.start

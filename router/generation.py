@@ -22,7 +22,7 @@ from router.answer import Part, Reason
 from router.decoding import Commit, DecodeStream, End, Start
 from router.drafting import Drafters, Post
 from router.ledger import Ledger
-from router.opening import Cluster, Opened, suitable
+from router.opening import Cluster, Opened, suitable, take_over
 from router.requests import check_fits
 from router.usage import Figures
 
@@ -72,6 +72,7 @@ class Generation:
         self._plan = opened.policy.plan()
         self._stream: DecodeStream | None = None
         self._started = False
+        self._last = opened.missing  # what was emitted last, once it has started
         self._cancelled = False
         self._stalled = False
 
@@ -106,19 +107,30 @@ class Generation:
         ledger = self._opened.ledger
         assert ledger is not None  # it has not ended
         try:
-            reason = self._answer.reason or await self._decode(ledger, emit)
+            reason = await self._decode(ledger, emit)
             await ledger.finish(reason.value, self._answer.figures.dump())
         except Superseded:
             record = await self._cluster.sessions.get(self.session_id)
-            if record.finished and record.generation == self._opened.record.generation:
-                return Reason(record.finished)  # somebody else ended it: a Cancel on another router
-            raise
+            if not record.finished or record.generation != self._opened.record.generation:
+                raise
+            return await self._ended_elsewhere(emit)
         except BaseException as error:
             self._leave(ledger, error)
             raise
         if not self._started:
             await self._start(emit, cached=0)
         return reason
+
+    async def _ended_elsewhere(self, emit: Emit) -> Reason:
+        """A Cancel on another router ended it. What counts is the log: we may have taken more than became durable."""
+        await self._start(emit, cached=0)
+        generation, position = self._opened.record.generation, self._last.position + len(self._last.tokens)
+        ended = await take_over(self._cluster, self.session_id, generation, position, self._last.text_offset)
+        self._answer = ended.answer
+        if ended.missing.tokens or ended.missing.text:
+            await emit(ended.missing)
+        assert ended.ended is not None
+        return ended.ended
 
     def _leave(self, ledger: Ledger, error: BaseException) -> None:
         """Ends or gives up what the error has broken off, in the background."""
@@ -134,7 +146,7 @@ class Generation:
     async def _decode(self, ledger: Ledger, emit: Emit) -> Reason:
         """The answer, from verifier to verifier if need be."""
         failures = 0
-        while True:
+        while self._answer.reason is None:  # a verifier may have died between its last commit and the end
             before = self._answer.position
             try:
                 return await self._attempt(ledger, emit)
@@ -151,6 +163,7 @@ class Generation:
                     raise
                 log.warning("session %s moves to another verifier: %s", self.session_id, error)
                 await ledger.reacquire(self._cluster.owner())
+        return self._answer.reason
 
     async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:
         """The rest of the answer, from one verifier."""
@@ -284,6 +297,7 @@ class Generation:
         slow = asyncio.get_running_loop().call_later(SLOW_CLIENT_S, self._stall, ledger)
         try:
             await emit(part)
+            self._last = part
         finally:
             slow.cancel()
         if self._stalled:

@@ -15,6 +15,8 @@ from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0  # between attempts while Redis is away
 
+MOST_RESTORED = 4  # times that one write has to wait for what Redis lost
+
 ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Ledger:
         async def acquire() -> None:
             self._owned = await self._sessions.acquire(self.record.session_id, self._owned.epoch, owner)
 
+        await self.renew()  # if Redis lost the epoch that we are at, it is put back first
         await self._insist(acquire)
 
     async def finish(self, reason: str, usage: str) -> None:
@@ -100,13 +103,13 @@ class Ledger:
     async def _insist(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         pause = FIRST_RETRY_S
         lost: Exception | None = None
-        restored = False
+        restored = 0
         while True:
             try:
                 if lost is not None:
                     log.warning("session %s is restored: %s", self.record.session_id, lost)
                     await self._owned.restore(self.record, self.tokens, bytes(self.logprobs))
-                    lost, restored = None, True
+                    lost, restored = None, restored + 1
                 result = await write()
             except Unavailable as error:
                 if pause == FIRST_RETRY_S:
@@ -114,7 +117,7 @@ class Ledger:
                 await asyncio.sleep(pause)
                 pause = min(LAST_RETRY_S, 2 * pause)
             except (Conflict, NotFound) as error:
-                if lost is not None or restored:  # what Redis holds is another text, not less of ours
+                if lost is not None or restored == MOST_RESTORED:  # Redis holds another text, not less of ours
                     raise
                 lost = error
             else:

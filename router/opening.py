@@ -11,10 +11,10 @@ from itertools import takewhile
 from outrider.config import RouterConfig
 from outrider.core.control import GammaPolicy, policy
 from outrider.core.digest import EMPTY, extend
-from outrider.errors import Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
+from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, Turn
-from router.answer import Answer, Part, Reason
+from router.answer import Answer, Part, Reason, beyond
 from router.background import Background
 from router.fleet import Fleet
 from router.ledger import Ledger
@@ -80,23 +80,21 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
     generation of the session runs.
     """
     history = await _history(cluster.sessions, ask, held)
-    verifiers = await suitable(cluster, ask.model)
-    check_fits(history.tokens, ask.contract, verifiers)
     if ask.key:
         place = f"{history.session_id}/{history.generation}"
         first = await cluster.sessions.claim("", ask.key, ask.fingerprint, place)
         session_id, _, generation = first.rpartition("/")
-        try:
-            if first != place:
-                return await take_over(cluster, session_id, int(generation), 0, 0)
-        except NotFound:  # whoever claimed the key first has died before it began
+        if record := await _begun(cluster, ask, session_id, int(generation)):
+            return await take_over(cluster, session_id, record.generation, 0, 0)
+        if session_id != history.session_id:  # whoever claimed the key first has died before it began
             history = replace(history, session_id=session_id, expected=0)
+    check_fits(history.tokens, ask.contract, await suitable(cluster, ask.model))
     try:
         return await _begin(cluster, ask, history, deadline)
-    except Superseded:
-        if not ask.key:
-            raise
-        return await take_over(cluster, history.session_id, history.generation, 0, 0)
+    except (Superseded, Conflict):  # somebody has begun, gone on with, or ended a generation since we looked
+        if record := await _begun(cluster, ask, history.session_id, history.generation):
+            return await take_over(cluster, history.session_id, record.generation, 0, 0)
+        raise Busy(f"session {history.session_id}: somebody else was faster; resume its generation, or wait") from None
 
 
 async def take_over(cluster: Cluster, session_id: str, generation: int, next_position: int, text_offset: int) -> Opened:
@@ -118,9 +116,17 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
     if not record.finished:
         if max(record.lease, record.resumable) < time.time():
             raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
+        if next_position > record.length:  # no reason to disturb the owner, who may be about to put it back
+            raise beyond(next_position, record.length)
         owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
-        ledger = Ledger(cluster.sessions, owned, record, (), b"")
+        record = await cluster.sessions.get(session_id)  # its owner may have ended it in the meantime
+        if (record.epoch, record.owner) != (owned.epoch, owned.owner):
+            raise Superseded(f"session {session_id} belongs to {record.owner} since epoch {record.epoch}; do not retry")
+        if not record.finished:
+            ledger = Ledger(cluster.sessions, owned, record, (), b"")
     log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
+    if ledger is None and (await cluster.sessions.get(session_id)).generation != record.generation:
+        raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
     if ledger is not None:
         ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
     prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
@@ -130,6 +136,22 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
     missing = answer.replay(said, log.logprobs, next_position, text_offset, ended=ledger is None)
     name = cluster.config.policy if record.plan.depth else "off"
     return Opened(model, record, turn, ledger, answer, missing, policy(name, ceilings(cluster.config)))
+
+
+async def _begun(cluster: Cluster, ask: Ask, session_id: str, generation: int) -> SessionRecord | None:
+    """The session in which this very request was begun before, as `generation` or a later one; None if it was not.
+
+    Raises InvalidRequest when the session has gone on since, so that nobody can tell.
+    """
+    try:
+        record = await cluster.sessions.get(session_id)
+    except NotFound:
+        return None
+    if record.turn is not None and ask.key and record.turn.request == ask.name:
+        return record
+    if record.generation > generation:
+        raise InvalidRequest("idempotency_key", "is of an earlier turn, and the session has gone on; use a new key")
+    return None
 
 
 async def end(cluster: Cluster, session_id: str) -> None:
@@ -168,7 +190,7 @@ async def suitable(cluster: Cluster, model: ServedModel) -> list[Worker]:
 
 async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float | None) -> Opened:
     sessions, plan = cluster.sessions, ask.policy.plan()
-    turn = Turn(ask.contract, ask.stops, len(history.tokens), deadline)
+    turn = Turn(ask.contract, ask.stops, len(history.tokens), deadline, ask.name)
     if history.expected == 0:
         await sessions.create(history.session_id, "", ask.model.name, ask.model.digest)
     owned = await sessions.begin(

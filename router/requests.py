@@ -37,6 +37,11 @@ class Ask:
     key: str  # idempotency key; empty: none
     fingerprint: bytes  # of the request
 
+    @property
+    def name(self) -> str:
+        """Names a request with a key; empty without one."""
+        return hashlib.sha256(self.key.encode() + self.fingerprint).hexdigest()[:32] if self.key else ""
+
 
 def parse(
     request: inference_pb2.GenerateRequest,

@@ -24,6 +24,7 @@ class Turn:
     stops: tuple[str, ...]  # stop strings
     answer_position: int  # position of the answer's first token
     deadline: float | None  # absolute, in seconds since 1970; None: none
+    request: str = ""  # names the request that it answers, where that came with an idempotency key
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def load_turn(blob: bytes) -> Turn | None:
         stops=tuple(values["stops"]),
         answer_position=values["answer_position"],
         deadline=values["deadline"],
+        request=values["request"],
     )
 
 

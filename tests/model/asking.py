@@ -137,7 +137,9 @@ class Client:
         if chunk.next_position - len(chunk.token_ids) != position:
             raise Violation(f"a client at {position} was sent {list(chunk.token_ids)} up to {chunk.next_position}")
         if chunk.text_offset - len(chunk.text) != len(self.text):
-            raise Violation(f"a client with {len(self.text)} characters was sent {chunk.text!r} up to {chunk.text_offset}")
+            raise Violation(
+                f"a client with {len(self.text)} characters was sent {chunk.text!r} up to {chunk.text_offset}"
+            )
         if STOP_ID in self.tokens and chunk.token_ids:
             raise Violation("tokens behind the end")
         self.tokens += chunk.token_ids
@@ -164,5 +166,3 @@ class Canceller:
             self.link, self.refused = None, event.error
         else:
             self.answered = True
-
-

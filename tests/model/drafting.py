@@ -91,7 +91,8 @@ class Drafter:
                 self._drop(present)
             attachment = _Attachment(post.session_id, post.epoch, post.upstream.worker_id)
             self.attachments[post.session_id] = attachment
-            self._subscribe(attachment)
+            if attachment.upstream in self._links:
+                self._subscribe(attachment)
         elif present is not None and present.epoch <= post.epoch:
             self._drop(present)
 
@@ -136,9 +137,8 @@ class Drafter:
 
     def connect(self) -> None:
         """Streams that broke are there again, for all that is attached."""
-        for at in self.attachments.values():
-            if at.upstream not in self._links:
-                self._subscribe(at)
+        for upstream in {at.upstream: None for at in self.attachments.values() if at.upstream not in self._links}:
+            self._connect(upstream)
 
     @property
     def cut_off(self) -> bool:
@@ -194,10 +194,13 @@ class Drafter:
         draft.tree.check_integrity()
         return draft.tree.digest == commit.digest
 
+    def _connect(self, upstream: str) -> None:
+        self._links[upstream] = self._dial(upstream, lambda frame: self._hear(upstream, frame))
+        for at in self.attachments.values():
+            if at.upstream == upstream:
+                self._subscribe(at)
+
     def _subscribe(self, at: _Attachment) -> None:
-        if at.upstream not in self._links:
-            upstream = at.upstream
-            self._links[upstream] = self._dial(upstream, lambda frame: self._hear(upstream, frame))
         at.number = self._numbers[at.upstream] = self._numbers.get(at.upstream, 0) + 1
         at.draft = None
         at.parts.clear()

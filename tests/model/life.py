@@ -37,7 +37,11 @@ class Life(RuleBasedStateMachine):
             self.world.close()
 
     @initialize(
-        words=st.integers(1, 4), stop=st.sampled_from(((), (), ("x x",), ("é",))), router=routers, count=st.integers(0, 30), seed=seeds
+        words=st.integers(1, 4),
+        stop=st.sampled_from(((), (), ("x x",), ("é",))),
+        router=routers,
+        count=st.integers(0, 30),
+        seed=seeds,
     )
     def begin(self, words: int, stop: tuple[str, ...], router: int, count: int, seed: int) -> None:
         self.ask(words, stop, router)

@@ -59,12 +59,11 @@ class Redis:
     texts: dict[str, list[int]] = field(default_factory=dict)  # the log of each session as last seen
     longest: dict[str, list[int]] = field(default_factory=dict)  # and the most that was ever durable
     lost: dict[str, str] = field(default_factory=dict)  # sessions that lost something, and who must put it back
+    hurt: set[str] = field(default_factory=set)  # sessions that ever lost something
     _saved: _Saved | None = None
 
     def __post_init__(self) -> None:
-        self.store = self.kind(
-            ttl_s=TTL_S, lease_s=LEASE_S, resume_ttl_s=RESUME_TTL_S, now=lambda: self.clock.now
-        )
+        self.store = self.kind(ttl_s=TTL_S, lease_s=LEASE_S, resume_ttl_s=RESUME_TTL_S, now=lambda: self.clock.now)
 
     def answer(self, request: Request, outcome: Outcome = "done") -> None:
         """A call gets there and back, or not."""
@@ -99,7 +98,9 @@ class Redis:
 
     def save(self) -> None:
         """This much is on disk."""
-        self._saved = _Saved(self.store.saved(), dict(self.owners), {name: [*text] for name, text in self.texts.items()})
+        self._saved = _Saved(
+            self.store.saved(), dict(self.owners), {name: [*text] for name, text in self.texts.items()}
+        )
 
     @property
     def can_lose(self) -> bool:
@@ -116,6 +117,7 @@ class Redis:
         for name, record in before.items():
             if after.get(name) != record:
                 self.lost[name] = alive.get(name, "") if self.lost.get(name, "?") else ""
+        self.hurt.update(self.lost)
         self.owners, self.texts = saved.owners, saved.texts
 
     def run(self, request: Request) -> Any:
@@ -162,7 +164,9 @@ class Sessions:
         self.redis = redis
         self._loop = loop
 
-    async def ask(self, what: str, session_id: str, operation: Callable[[], ResultT], owned: Owned | None = None) -> ResultT:
+    async def ask(
+        self, what: str, session_id: str, operation: Callable[[], ResultT], owned: Owned | None = None
+    ) -> ResultT:
         """Sends one call and waits for its reply. Raises as the operation does, and Unavailable."""
         request = Request(what, session_id, operation, self._loop.create_future(), self._loop)
         if owned is not None:

@@ -59,7 +59,7 @@ class Verifier:
         for session in self.sessions.values():
             if session.ready:
                 plan = session.ceilings
-                best = session.tree.best_first(depth=plan.depth, width=plan.width)
+                best = session.tree.best_first(depth=min(plan.depth, session.room - 1), width=plan.width)
                 self.passing.append((session, [node for _, node in itertools.islice(best, plan.nodes)]))
 
     def end_step(self) -> None:
@@ -137,6 +137,9 @@ class Verifier:
             link.back.put(Idle())
 
     def _open(self, link: Link, start: Start) -> None:
+        said = len(start.tokens) - start.answer_position
+        if said >= start.contract.max_tokens or (said and start.tokens[-1] in start.contract.stop_ids):
+            raise Violation(f"a start of {said} tokens of an answer that has ended")
         present = self.sessions.get(start.session_id)
         if present is not None:
             if self._refuses(start, present):
@@ -183,9 +186,8 @@ class Verifier:
     def _commit(self, session: Session, nodes: list[Node]) -> None:
         taken, root = set(nodes), session.tree.root
         digest, node, choices = session.tree.digest, root, list[Choice]()
-        most = min(session.end, self._furthest(session)) - len(session.tokens)
-        while len(choices) < most:
-            token = self._choose(digest)
+        while True:
+            token = self._next(digest, node)
             choices.append(Choice(token, 1.0))
             digest = extend(digest, (token,))
             child = node.children.get(token)
@@ -207,8 +209,9 @@ class Verifier:
         for subscription in session.subscriptions.values():
             self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
 
-    def _furthest(self, session: Session) -> int:
-        return session.durable + session._window
+    def _next(self, digest: int, node: Node) -> int:
+        """The target's token after what the digest stands for, where the tree is at `node`."""
+        return self._choose(digest)
 
     def _subscribe(self, stream: DraftStream, subscribe: Subscribe) -> None:
         session = self.sessions.get(subscribe.session_id)

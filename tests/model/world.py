@@ -54,7 +54,7 @@ class World:
     `steady`: every verifier says the same; otherwise each has its own roundings, and what counts is what was logged.
     """
 
-    def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:  # noqa: B008
+    def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:
         self.kinds = kinds
         self.steady = steady
         self.clock = Clock()
@@ -139,7 +139,7 @@ class World:
             case partial(func=func, args=args):
                 self.history.append(f"{func.__name__} {' '.join(map(str, args))}")
             case _:
-                subject = getattr(event, '__self__', '')
+                subject = getattr(event, "__self__", "")
                 self.history.append(f"{event.__name__} {subject}")
 
     # What people want.
@@ -242,8 +242,7 @@ class World:
                 left -= 1
                 if left < 0:
                     raise Violation("it goes on for ever")
-            waiting = [client for client in self.clients if client.error in ("Superseded", "Busy")]
-            waiting += [client for client in self.clients if client.error == "NotFound" and self.redis.lost.get(client.session)]
+            waiting = [client for client in self.clients if self._tries_again(client)]
             if waiting and not any(client.link for client in self.clients):
                 waiting[left % len(waiting)].call(left % ROUTERS)
                 left -= 1
@@ -268,13 +267,13 @@ class World:
     def _check_client(self, client: Client) -> None:
         log = self.redis.longest.get(client.session, [])
         end = client.prompt + len(client.tokens)
-        if client.tokens:
+        if client.tokens and not self._gone(client.session):
             if log[client.prompt : end] != client.tokens:
                 raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log says {log}")
             if len(self.redis.texts.get(client.session, [])) < end and client.session not in self.redis.lost:
                 raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
         wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
-        if wish is not None and client.prompt:
+        if wish is not None and client.prompt and (self.steady or not self._gone(client.session)):
             self._check_text(client, wish, tuple(log[: client.prompt]))
         self._check_end(client)
 
@@ -307,8 +306,8 @@ class World:
             "abandoned": session in self.lapsed,
             "Superseded": not self._alone(client),
             "Busy": client.wish is not None and bool(client.wish.session),
-            "NotFound": session in self.lapsed or session in self.redis.lost or not session,
-            "Conflict": session in self.redis.lost,
+            "NotFound": session in self.lapsed or session in self.redis.hurt or not session,
+            "Conflict": session in self.redis.hurt or (not session and bool(self.redis.hurt)),
             "InvalidRequest": "only the latest" in client.details or "has gone on" in client.details,
         }
         if not fine.get(why, False):
@@ -332,14 +331,18 @@ class World:
         left += [f"{verifier.name} serves {name}" for verifier in self.verifiers for name in verifier.sessions]
         left += [f"{drafter.name} drafts {name}" for drafter in self.drafters for name in drafter.attachments]
         if left:
-            for d in self.drafters: left.append(f"{d._links.keys()} {[(a.session_id,a.upstream,a.number,a.draft is not None,a.epoch) for a in d.attachments.values()]}")
-            for v in self.verifiers: left.append(f"{[(l.name, l.over,l.forth.open,l.back.open,l.deaf, s.attached, s.subscriptions) for l,s in v._streams.items()]} {v._waiting}")
             raise Violation(f"something is left: {left}")
 
     def _alone(self, client: Client) -> bool:
         """Whether nobody could have taken over what a client reads, itself included."""
         others = [other for other in self.clients if other is not client and other.session in ("", client.session)]
         return client.calls == 1 and not others and client.session not in self.cancelled
+
+    def _tries_again(self, client: Client) -> bool:
+        """Whether a patient user has reason to ask once more after an error."""
+        if client.error in ("NotFound", "Conflict"):
+            return client.session in self.redis.hurt - self.lapsed and not self._gone(client.session)
+        return client.error in ("Superseded", "Busy")
 
     def _same(self, client: Client, other: Client) -> bool:
         return other.wish is not None and (other.session, other.generation) == (client.session, client.generation)
@@ -368,7 +371,9 @@ class World:
         def tell(note: Note) -> None:
             self.notes += [(drafter, note) for drafter in range(DRAFTERS)]
 
-        return Router(name, self.clock, self.redis, MODEL, CONFIG, Fleet(workers, partial(self._dial_verifier, name), tell))
+        return Router(
+            name, self.clock, self.redis, MODEL, CONFIG, Fleet(workers, partial(self._dial_verifier, name), tell)
+        )
 
     def _verifier(self, index: int) -> Verifier:
         self._lives += 1

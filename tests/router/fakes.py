@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 
 from outrider.core.digest import extend
-from outrider.errors import Overloaded
+from outrider.errors import Overloaded, Unavailable
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.store.registry import Registry, Role, Worker
@@ -40,6 +40,7 @@ class FakeVerifier(VerifierServicer):
         self.steps = 0
         self.open = 0
         self.silent = False  # no heartbeats
+        self.dies_at_the_end = False  # before it says that the generation has ended
         self.heartbeats = 0  # that routers sent
 
     async def Decode(
@@ -101,6 +102,8 @@ class FakeVerifier(VerifierServicer):
             await context.write(verifier_pb2.DecodeResponse(commit=commit))
             said += len(tokens)
             self.steps += 1
+        if self.dies_at_the_end:
+            raise Unavailable("dead")
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
         await context.write(verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason)))
 

@@ -240,6 +240,23 @@ async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_go
         assert finished.usage.completion_tokens == 4
 
 
+@pytest.mark.parametrize("script", [SCRIPT[:9], [*SCRIPT[:4], 0, *SCRIPT[4:]]], ids=["length", "stop"])
+async def test_nothing_follows_the_end_when_the_verifier_dies_before_it_says_so(
+    redis_url: str, script: list[int]
+) -> None:
+    dying, steady = FakeVerifier(script), FakeVerifier(script)
+    dying.dies_at_the_end = True
+    async with (
+        running_router(redis_url) as rig,
+        announced(dying, rig.registry, MODEL.digest),
+        announced(steady, rig.registry, MODEL.digest, sessions=5),
+    ):
+        _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=9)))
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == script[: script.index(0) + 1 if 0 in script else 9]
+        assert not steady.starts
+
+
 async def test_a_verifier_that_falls_silent_is_taken_for_dead(redis_url: str) -> None:
     frozen, steady = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
     frozen.silent, frozen.pace_s = True, 60

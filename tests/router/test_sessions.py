@@ -235,6 +235,25 @@ async def test_a_key_whose_first_request_died_before_it_began_is_used(redis_url:
         assert started.session_id == "f" * 32
 
 
+async def test_a_key_whose_turn_was_refused_is_not_answered_with_somebody_elses(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.02)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=6))
+        session = (await call.read()).started.session_id
+        refused = turn(session, "b", max_tokens=2)
+        refused.idempotency_key = "k"
+        assert await status(rig.stub.Generate(refused)) == grpc.StatusCode.ALREADY_EXISTS
+        await drain(call)
+        other = turn(session, "c = 3\n", max_tokens=3)
+        other.idempotency_key = "j"
+        await collect(rig.stub.Generate(other))
+        started, chunks, _ = await collect(rig.stub.Generate(refused))
+        assert (started.generation, sum(len(chunk.token_ids) for chunk in chunks)) == (3, 2)
+        assert await status(rig.stub.Generate(other)) == grpc.StatusCode.INVALID_ARGUMENT
+        again, _, _ = await collect(rig.stub.Generate(refused))
+        assert again.generation == 3
+
+
 async def test_cancel_works_through_any_router(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with (

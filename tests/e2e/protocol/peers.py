@@ -1,14 +1,12 @@
-"""Peers that a test plays by hand, over real gRPC: a drafter, an upstream and a router."""
+"""Peers of a verifier that a test plays by hand, over real gRPC: a drafter, and a router."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
-import grpc
 import grpc.aio
 
 from outrider.core.contract import Contract
@@ -16,121 +14,12 @@ from outrider.core.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
-from outrider.rpc.server import serving
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
-from outrider.v1.drafter_pb2_grpc import (
-    DrafterStub,
-    TreeSinkServicer,
-    TreeSinkStub,
-    add_TreeSinkServicer_to_server,
-)
+from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.e2e.mini_router import SPECULATE, described, ticket
-
-WITHIN_S = 20.0  # the longest that anything here takes
-
-_names = itertools.count(1)
-
-
-def new_name(what: str = "session") -> str:
-    """One that nobody used."""
-    return f"{what}-{next(_names)}"
-
-
-class End(NamedTuple):
-    """How a call ended."""
-
-    code: grpc.StatusCode
-    details: str
-    metadata: dict[str, str]
-
-
-def end_of(error: grpc.aio.AioRpcError) -> End:
-    """An error's status, and its trailers."""
-    trailers = error.trailing_metadata() or ()
-    return End(error.code(), error.details() or "", {key: str(value) for key, value in trailers})
-
-
-class Inbox:
-    """What came, in order, until a test takes it by its kind; and how the call ended."""
-
-    def __init__(self, oneof: str) -> None:
-        self.frames: list[tuple[str, Any]] = []  # kind and message
-        self.last = 0.0  # when the last of all came, by the event loop's clock
-        self._oneof = oneof
-        self._end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._more = asyncio.Event()
-
-    async def fill(self, call: Any) -> None:
-        """Reads a call to its end."""
-        try:
-            async for frame in call:
-                self.put(frame)
-            self.close(End(grpc.StatusCode.OK, "", {}))
-        except grpc.aio.AioRpcError as error:
-            self.close(end_of(error))
-
-    def put(self, frame: Any) -> None:
-        kind = frame.WhichOneof(self._oneof) or ""
-        self.frames.append((kind, getattr(frame, kind, None)))
-        self.last = asyncio.get_running_loop().time()
-        self._more.set()
-
-    def close(self, end: End) -> None:
-        self.last = asyncio.get_running_loop().time()
-        if not self._end.done():
-            self._end.set_result(end)
-        self._more.set()
-
-    def of(self, kind: str, attachment: int | None = None) -> list[Any]:
-        """All frames of a kind that were not taken."""
-        return [
-            message
-            for name, message in self.frames
-            if name == kind and (attachment is None or message.attachment == attachment)
-        ]
-
-    async def take(self, kind: str, attachment: int | None = None, within_s: float = WITHIN_S) -> Any:
-        """The next frame of a kind. Frames of other kinds stay."""
-        await self.until(lambda: bool(self.of(kind, attachment)), within_s)
-        message = self.of(kind, attachment)[0]
-        self.frames = [frame for frame in self.frames if frame[1] is not message]
-        return message
-
-    async def until(self, condition: Callable[[], bool], within_s: float = WITHIN_S) -> None:
-        """Waits until what came makes it true. Fails when the call ends first."""
-        async with asyncio.timeout(within_s):
-            while not condition():
-                assert not self._end.done(), self._end.result()
-                self._more.clear()
-                await self._more.wait()
-
-    async def end(self, within_s: float = WITHIN_S) -> End:
-        """How the call ended, once it has."""
-        async with asyncio.timeout(within_s):
-            return await asyncio.shield(self._end)
-
-    @property
-    def open(self) -> bool:
-        return not self._end.done()
-
-
-async def _spoken(
-    outgoing: asyncio.Queue[Any], heartbeat: Any, every_s: float, beats: Callable[[], bool]
-) -> AsyncGenerator[Any, None]:
-    """What is put into a queue, up to a None; heartbeats in between."""
-    while True:
-        try:
-            async with asyncio.timeout(every_s):
-                frame = await outgoing.get()
-        except TimeoutError:
-            if beats():
-                yield heartbeat
-            continue
-        if frame is None:
-            return
-        yield frame
+from tests.e2e.protocol.talk import WITHIN_S, Inbox, new_name, spoken
 
 
 class RawDrafter:
@@ -178,7 +67,7 @@ class RawDrafter:
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = pb.DraftUp(heartbeat=types_pb2.Heartbeat())
-        call = TreeSinkStub(channel).Draft(_spoken(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
+        call = TreeSinkStub(channel).Draft(spoken(self._outgoing, heartbeat, HEARTBEAT_S, lambda: self.beats))
         try:
             await self.inbox.fill(self._while_reading(call))
         finally:
@@ -324,7 +213,7 @@ class RawRouter:
     async def _run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())
         every_s = (self.start.lease_ms or 400) / 4000
-        call = VerifierStub(channel).Decode(_spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
+        call = VerifierStub(channel).Decode(spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
         try:
             await self.inbox.fill(call)
         finally:
@@ -358,127 +247,3 @@ async def idle(verifier: str) -> verifier_pb2.VerifierDescription:
         while (there := await described(verifier)).sessions:
             await asyncio.sleep(0.01)
     return there
-
-
-class Stream:
-    """What one drafter said on one Draft stream, and what it is told. Greets and sends heartbeats by itself."""
-
-    def __init__(self) -> None:
-        self.inbox = Inbox("frame")
-        self.beats = True
-        self.outgoing: asyncio.Queue[pb.DraftDown | None] = asyncio.Queue()
-
-    def say(self, **frame: Any) -> None:
-        """Sends a DraftDown with this frame."""
-        self.outgoing.put_nowait(pb.DraftDown(**frame))
-
-    def snapshot(self, tokens: Sequence[int], **changes: Any) -> None:
-        """Sends all committed tokens and good terms, with changes; the credit is large and the price nothing."""
-        fields: dict[str, Any] = {
-            "attachment": 1,
-            "epoch": 1,
-            "position": 0,
-            "tokens": tokens,
-            "last": True,
-            "digest": extend(EMPTY, tokens),
-            "contract": contract_to_pb(Contract(seed=1, max_tokens=500, temperature=0.0)),
-            "plan": plan_to_pb(SPECULATE),
-            "credit": 512,
-        }
-        self.say(snapshot=pb.Snapshot(**(fields | changes)))
-
-    def commit(self, text: Sequence[int], position: int, **changes: Any) -> None:
-        """Sends that `text` is committed from `position` on, with changes."""
-        fields: dict[str, Any] = {
-            "attachment": 1,
-            "epoch": 1,
-            "position": position,
-            "tokens": text[position:],
-            "digest": extend(EMPTY, text),
-            "credit": 512,
-        }
-        self.say(commit=pb.Commit(**(fields | changes)))
-
-
-class RawUpstream(TreeSinkServicer):
-    """A TreeSink that nobody knows of but the drafters which are sent to it."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.streams: list[Stream] = []
-
-    async def Draft(self, requests: AsyncIterator[pb.DraftUp], context: Any) -> None:
-        """One drafter's stream."""
-        stream = Stream()
-        self.streams.append(stream)
-        stream.say(welcome=pb.Welcome(upstream_id="raw-upstream"))
-        reading = asyncio.create_task(stream.inbox.fill(requests))
-        heartbeat = pb.DraftDown(heartbeat=types_pb2.Heartbeat())
-        try:
-            async for frame in _spoken(stream.outgoing, heartbeat, HEARTBEAT_S, lambda: stream.beats):
-                await context.write(frame)
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            stream.inbox.close(End(grpc.StatusCode.CANCELLED, "the drafter has gone", {}))
-
-    async def stream(self, number: int = 0, within_s: float = WITHIN_S) -> Stream:
-        """The stream of that number, once it is there."""
-        async with asyncio.timeout(within_s):
-            while len(self.streams) <= number:
-                await asyncio.sleep(0.01)
-        return self.streams[number]
-
-
-class Attached(NamedTuple):
-    """A real drafter that drafts for a raw upstream."""
-
-    drafter: DrafterStub
-    upstream: RawUpstream
-    stream: Stream  # the first one; its subscription was taken
-    subscribed: pb.Subscribe
-
-
-@asynccontextmanager
-async def upstream_of(drafter: str) -> AsyncIterator[Attached]:
-    """An upstream to which a real drafter is sent for a session of its own."""
-    upstream = RawUpstream()
-
-    def register(server: grpc.aio.Server) -> list[str]:
-        add_TreeSinkServicer_to_server(upstream, server)
-        return []
-
-    async with AsyncExitStack() as stack:
-        upstream.address = await stack.enter_async_context(serving("127.0.0.1:0", register, drain_s=0))
-        stub = DrafterStub(await stack.enter_async_context(open_channel(drafter)))
-        session = new_name()
-        await stub.Attach(pb.AttachRequest(session_id=session, epoch=1, upstream=upstream.address, ticket=b"a ticket"))
-        stream = await upstream.stream()
-        yield Attached(stub, upstream, stream, await stream.inbox.take("subscribe"))
-        await stub.Detach(pb.DetachRequest(session_id=session, epoch=2**60))
-
-
-async def refused_by(drafter: DrafterStub) -> int:
-    """Frames that a drafter has refused."""
-    return int((await drafter.Describe(types_pb2.DescribeRequest())).refused_frames)
-
-
-class Copy:
-    """A tree as an upstream holds it that believes all it is told, for one attachment under one root."""
-
-    def __init__(self) -> None:
-        self.parents: dict[int, int] = {}  # by id
-        self.tokens: dict[int, int] = {}
-        self.scores: dict[int, float] = {0: 0.0}  # sums of edges' codes from the root
-
-    def take(self, frame: pb.TreeDelta) -> list[int]:
-        """Takes a delta; returns its ids. Fails when it names a parent that was not sent."""
-        identities = list(range(frame.first_id, frame.first_id + len(frame.tokens)))
-        for identity, distance, token, code in zip(identities, frame.parents, frame.tokens, frame.edges, strict=True):
-            parent = identity - distance if distance else 0
-            self.parents[identity], self.tokens[identity] = parent, token
-            self.scores[identity] = self.scores[parent] + code
-        return identities
-
-    def depth(self, identity: int) -> int:
-        return 1 + self.depth(self.parents[identity]) if identity else 0

@@ -12,7 +12,8 @@ from outrider.errors import Busy, InvalidRequest, Superseded
 from outrider.v1 import drafter_pb2 as pb
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import calling, decoding, delta, drafting, refused_by, start_of, upstream_of
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of
+from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -159,5 +160,7 @@ async def test_a_new_epoch_may_start_lower_than_where_a_drafter_is(drafter: str,
         assert await root_is(other[:44], 2)
         higher.epoch = 1  # of an owner that does not know yet that it is none
         await peer.drafter.Attach(higher)
+        await peer.drafter.Detach(pb.DetachRequest(session_id=higher.session_id, epoch=1))
         await asyncio.sleep(0.1)
         assert not stream.inbox.of("subscribe")
+        assert not stream.inbox.of("unsubscribe")

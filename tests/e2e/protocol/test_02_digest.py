@@ -11,7 +11,8 @@ from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
-from tests.e2e.protocol.peers import calling, decoding, delta, drafting, refused_by, start_of, upstream_of
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of
+from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -14,19 +14,17 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import (
-    calling,
-    decoding,
-    delta,
-    drafting,
-    new_name,
-    refused_by,
-    start_of,
-    upstream_of,
-)
-from verifier_svc.sink import PATIENCE_S, SNAPSHOT_TOKENS, WAITING_SUBSCRIPTIONS, _parts
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of
+from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.upstreams import refused_by, upstream_of
+from verifier_svc.sink import _parts
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+PATIENCE_S = 5.0
+SNAPSHOT_TOKENS = 4096
+WAITING_SUBSCRIPTIONS = 1024
 
 
 async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> None:
@@ -133,15 +131,15 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
     async with drafting(verifier) as patient, drafting(verifier, "another") as greedy:
         begun = time.monotonic()
         unknown = await patient.subscribe(new_name())
-        waiting = await patient.subscribe(early)
-        over = await patient.subscribe(given_up)
-        patient.say(unsubscribe=pb.Unsubscribe(attachment=over))
         for _ in range(WAITING_SUBSCRIPTIONS + 3):
             await greedy.subscribe("nobody's", signed=b"")
         for number in range(1, 4):  # those beyond are refused at once, and only those of this drafter
             closed = await greedy.inbox.take("closed")
             assert closed.attachment == WAITING_SUBSCRIPTIONS + number
             assert "too many" in closed.reason
+        waiting = await patient.subscribe(early)
+        over = await patient.subscribe(given_up)
+        patient.say(unsubscribe=pb.Unsubscribe(attachment=over))
         assert (await described(verifier)).refused_frames == before + 3
         start = await start_of(verifier, session_id=early, tokens=text.prompt, contract=text.contract, window=1)
         async with calling(verifier, start):

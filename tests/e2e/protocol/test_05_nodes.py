@@ -2,16 +2,33 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from outrider.core.contract import Plan
-from outrider.core.tree import ALIAS_SPAN, edge_code, edge_from_code
+from outrider.core.acceptance import Choice
+from outrider.core.budget import CostModel
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.tree import edge_code, edge_from_code
+from outrider.core.waiting import Arrivals, Patterns
+from outrider.engine.slots import Taken
 from outrider.rpc.codec import plan_to_pb
+from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import Copy, decoding, delta, drafting, upstream_of
+from tests.e2e.protocol.peers import decoding, delta, drafting
+from tests.e2e.protocol.upstreams import Copy, upstream_of
+from verifier_svc.loop import StepLoop
+from verifier_svc.session import Session, Start
+from verifier_svc.sink import Keyring, Sink
+from verifier_svc.stream import DraftStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+ALIAS_SPAN = 256
+TREE_CAPACITY = 512
 
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
 
@@ -50,29 +67,35 @@ async def test_exhausted_says_that_nothing_more_comes_before_the_next_commit(dra
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
 
 
-async def test_a_verifier_does_not_wait_for_whoever_is_exhausted(verifier: str, text: Text) -> None:
-    patient = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=1_000_000))
+async def no_key() -> bytes:
+    return b""
 
-    async def waits(window: int, *, says_so: bool) -> list[int]:
-        """How long each of thirty steps was held back for a drafter that never sends a node."""
-        async with (
-            decoding(verifier, tokens=text.prompt, contract=text.contract, plan=patient, window=window) as router,
-            drafting(verifier) as drafter,
-        ):
-            await router.said(window)
-            await drafter.attach(router.session)
-            for count in range(window, window + 30, window):
-                await router.said(count)
-                if says_so:
-                    drafter.say(**delta(text.whole, len(text.prompt) + count - 1, [], exhausted=True))
-                    await drafter.heard_all(router.session)
-                await router.acknowledge(count)
-            await router.said(window + 30)
-            assert {report.drafters for report in router.reports[window:]} == {1}
-            return [report.waited_us for report in router.reports[window:]]
 
-    assert max(await waits(30, says_so=False)) > 500  # now and then it tries whether waiting pays
-    assert max(await waits(1, says_so=True)) < 500
+async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_commit() -> None:
+    engine: Any = SimpleNamespace(slots=1)
+    loop = StepLoop(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
+    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
+    sink.serve(loop)
+    plan = Plan(version=1, depth=8, wait_us=1_000_000)
+    start = Start("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)
+    session = Session(start, Taken(0, 2, None), 4096, Patterns.unknown())
+    streams = [DraftStream(name, Heartbeat) for name in ("one", "another")]
+    for stream in streams:
+        session.subscribe(stream, 1, Calibration())
+
+    def patience() -> float:
+        """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
+        for _ in range(Arrivals.LAST_TRIAL):
+            session.arrivals.restart(0.0, 1.0)
+        return loop._patience(*loop._select([session], 0.0), now=0.0)
+
+    assert patience() > 0.001
+    for stream, waits in zip(streams, (True, False), strict=True):
+        sink._graft(stream, delta([1, 2, 3], 2, [], exhausted=True)["delta"])
+        assert (patience() > 0) == waits  # as long as one may still bring something
+    session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0)
+    session.cached = 3
+    assert patience() > 0.001
 
 
 async def test_late_nodes_below_a_root_that_was_left_behind_become_aliases_and_their_children_are_good(
@@ -163,7 +186,7 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         assert (await router.step()).accepted
 
 
-async def test_in_a_full_tree_a_better_node_takes_the_place_of_the_worst_leaf_and_a_worse_one_is_dropped(
+async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_sender_hears_of_it(
     verifier: str, text: Text
 ) -> None:
     async with (
@@ -171,23 +194,23 @@ async def test_in_a_full_tree_a_better_node_takes_the_place_of_the_worst_leaf_an
         drafting(verifier) as first,
         drafting(verifier) as second,
     ):
-        await router.said(2)
+        await router.full()
         for drafter in (first, second):
-            assert (await drafter.attach(router.session)).credit == 512
-        root = len(text.prompt) + 1
-        others = [token for token in range(520) if token != text.answer[2]]
-        first.say(**delta(text.whole, root, [*others[:511], text.answer[2]], parents=[0] * 512, edges=b"\xff" * 512))
+            assert (await drafter.attach(router.session)).credit == TREE_CAPACITY
+        root, right = len(text.prompt) + 1, text.answer[2]
+        others = [token for token in range(TREE_CAPACITY + 6) if token != right]
+        edges = bytearray(b"\xc0" * TREE_CAPACITY)
+        edges[9], edges[19] = 250, 240
+        nodes = [*others[: TREE_CAPACITY - 1], right]
+        first.say(**delta(text.whole, root, nodes, parents=[0] * TREE_CAPACITY, edges=bytes(edges)))
         await first.heard_all(router.session)
-        # The right one is there already, and gets an alias and a better score; two others are better than what is,
-        # and the last one is not.
-        again = [text.answer[2], *others[511:514]]
-        second.say(**delta(text.whole, root, again, parents=[0, 0, 1, 0], edges=b"\0\0\0\xff"))
-        assert list((await second.inbox.take("commit")).dropped) == [4]
-        evicted = list((await first.inbox.take("commit")).dropped)
-        assert len(evicted) == 2
-        assert 512 not in evicted
+        # The right one is there: it gets an alias and a better score. Two find no place; two take the worst places.
+        again = [right, *others[TREE_CAPACITY : TREE_CAPACITY + 4]]
+        second.say(**delta(text.whole, root, again, parents=[0] * 5, edges=b"\x00\xff\xff\x10\x10"))
+        assert list((await second.inbox.take("commit")).dropped) == [2, 3]
+        assert list((await first.inbox.take("commit")).dropped) == [10, 20]
         assert (await router.step()).accepted == 1
-        assert not first.inbox.of("closed")
+        assert not first.inbox.of("closed", 1)
 
 
 async def test_a_node_that_two_drafters_send_is_one_node_with_an_alias_for_each_and_the_larger_score(

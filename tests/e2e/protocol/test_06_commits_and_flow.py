@@ -9,17 +9,21 @@ import pytest
 
 from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import ALIAS_SPAN
 from outrider.rpc.codec import plan_to_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import Copy, Stream, decoding, delta, drafting, new_name, upstream_of
-from verifier_svc.session import TREE_CAPACITY
-from verifier_svc.stream import CONTROL_FRAMES
+from tests.e2e.protocol.peers import decoding, delta, drafting
+from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.upstreams import Copy, Stream, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+ALIAS_SPAN = 256
+TREE_CAPACITY = 512
+CONTROL_FRAMES = 4096
 
 NARROW = (("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))  # a drafter that reads hardly ahead
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
@@ -227,7 +231,7 @@ async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_
             await drafter.subscribe(session)
         async with (
             decoding(verifier, session_id=far_off, window=ALIAS_SPAN + 200, **opening) as far,
-            decoding(verifier, session_id=nearby, window=60, **opening) as near,
+            decoding(verifier, session_id=nearby, window=160, **opening) as near,
         ):
             for attachment in (1, 2):
                 await drafter.inbox.take("snapshot", attachment)
@@ -245,7 +249,7 @@ async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_
             assert (snapshot.last, snapshot.digest) == (True, extend(EMPTY, far.tokens))
             commits, lost = drafter.inbox.of("commit", 2), drafter.inbox.of("commit", 1)
             first = commits[0].position - len(text.prompt)
-            assert [token for commit in commits for token in commit.tokens] == text.answer[first:60]
+            assert [token for commit in commits for token in commit.tokens] == text.answer[first:160]
             assert (commits[-1].digest, commits[-1].plan.version) == (extend(EMPTY, near.tokens), 7)
             assert len(commits[-1].tokens) > 30
             assert sum(len(commit.tokens) for commit in lost) < 200

@@ -20,32 +20,28 @@ from outrider.core.digest import EMPTY, extend
 from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
 from outrider.engine.slots import Taken
-from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, open_channel
-from outrider.rpc.codec import MAX_DELTA_NODES, plan_to_pb
+from outrider.rpc.channels import LIVENESS, open_channel
+from outrider.rpc.codec import plan_to_pb
 from outrider.rpc.tickets import Permit, sign
 from outrider.store.client import connect
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import KEYS, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import (
-    End,
-    Inbox,
-    RawDrafter,
-    RawRouter,
-    decoding,
-    delta,
-    drafting,
-    end_of,
-    hello_to,
-    refused_by,
-    upstream_of,
-)
+from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to
+from tests.e2e.protocol.talk import End, Inbox, end_of
+from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from verifier_svc.loop import StepLoop
-from verifier_svc.session import MAX_DRAFTERS, Session, Start
-from verifier_svc.sink import MOST_REFUSED, SUBSCRIBE_BYTES
+from verifier_svc.session import Session, Start
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+MESSAGE_BYTES = 16 * 2**20
+MAX_DELTA_NODES = 1024
+MAX_DRAFTERS = 16
+MOST_REFUSED = 1000
+SUBSCRIBE_BYTES = 4096
 
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
 
@@ -307,7 +303,10 @@ async def test_a_message_above_16_mib_and_bytes_that_are_no_message_end_their_st
 ) -> None:
     limit = ("grpc.max_send_message_length", -1)
     options = (*(option for option in LIVENESS if option[0] != limit[0]), limit)
-    async with unharmed(verifier, text), grpc.aio.insecure_channel(verifier, options=options) as channel:
+    async with (
+        unharmed(verifier, text) as bystander,
+        grpc.aio.insecure_channel(verifier, options=options) as channel,
+    ):
         call = channel.stream_stream(method, request_serializer=bytes, response_deserializer=bytes)
         too_large = await status(call, bytes(MESSAGE_BYTES + 1))
         assert too_large.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -316,6 +315,8 @@ async def test_a_message_above_16_mib_and_bytes_that_are_no_message_end_their_st
             broken = await status(call, blob)
             assert broken.code is grpc.StatusCode.INVALID_ARGUMENT
             assert broken.metadata["outrider-error"] == "InvalidRequest"
+        refused = (await described(verifier)).refused_frames - bystander.refused
+        assert (refused >= 3) == method.endswith("Draft")
 
 
 async def status(call: Any, blob: bytes) -> End:

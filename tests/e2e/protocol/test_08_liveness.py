@@ -10,15 +10,21 @@ import pytest
 
 from outrider.cli.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS
-from outrider.rpc.liveness import HEARTBEAT_S, SILENCE_S, STUCK_S
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from router.decoding import BEATS
 from tests.e2e.mini_router import attach, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import Inbox, calling, decoding, drafting, upstream_of
+from tests.e2e.protocol.peers import calling, decoding, drafting
+from tests.e2e.protocol.talk import Inbox
+from tests.e2e.protocol.upstreams import upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+HEARTBEAT_S = 0.5
+SILENCE_S = 2.5
+STUCK_S = 30.0
 
 SLACK_S = 1.0  # two loaded cores
 HEARTBEAT = types_pb2.Heartbeat()

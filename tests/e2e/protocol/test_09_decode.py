@@ -14,10 +14,13 @@ from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import types_pb2, verifier_pb2
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, new_name, start_of
-from verifier_svc.decode import HALF_CLOSE_S
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, start_of
+from tests.e2e.protocol.talk import new_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+# As the page has them.
+HALF_CLOSE_S = 5.0
 
 DEEP = plan_to_pb(Plan(version=1, depth=64, width=4, nodes=64, wait_us=0))
 

@@ -1,0 +1,51 @@
+"""No token lost, repeated or changed; the log never behind what a client saw; no two owners append: whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.model.life import Life
+from tests.model.routing import stand_in
+
+QUICK = settings(
+    max_examples=120,
+    stateful_step_count=45,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+LONG = settings(
+    QUICK, max_examples=15_000, stateful_step_count=80, derandomize=False, phases=[Phase.generate, Phase.shrink]
+)
+
+
+class Unsteady(Life):
+    """Every verifier has its own roundings: only what was logged counts."""
+
+    steady = False
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    stand_in(monkeypatch)
+    yield
+
+
+def test_every_client_gets_the_one_true_text() -> None:
+    run_state_machine_as_test(Life, settings=QUICK)
+
+
+def test_what_was_logged_stays_although_verifiers_disagree() -> None:
+    run_state_machine_as_test(Unsteady, settings=QUICK)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("life", [Life, Unsteady])
+def test_the_same_for_a_long_time(life: type[Life]) -> None:
+    run_state_machine_as_test(life, settings=LONG)
