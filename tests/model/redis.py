@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -91,10 +92,8 @@ class Redis:
     def run_late(self, request: Request) -> None:
         """A call that everybody has given up gets there after all."""
         self.late.remove(request)
-        try:
+        with suppress(OutriderError):
             self.run(request)
-        except OutriderError:
-            pass
 
     def save(self) -> None:
         """This much is on disk."""
@@ -245,7 +244,7 @@ class Owned:
         """A look and a compare-and-set, as the real one does it."""
         text = [*tokens]
         async with self._turns:
-            for attempt in range(4):
+            for _ in range(4):
                 try:
                     seen = await self._sessions.get(self.session_id)
                 except NotFound:
@@ -253,7 +252,9 @@ class Owned:
                 after = restored(seen, record, self.epoch, self.owner, text)
                 owned = self._now()
 
-                def swap(seen: SessionRecord | None = seen, owned: reference.Owned = owned) -> bool:
+                def swap(
+                    seen: SessionRecord | None = seen, after: SessionRecord = after, owned: reference.Owned = owned
+                ) -> bool:
                     held = self._sessions.redis.store.find(self.session_id)
                     if _look(held.record if held else None) not in (_look(seen), _look(after)):
                         return False

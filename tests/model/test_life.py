@@ -1,8 +1,6 @@
-"""No token lost, repeated or changed; the log never behind what a client saw; no two owners append: whatever happens."""
+"""No token lost, repeated or changed; the log never behind what a client saw; no two owners append."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -31,9 +29,8 @@ class Unsteady(Life):
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
-    yield
 
 
 def test_every_client_gets_the_one_true_text() -> None:
