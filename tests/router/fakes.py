@@ -75,7 +75,7 @@ class FakeVerifier(VerifierServicer):
 
     async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         said, stopped = len(start.tokens) - start.answer_position, False
-        digest, logprobs = start.digest, start.contract.HasField("logprobs")
+        digest = start.digest
         while said < start.contract.max_tokens and not stopped:
             await self._rest(context)
             if start.answer_position + said >= self.durable[start.session_id] + start.window:
@@ -92,9 +92,7 @@ class FakeVerifier(VerifierServicer):
                 tokens=tokens,
                 gaps=[0.5] * len(tokens),
                 digest=digest,
-                logprobs=b"".join(struct.pack("<f", -said - index) for index in range(len(tokens)))
-                if logprobs
-                else b"",
+                logprobs=b"".join(_entry(start, said + index) for index in range(len(tokens))),
                 report=types_pb2.StepReport(
                     verified=4, accepted=len(tokens) - 1, verified_depth=4, wire_bytes=10, drafters=self.drafters
                 ),
@@ -116,6 +114,12 @@ class FakeVerifier(VerifierServicer):
             if not self.silent:
                 await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
         await asyncio.sleep(max(0.0, left))
+
+
+def _entry(start: verifier_pb2.DecodeStart, index: int) -> bytes:
+    """Log-probabilities of the answer's token `index`, where they are wanted: minus the index, and nothing of others."""
+    contract = start.contract
+    return struct.pack("<f", -index) + bytes(8 * contract.logprobs) if contract.HasField("logprobs") else b""
 
 
 class FakeDrafter(DrafterServicer):
