@@ -117,7 +117,7 @@ class FakeVerifier(VerifierServicer):
 
 
 def _entry(start: verifier_pb2.DecodeStart, index: int) -> bytes:
-    """Log-probabilities of the answer's token `index`, where they are wanted: minus the index, and nothing of others."""
+    """Log-probabilities of the answer's token, where they are wanted: minus its index, and nothing of others."""
     contract = start.contract
     return struct.pack("<f", -index) + bytes(8 * contract.logprobs) if contract.HasField("logprobs") else b""
 
