@@ -25,7 +25,7 @@ from tests.store import reference
 Break = Callable[[pytest.MonkeyPatch], None]
 
 ENOUGH = settings(
-    max_examples=250,
+    max_examples=2_500,  # it stops at the first that is found out
     stateful_step_count=45,
     deadline=None,
     derandomize=True,
