@@ -162,7 +162,7 @@ class Generation:
                 if not self._started or self._stalled or failures >= ATTEMPTS:
                     raise
                 log.warning("session %s moves to another verifier: %s", self.session_id, error)
-                await ledger.reacquire(self._cluster.owner())
+                await ledger.reacquire()
         return self._answer.reason
 
     async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:

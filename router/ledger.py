@@ -83,14 +83,9 @@ class Ledger:
         """Says that the owner is alive."""
         await self._insist(self._owned.renew)
 
-    async def reacquire(self, owner: str) -> None:
-        """Raises our epoch, so that a verifier we lost touch with is fenced."""
-
-        async def acquire() -> None:
-            self._owned = await self._sessions.acquire(self.record.session_id, self._owned.epoch, owner)
-
-        await self.renew()  # if Redis lost the epoch that we are at, it is put back first
-        await self._insist(acquire)
+    async def reacquire(self) -> None:
+        """Raises our epoch, so that a verifier we lost touch with is fenced. Puts back what Redis may have lost."""
+        await self._insist(lambda: self._owned.restore(self.record, self.tokens, bytes(self.logprobs)))
 
     async def finish(self, reason: str, usage: str) -> None:
         """Writes the log's last entry."""

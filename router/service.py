@@ -78,10 +78,9 @@ class Inference(InferenceServicer):
         """Ends a generation, wherever it runs."""
         async with translated(context):
             generation = self.running.get(request.session_id)
-            if generation is None:
-                await opening.end(self._cluster, request.session_id)
-            else:
+            if generation is not None:
                 await generation.cancel()
+            await opening.end(self._cluster, request.session_id)  # it may run elsewhere, and ours not know that yet
             return pb.CancelResponse()
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:

@@ -122,18 +122,20 @@ class Redis:
     def run(self, request: Request) -> Any:
         """The call happens; what it did is held against the rules."""
         before = len(self.texts.get(request.session_id, ()))
-        result = request.operation()
         name = request.session_id
+        was = self.store.sessions[name].record if name in self.store.sessions else None
+        result = request.operation()
         session = self.store.sessions.get(name)
         if session is None:
             return result
         record, text = session.record, session.tokens
         if request.what in ("begin", "acquire", "restore"):
             self._own(name, record)
-            if request.what != "restore" and name in self.lost:
-                self.lost[name] = ""  # somebody went on with less before the owner knew
-            elif result and self.lost.get(name):
-                del self.lost[name]
+        who = record.owner.partition("/")[0]
+        if name in self.lost and (request.what in ("begin", "acquire") or who != self.lost[name]) and record != was:
+            self.lost[name] = ""  # somebody went on with less before the owner knew
+        elif request.what == "restore" and result and self.lost.get(name):
+            del self.lost[name]
         if request.epoch and len(text) > before:
             owner = (request.epoch, request.owner) if request.what == "append" else (record.epoch, record.owner)
             if owner != self.owners[name]:
