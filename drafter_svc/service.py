@@ -117,10 +117,11 @@ class Roster(DrafterServicer):
         self.grower.closed(attachment)
 
     async def _reach(self, address: str) -> Upstream:
-        """The stream to an upstream. Those that nothing was drafted for in a while are ended."""
+        """The stream to an upstream, or to the tunnel that leads there. Ends those that were idle for long."""
         for idle in [upstream for upstream in self._upstreams.values() if upstream.idle_s > IDLE_S]:
             del self._upstreams[idle.address]
             await idle.close()
+        address = self._config.via or address
         if address not in self._upstreams:
             hello = pb.Hello(
                 drafter_id=self._worker_id,

@@ -86,6 +86,7 @@ class DrafterConfig(WorkerConfig):
     """One drafter."""
 
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
+    via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
 
 
 class ClusterConfig(Section):

@@ -61,6 +61,7 @@ class Decoder(VerifierServicer):
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """What this verifier is and has."""
+        times = self._loop.times.medians()
         return pb.VerifierDescription(
             worker_id=self._worker_id,
             model=self._config.model_name,
@@ -81,6 +82,14 @@ class Decoder(VerifierServicer):
             numerics=self._engine.numerics,
             warm=self._loop.slots.warm,
             tasks=len(asyncio.all_tasks()),
+            weight_bytes=self._engine.weight_bytes,
+            kv_bytes=self._engine.kv_bytes,
+            step_times=pb.StepTimes(
+                rows=round(times.rows),
+                forward_us=round(times.forward * 1e6),
+                waited_us=round(times.waited * 1e6),
+                overhead_us=round(times.overhead * 1e6),
+            ),
         )
 
     def _check(self, start: pb.DecodeStart) -> Start:

@@ -31,6 +31,7 @@ from outrider.engine.slots import Slots, Taken
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.session import Commit, Session, Start
+from verifier_svc.timing import StepTime, StepTimes
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
@@ -83,6 +84,7 @@ class Step:
     price: float  # path score below which a node was not worth verifying
     waited: float = 0.0  # seconds it was held back on purpose
     seconds: float = 0.0  # that the forward pass took
+    follows: bool = False  # the loop was not idle since the pass before
 
     @property
     def tokens(self) -> int:
@@ -104,6 +106,7 @@ class StepLoop:
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
+        self.times = StepTimes()
         self.slots = Slots(engine.slots)
         self.cost = cost
         self._engine = engine
@@ -168,24 +171,25 @@ class StepLoop:
 
     async def _choose(self) -> Step:
         """Waits for work, and while a better tree is worth more than the time; then takes the best of all trees."""
-        began: float | None = None
+        waited, follows = 0.0, bool(self._ended)
         while True:
             self._changed.clear()
             ready = [session for session in self.sessions.values() if session.ready]
             if not ready:
-                began = None
+                follows = False
                 await self._changed.wait()
                 continue
             now = time.monotonic()
-            began = began or now
             step, budget = self._select(ready, now)
             hold = self._patience(step, budget, now)
             if hold <= 0.0:
-                step.waited = now - began
+                step.waited, step.follows = waited, follows
                 return step
+            held = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold):
                     await self._changed.wait()
+            waited += time.monotonic() - held
 
     def _select(self, ready: Sequence[Session], now: float) -> tuple[Step, Budget]:
         works = [self._base_work(session) for session in ready]
@@ -231,8 +235,10 @@ class StepLoop:
                 for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
                     work.session.noise.row(position)
         logits = await passing
-        self._ended = time.monotonic()
+        before, self._ended = self._ended, time.monotonic()
         step.seconds = self._ended - began
+        if step.follows:
+            self.times.add(StepTime(step.tokens, step.seconds, step.waited, began - before - step.waited))
         self.progress.end()
         if step.tokens <= self._max_nodes:
             self.cost.observe(step.tokens, step.seconds)

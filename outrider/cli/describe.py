@@ -166,6 +166,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
 
     stub = verifier_pb2_grpc.VerifierStub(channel)
     it = await stub.Describe(types_pb2.DescribeRequest(), timeout=TIMEOUT_S)
+    times = it.step_times
     costs = ", ".join(f"{cost.tokens}: {cost.microseconds / 1e3:.1f} ms" for cost in it.step_costs)
     return [
         ("verifier", it.worker_id),
@@ -178,6 +179,13 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("steps", str(it.steps)),
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),
+        ("weights a pass reads", f"{it.weight_bytes / 1e6:.0f} MB"),
+        ("KV of full slots", f"{it.kv_bytes / 1e6:.0f} MB"),
+        (
+            "median step",
+            f"{times.rows} tokens, {times.forward_us / 1e3:.2f} ms forward, {times.waited_us / 1e3:.2f} ms held back, "
+            f"{times.overhead_us / 1e3:.2f} ms else",
+        ),
         ("tasks", str(it.tasks)),
     ]
 

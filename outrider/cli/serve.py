@@ -136,6 +136,9 @@ def drafter(
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
+    via: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Tunnel to the verifier. [default: what that advertises]")
+    ] = None,
 ) -> None:
     """Run ahead of a target with a small model: grow token trees, stream them to the verifier."""
     from outrider.config import DrafterConfig

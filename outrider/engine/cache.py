@@ -30,6 +30,11 @@ class KVCache:
         self._data = _lazy_zeros(layers, 2, slots, kv_heads, rows, head_dim)
         self._layers = self._data.unbind(0)
 
+    @property
+    def bytes(self) -> int:
+        """Taken when every row has been written."""
+        return self._data.nbytes
+
     def views(self, run: Run) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Keys and values that a run reads, a tensor [slots, kv_head, keys, dim] for each layer. No copies."""
         part = self._data[:, :, run.slot : run.slot + run.slots, :, : run.keys]

@@ -114,6 +114,13 @@ def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Mod
     return Model(embedding, layers, last, make_linear(head, None, torch.float32), counted)
 
 
+def bytes_of_a_pass(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of weights that every pass reads: the linears of all layers, and the head."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = config.width * (2 * queries + 2 * keys + 3 * config.ffn)
+    return config.layers * layer * dtype.itemsize + config.vocabulary * config.width * torch.float32.itemsize
+
+
 _Parts = tuple[Tensor, Tensor | None]  # weight and bias
 
 

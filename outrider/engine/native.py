@@ -20,7 +20,7 @@ from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
-from outrider.engine.model import Layer, Model, load_model
+from outrider.engine.model import Layer, Model, bytes_of_a_pass, load_model
 from outrider.engine.packing import Packed, pack
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
@@ -68,7 +68,9 @@ class Engine:
             check_machine(model, config, self._weights_dtype)
         self._attention, self._activate = _ways(numerics, config)
         tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
+        self.weight_bytes = bytes_of_a_pass(config, self._weights_dtype)  # that a pass reads
         self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
+        self.kv_bytes = self._cache.bytes  # when all slots are full
         self._rope = config.rope.table(max(rows, config.context), config.head_dim)
         self._threads = threads
         self._prepared = threading.local()

@@ -1,0 +1,35 @@
+"""Where a step's time goes: the pass itself, waits on purpose, and everything else."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+REMEMBERED = 256  # steps
+
+
+class StepTime(NamedTuple):
+    """One step, in seconds: from the end of the pass before it to the end of its own."""
+
+    rows: float  # of the pass
+    forward: float  # the pass
+    waited: float  # it was held back on purpose
+    overhead: float  # neither: the walk, the commit, the choice, and whatever else the loop's thread did
+
+
+class StepTimes:
+    """The latest steps that followed another without the loop being idle in between."""
+
+    def __init__(self) -> None:
+        self._latest: deque[StepTime] = deque(maxlen=REMEMBERED)
+
+    def add(self, time: StepTime) -> None:
+        """Takes a step."""
+        self._latest.append(time)
+
+    def medians(self) -> StepTime:
+        """Of each figure by itself; zeros before the first step."""
+        if not self._latest:
+            return StepTime(0.0, 0.0, 0.0, 0.0)
+        return StepTime(*map(median, zip(*self._latest, strict=True)))
