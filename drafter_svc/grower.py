@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.session import DraftSession, Fits, Snapshot
 from drafter_svc.upstream import Attachment, Update
 from outrider.core.contract import Contract
-from outrider.core.growth import Candidates, ScaleFit, candidates
+from outrider.core.growth import Candidates, candidates
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
@@ -70,7 +70,7 @@ class Grower:
         self._send = send
         self._resync = resync
         self._copies: list[Taken] = []  # of KV between slots, before the next pass
-        self._fits: dict[str, ScaleFit] = {}
+        self._fits: dict[str, Fits] = {}
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
@@ -230,11 +230,11 @@ class Grower:
         if delta.tokens or exhausted:
             self._send(key, delta, session.plan.version, exhausted)
 
-    def _fit(self, contract: Contract) -> ScaleFit:
+    def _fit(self, contract: Contract) -> Fits:
         """Scores are fitted per class of temperature; greedy has its own."""
         heat = contract.temperature
         name = "greedy" if heat == 0 else "cool" if heat <= 0.5 else "warm" if heat <= 0.8 else "hot"
-        return self._fits.setdefault(name, ScaleFit())
+        return self._fits.setdefault(name, Fits())
 
 
 def _candidates(session: DraftSession, node: Node, row: NDArray[np.float32]) -> Candidates:

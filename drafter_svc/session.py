@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Candidates, ScaleFit, floor_score, frontier, propose
+from outrider.core.growth import Candidates, ScaleFit, floor_score, frontier, propose, repeat
 from outrider.core.noise import NoiseRows
+from outrider.core.repeats import Repeat, RepeatFit, Repeats
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.engine.batch import Segment
 
@@ -37,6 +38,14 @@ class Move:
     target: NDArray[np.int64]
 
 
+class Fits:
+    """What a drafter's guesses of one kind turned out to be worth."""
+
+    def __init__(self) -> None:
+        self.scale = ScaleFit()
+        self.repeats = RepeatFit()
+
+
 class DraftSession:
     """Grows one session's tree. Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the
     rows behind them hold, oldest first. A node has KV if and only if it is expanded."""
@@ -56,11 +65,16 @@ class DraftSession:
         self.noise = NoiseRows.of(contract, vocabulary)
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
         self._lessons: list[tuple[Candidates, int]] = []
+        self._repeats = Repeats(self.tokens)
+        self._repeat: Repeat | None = None  # that the tree's root was looked up for, with the tokens that were used
+        self._looked_up = -1  # position of that root
+        self._repeated: list[tuple[int, bool]] = []  # lengths of matches, and whether they were right
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
         self._note_lessons(tokens)
         self.tokens.extend(tokens)
+        self._repeats.extend(tokens)
         matched = self.tree.commit(tokens)
         self.noise.forget_below(len(self.tokens))
         kept = [node for node in matched if node.expanded]
@@ -76,7 +90,7 @@ class DraftSession:
         return Move(rows[moved], target[moved]) if moved.any() else None
 
     def next_segment(self, *, chunk: int, limit: int, context: int, rows: int) -> tuple[Segment, list[Node]] | None:
-        """What to run next: a chunk of committed tokens, then the root's candidates, then a level of the tree.
+        """What to run next: a chunk of committed tokens, or the rest of them with the root and the best of the tree.
 
         Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing.
         """
@@ -85,45 +99,40 @@ class DraftSession:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []
-        limit = min(limit, self._room // max(1, self.plan.width))
-        if limit == 0:
+        limit = min(limit, self._room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
+        if limit <= 0:
             return None
-        if pending:
-            return self._chain(pending, wanted=1), [self.tree.root]
         nodes = frontier(self.tree, self.plan, self.price, limit)
         nodes = [node for node in nodes if node.position + 1 < context]
-        if not nodes or self.cached + len(self.scratch) + len(nodes) > rows:
-            return None
-        return self._level(nodes), nodes
+        return (self._level(pending, nodes), nodes) if nodes else None
 
     def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:
         """The pass over `segment` is done: its rows hold KV now."""
-        if segment.mask is None:
-            self.cached += len(segment.tokens)
-            return
-        for node in nodes:
+        added = [node for node in nodes if node is not self.tree.root]
+        self.cached += len(segment.tokens) - len(added)
+        for node in added:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
 
-    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fit: ScaleFit) -> Delta:
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fits: Fits) -> Delta:
         """Proposes the children of `nodes`. Returns what is new, as the upstream is to hear it."""
         added: list[Node] = []
         for node, row in zip(nodes, rows, strict=True):
             self._rows[node] = row
-            added += propose(self.tree, node, row, fit, self.plan, self.price)
+            added += propose(self.tree, node, row, fits.scale, self.plan, self.price)
         return self.announce(added)
 
-    def refill(self, fit: ScaleFit) -> Delta:
-        """Proposes again from rows that are known already: after a commit or new terms, children that were not worth
-        sending may have become so. It takes no pass."""
-        added: list[Node] = []
+    def refill(self, fits: Fits) -> Delta:
+        """Proposes what takes no pass: what followed where the text said the same before, and from rows that are
+        known already children that a commit or new terms made worth sending."""
+        added = self._look_up(fits.repeats)
         floor = floor_score(self.plan, self.price)
         for node, row in self._rows.items():
             if len(added) + self.plan.width > self._room:
                 break
-            fits = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
-            if fits and self.tree.score(node) > floor:
-                added += propose(self.tree, node, row, fit, self.plan, self.price)
+            open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
+            if open_ and self.tree.score(node) > floor:
+                added += propose(self.tree, node, row, fits.scale, self.plan, self.price)
         return self.announce(added)
 
     def announce(self, added: Sequence[Node]) -> Delta:
@@ -150,11 +159,14 @@ class DraftSession:
         if identities:
             self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
 
-    def learn(self, fit: ScaleFit) -> None:
+    def learn(self, fits: Fits) -> None:
         """Fits the scores to what the target said."""
         for row, token in self._lessons:
-            fit.observe(row, token)
+            fits.scale.observe(row, token)
+        for length, right in self._repeated:
+            fits.repeats.observe(length, right)
         self._lessons.clear()
+        self._repeated.clear()
 
     @property
     def _room(self) -> int:
@@ -167,7 +179,23 @@ class DraftSession:
     def _identity(self, node: Node) -> int:
         return 0 if node is self.tree.root else node.names[0][1]
 
+    def _look_up(self, fit: RepeatFit) -> list[Node]:
+        """New nodes for what followed before, once for each root."""
+        if self._looked_up == self.tree.root.position or not self.plan.depth:
+            return []
+        self._looked_up = self.tree.root.position
+        self._repeat = self._repeats.find(min(self.plan.depth, self._room))
+        return repeat(self.tree, self._repeat, fit, self.plan, self.price) if self._repeat else []
+
     def _note_lessons(self, tokens: Sequence[int]) -> None:
+        if self._repeat is not None:
+            for length, (guess, token) in enumerate(
+                zip(self._repeat.tokens, tokens, strict=False), self._repeat.length
+            ):
+                self._repeated.append((length, guess == token))
+                if guess != token:
+                    break
+            self._repeat = None
         node: Node | None = self.tree.root
         for token in tokens:
             row = self._rows.get(node) if node else None
@@ -191,21 +219,24 @@ class DraftSession:
         positions = np.arange(self.cached, self.cached + count, dtype=np.int64)
         return Segment(self.slot, self.cached, tokens, positions, None, wanted)
 
-    def _level(self, nodes: Sequence[Node]) -> Segment:
-        held = len(self.scratch)
-        mask = np.zeros((len(nodes), held + len(nodes)), dtype=np.bool_)
-        for row, node in enumerate(nodes):
-            mask[row, held + row] = True
-            if node.parent is not self.tree.root and node.parent:
-                for ancestor in node.parent.ancestors(self.tree.root):
-                    mask[row, ancestor.row - self.cached] = True
+    def _level(self, pending: int, nodes: Sequence[Node]) -> Segment:
+        """The pending tokens as a chain, and the nodes behind it. With tokens pending there is no scratch, and the last
+        of them is the root, which is then the first of `nodes`."""
+        below = nodes[1:] if pending else nodes
+        if not below:
+            return self._chain(pending, wanted=1)
+        held, count = pending + len(self.scratch), len(below)
+        rows = {node: held + row for row, node in enumerate(below)}
+        seen = np.zeros((count, held + count), dtype=np.bool_)
+        seen[:, :pending] = True
+        for row, node in enumerate(below):
+            for ancestor in node.ancestors(self.tree.root):
+                seen[row, rows[ancestor] if ancestor in rows else ancestor.row - self.cached] = True
+        chain = np.tri(pending, held + count, dtype=np.bool_)
+        tokens = self.tokens[self.cached :] + [node.token for node in below]
+        positions = [*range(self.cached, len(self.tokens)), *(node.position for node in below)]
         return Segment(
-            self.slot,
-            self.cached,
-            np.array([node.token for node in nodes], dtype=np.int64),
-            np.array([node.position for node in nodes], dtype=np.int64),
-            mask,
-            len(nodes),
+            self.slot, self.cached, np.array(tokens), np.array(positions), np.concatenate([chain, seen]), len(nodes)
         )
 
 

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from outrider.core.contract import Contract, Plan
 from outrider.core.filters import filtered
 from outrider.core.noise import FloatRow
+from outrider.core.repeats import Repeat, RepeatFit
 from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
 
 CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
 SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
 LOWEST_SCORE = 0.003  # path scores below this are never worth a node
+WORTH_TELLING = 0.25  # by how much the logarithm of a known node's score must have risen
 MEMORY = 0.98  # weight of the past at each observation
 
 
@@ -82,15 +84,15 @@ def floor_score(plan: Plan, price: float) -> float:
 
 
 def frontier(tree: TokenTree, plan: Plan, price: float, limit: int) -> list[Node]:
-    """The nodes to expand next: the root if it is not expanded, else the best unexpanded ones worth it.
+    """The nodes to expand next: the root if it is not expanded, and the best unexpanded ones worth it.
 
-    Best first by path score (OPT-Tree, arXiv 2406.17276), at most `limit`. A node at the plan's depth is a leaf.
+    Best first by path score (OPT-Tree, arXiv 2406.17276), hence parents before children; at most `limit`. A node at
+    the plan's depth is a leaf.
     """
     if plan.depth == 0:
         return []
-    if not tree.root.expanded:
-        return [tree.root]
-    return list(islice(_open_nodes(tree, plan, floor_score(plan, price)), limit))
+    first = [] if tree.root.expanded else [tree.root]
+    return first + list(islice(_open_nodes(tree, plan, floor_score(plan, price)), max(0, limit - len(first))))
 
 
 def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
@@ -102,15 +104,33 @@ def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
 
 
 def propose(tree: TokenTree, node: Node, row: Candidates, fit: ScaleFit, plan: Plan, price: float) -> list[Node]:
-    """Expands `node`: adds the children whose path score is worth sending. Returns the new ones."""
+    """Expands `node`: adds the children whose path score is worth sending. Returns the new and the raised ones."""
     node.expanded = True
     floor = math.log(floor_score(plan, price)) - (node.log_score - tree.root.log_score)
     added = []
     for token, edge in fit.edges(row, plan.width):
         if edge < floor:
             break
-        size = tree.size
-        child = tree.add(node, token, edge)
-        if tree.size > size:
-            added.append(child)
+        added += _put(tree, node, token, edge)
     return added
+
+
+def repeat(tree: TokenTree, found: Repeat, fit: RepeatFit, plan: Plan, price: float) -> list[Node]:
+    """Adds what followed before as a chain below the root, as far as it is worth sending. Returns the new and the
+    raised nodes."""
+    floor = math.log(floor_score(plan, price))
+    added = []
+    node = tree.root
+    for length, token in enumerate(found.tokens, found.length):
+        edge = edge_from_code(edge_code(math.log(fit.chance(length))))
+        if node.log_score + edge - tree.root.log_score < floor:
+            break
+        added += _put(tree, node, token, edge)
+        node = node.children[token]
+    return added
+
+
+def _put(tree: TokenTree, parent: Node, token: int, edge: float) -> list[Node]:
+    """Adds a child, or raises the score of the one that is there. Empty when that is not worth telling."""
+    present = parent.children.get(token)
+    return [] if present and edge <= present.edge + WORTH_TELLING else [tree.add(parent, token, edge)]

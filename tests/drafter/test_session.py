@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.session import DraftSession, Fits, Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import ScaleFit, candidates
+from outrider.core.growth import candidates
 from outrider.core.tree import Delta, Node, TokenTree
 
 VOCABULARY = 12
@@ -22,7 +22,7 @@ class Rig:
         self.session = DraftSession(Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit), 0, VOCABULARY)
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
-        self.fit = ScaleFit()
+        self.fit = Fits()
         self.largest_id = 0
         self._random = np.random.default_rng(seed)
 
@@ -39,10 +39,14 @@ class Rig:
         self.cache[rows] = segment.tokens
         assert self.cache[: segment.prefix].tolist() == session.tokens[: segment.prefix]
         if segment.mask is not None:
-            for seen, node, position in zip(segment.mask, nodes, segment.positions, strict=True):
+            below = [node for node in nodes if node is not session.tree.root]
+            pending = session.tokens[session.cached :]
+            assert segment.mask[: len(pending)].sum() == len(pending) * (len(pending) + 1) // 2
+            behind = slice(len(pending), None)
+            for seen, node, position in zip(segment.mask[behind], below, segment.positions[behind], strict=True):
                 path = [above.token for above in node.ancestors(session.tree.root)][::-1]
                 visible = self.cache[segment.prefix : segment.prefix + span][seen].tolist()
-                assert sorted(visible) == sorted(path)
+                assert sorted(visible) == sorted(pending + path)
                 assert position == node.position == len(session.tokens) - 1 + len(path)
         session.advance(segment, nodes)
         if nodes:

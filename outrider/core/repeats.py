@@ -1,0 +1,83 @@
+"""Where a text repeats itself: what followed the last time is likely to follow again. It takes no model.
+
+Sources: prompt lookup decoding (Saxena, 2023); SuffixDecoding (Oliaro et al., arXiv 2411.04975), from which comes the
+idea that the length of the match says how much to believe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+SHORTEST = 2  # tokens that must match
+LONGEST = 16  # longer matches say no more
+REMEMBERED = 8  # latest places of each pair of tokens that are looked at
+MEMORY = 0.98  # weight of the past at each observation
+PRIOR = 2.0  # observations' worth of trust in what is said before anything was seen
+
+
+class Repeat(NamedTuple):
+    """A repetition: the text's last `length` tokens stand before, and `tokens` followed there."""
+
+    length: int
+    tokens: list[int]
+
+
+class Repeats:
+    """An index over one session's tokens. Adding a token takes constant time."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, int], deque[int]] = {}  # a pair of tokens -> what followed it, by position
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+        for token in tokens:
+            if len(self._tokens) >= SHORTEST:
+                pair = self._tokens[-2], self._tokens[-1]
+                places = self._places.get(pair)
+                if places is None:
+                    places = self._places[pair] = deque(maxlen=REMEMBERED)
+                places.append(len(self._tokens))
+            self._tokens.append(token)
+
+    def find(self, most: int) -> Repeat | None:
+        """What followed the longest earlier match of the text's end, the latest of several: at most `most` tokens.
+
+        Where the match reaches into its own continuation, a loop, that goes round. None: nothing matches.
+        """
+        text = self._tokens
+        if len(text) < SHORTEST:
+            return None
+        best, found = 0, 0
+        for place in reversed(self._places.get((text[-2], text[-1]), ())):
+            length = SHORTEST
+            while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
+                length += 1
+            if length > best:
+                best, found = length, place
+        if not best:
+            return None
+        period = len(text) - found
+        return Repeat(best, [text[found + step % period] for step in range(most)])
+
+
+class RepeatFit:
+    """How often the token that followed a match of some length followed again, learned from what the target said."""
+
+    def __init__(self) -> None:
+        self._hits = [PRIOR * length / (length + 2) for length in range(LONGEST + 1)]
+        self._seen = [PRIOR] * (LONGEST + 1)
+
+    def chance(self, length: int) -> float:
+        """That the next token of a match of `length` tokens is the target's."""
+        length = min(length, LONGEST)
+        return self._hits[length] / self._seen[length]
+
+    def observe(self, length: int, hit: bool) -> None:
+        """A match of `length` tokens was right about the token that followed, or not."""
+        length = min(length, LONGEST)
+        self._hits[length] = MEMORY * self._hits[length] + hit
+        self._seen[length] = MEMORY * self._seen[length] + 1.0
