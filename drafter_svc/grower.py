@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Fits, Snapshot
+from drafter_svc.session import DraftSession, Snapshot
 from drafter_svc.upstream import Attachment, Update
 from outrider.core.contract import Contract
-from outrider.core.growth import Candidates, candidates
+from outrider.core.growth import Candidates, Fits, candidates
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Candidates, ScaleFit, floor_score, frontier, propose, repeat
+from outrider.core.growth import Candidates, Fits, floor_score, frontier, propose
 from outrider.core.noise import NoiseRows
-from outrider.core.repeats import Repeat, RepeatFit, Repeats
+from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.engine.batch import Segment
 
@@ -38,14 +39,6 @@ class Move:
     target: NDArray[np.int64]
 
 
-class Fits:
-    """What a drafter's guesses of one kind turned out to be worth."""
-
-    def __init__(self) -> None:
-        self.scale = ScaleFit()
-        self.repeats = RepeatFit()
-
-
 class DraftSession:
     """Grows one session's tree. Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the
     rows behind them hold, oldest first. A node has KV if and only if it is expanded."""
@@ -64,11 +57,10 @@ class DraftSession:
         self.next_id = first_id
         self.noise = NoiseRows.of(contract, vocabulary)
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
-        self._lessons: list[tuple[Candidates, int]] = []
         self._repeats = Repeats(self.tokens)
-        self._repeat: Repeat | None = None  # that the tree's root was looked up for, with the tokens that were used
+        self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
         self._looked_up = -1  # position of that root
-        self._repeated: list[tuple[int, bool]] = []  # lengths of matches, and whether they were right
+        self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
@@ -118,21 +110,25 @@ class DraftSession:
         """Proposes the children of `nodes`. Returns what is new, as the upstream is to hear it."""
         added: list[Node] = []
         for node, row in zip(nodes, rows, strict=True):
+            node.expanded = True
+            if node is not self.tree.root and not node.names and node not in added:
+                continue  # it was guessed at, and has just been found not to be worth it
             self._rows[node] = row
-            added += propose(self.tree, node, row, fits.scale, self.plan, self.price)
+            added += propose(self.tree, node, row, fits, self.plan, self.price, self._hints.get(node))
         return self.announce(added)
 
     def refill(self, fits: Fits) -> Delta:
-        """Proposes what takes no pass: what followed where the text said the same before, and from rows that are
-        known already children that a commit or new terms made worth sending."""
-        added = self._look_up(fits.repeats)
+        """Proposes again from rows that are known already: after a commit or new terms, children that were not worth
+        sending may have become so. It takes no pass. Also guesses at what to run next."""
+        self._look_up(fits.repeats)
+        added: list[Node] = []
         floor = floor_score(self.plan, self.price)
         for node, row in self._rows.items():
             if len(added) + self.plan.width > self._room:
                 break
             open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
             if open_ and self.tree.score(node) > floor:
-                added += propose(self.tree, node, row, fits.scale, self.plan, self.price)
+                added += propose(self.tree, node, row, fits, self.plan, self.price, self._hints.get(node))
         return self.announce(added)
 
     def announce(self, added: Sequence[Node]) -> Delta:
@@ -161,12 +157,12 @@ class DraftSession:
 
     def learn(self, fits: Fits) -> None:
         """Fits the scores to what the target said."""
-        for row, token in self._lessons:
-            fits.scale.observe(row, token)
-        for length, right in self._repeated:
-            fits.repeats.observe(length, right)
+        for row, token, hint in self._lessons:
+            if hint is not None:
+                fits.repeats.observe(hint.length, hint.token == token)
+            if row is not None:
+                fits.observe(row, token, hint)
         self._lessons.clear()
-        self._repeated.clear()
 
     @property
     def _room(self) -> int:
@@ -179,29 +175,39 @@ class DraftSession:
     def _identity(self, node: Node) -> int:
         return 0 if node is self.tree.root else node.names[0][1]
 
-    def _look_up(self, fit: RepeatFit) -> list[Node]:
-        """New nodes for what followed before, once for each root."""
+    def _look_up(self, fit: RepeatFit) -> None:
+        """Once for each root, adds what followed before as a chain, as far as it is worth running.
+
+        The upstream hears of a node of the chain when the model has judged it.
+        """
         if self._looked_up == self.tree.root.position or not self.plan.depth:
-            return []
+            return
         self._looked_up = self.tree.root.position
-        self._repeat = self._repeats.find(min(self.plan.depth, self._room))
-        return repeat(self.tree, self._repeat, fit, self.plan, self.price) if self._repeat else []
+        self._hints.clear()
+        found = self._repeats.find(self.plan.depth)
+        if found is None:
+            return
+        floor = floor_score(self.plan, self.price)
+        node = self.tree.root
+        for length, token in enumerate(found.tokens, found.length):
+            self._hints[node] = Hint(token, length)
+            child = node.children.get(token)
+            if child is None:
+                edge = math.log(fit.chance(length))
+                if node.expanded or self.tree.score(node) * math.exp(edge) < floor:
+                    break
+                child = self.tree.add(node, token, edge)
+            node = child
 
     def _note_lessons(self, tokens: Sequence[int]) -> None:
-        if self._repeat is not None:
-            for length, (guess, token) in enumerate(
-                zip(self._repeat.tokens, tokens, strict=False), self._repeat.length
-            ):
-                self._repeated.append((length, guess == token))
-                if guess != token:
-                    break
-            self._repeat = None
         node: Node | None = self.tree.root
         for token in tokens:
-            row = self._rows.get(node) if node else None
-            if node is None or row is None:
+            if node is None:
                 return
-            self._lessons.append((row, token))
+            row, hint = self._rows.get(node), self._hints.get(node)
+            if row is None and hint is None:
+                return
+            self._lessons.append((row, token, hint))
             node = node.children.get(token)
 
     def _expanded_below(self, root: Node) -> list[Node]:

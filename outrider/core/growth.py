@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.contract import Contract, Plan
 from outrider.core.filters import filtered
 from outrider.core.noise import FloatRow
-from outrider.core.repeats import Repeat, RepeatFit
+from outrider.core.repeats import Hint, RepeatFit
 from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
 
 CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
@@ -43,6 +43,40 @@ def candidates(logits: NDArray[np.float32], contract: Contract, noise: FloatRow 
     return Candidates(best, scores[best])
 
 
+class Fits:
+    """What a drafter's guesses turned out to be worth, for one class of temperatures."""
+
+    def __init__(self) -> None:
+        self.scale = ScaleFit()
+        self.repeats = RepeatFit()
+
+    def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:
+        """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it."""
+        relative = self._relative(row, hint)
+        normalizer = math.log(float(np.exp(relative).sum()))
+        best = range(width) if hint is None else np.argsort(-relative, kind="stable")[:width]
+        return [
+            (int(row.tokens[index]), edge_from_code(edge_code(float(relative[index]) - normalizer)))
+            for index in best
+            if index < len(relative)
+        ]
+
+    def observe(self, row: Candidates, token: int, hint: Hint | None) -> None:
+        """The target said `token` after a node whose candidates were `row`."""
+        if hint is not None and hint.token != row.tokens[0]:
+            relative = np.exp(self._relative(row, hint))
+            believed = float(relative[row.tokens == hint.token].sum() / relative.sum())
+            self.repeats.correct(hint.length, hint.token == token, believed)
+        self.scale.observe(row, token)
+
+    def _relative(self, row: Candidates, hint: Hint | None) -> FloatRow:
+        """Logarithms of the candidates' chances, up to a constant."""
+        relative = self.scale.relative(row)
+        if hint is not None:
+            relative[row.tokens == hint.token] += self.repeats.bonus(hint.length)
+        return relative
+
+
 class ScaleFit:
     """Fits s of softmax((log q + g) / s), the chance that a candidate is the target's token.
 
@@ -64,14 +98,10 @@ class ScaleFit:
         self._likelihood = MEMORY * self._likelihood + chance
         self.scale = SCALES[int(self._likelihood.argmax())]
 
-    def edges(self, row: Candidates, width: int) -> list[tuple[int, float]]:
-        """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it."""
-        relative = (row.scores - row.scores[0]) / self.scale
-        normalizer = math.log(float(np.exp(relative).sum()))
-        return [
-            (int(token), edge_from_code(edge_code(float(score) - normalizer)))
-            for token, score in zip(row.tokens[:width], relative[:width], strict=True)
-        ]
+    def relative(self, row: Candidates) -> FloatRow:
+        """(log q + g) / s of the candidates, the best one's being 0: [c]."""
+        scores: FloatRow = (row.scores - row.scores[0]) / self.scale
+        return scores
 
 
 def floor_score(plan: Plan, price: float) -> float:
@@ -103,34 +133,24 @@ def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
             yield node
 
 
-def propose(tree: TokenTree, node: Node, row: Candidates, fit: ScaleFit, plan: Plan, price: float) -> list[Node]:
-    """Expands `node`: adds the children whose path score is worth sending. Returns the new and the raised ones."""
+def propose(
+    tree: TokenTree, node: Node, row: Candidates, fits: Fits, plan: Plan, price: float, hint: Hint | None = None
+) -> list[Node]:
+    """Expands `node`: adds the children whose path score is worth sending. Returns those to be told: new to the
+    upstream, or worth more than it was told. Children that were only guessed at, and turn out not to be worth it, go.
+    """
     node.expanded = True
     floor = math.log(floor_score(plan, price)) - (node.log_score - tree.root.log_score)
-    added = []
-    for token, edge in fit.edges(row, plan.width):
+    told = []
+    for token, edge in fits.edges(row, plan.width, hint):
         if edge < floor:
             break
-        added += _put(tree, node, token, edge)
-    return added
-
-
-def repeat(tree: TokenTree, found: Repeat, fit: RepeatFit, plan: Plan, price: float) -> list[Node]:
-    """Adds what followed before as a chain below the root, as far as it is worth sending. Returns the new and the
-    raised nodes."""
-    floor = math.log(floor_score(plan, price))
-    added = []
-    node = tree.root
-    for length, token in enumerate(found.tokens, found.length):
-        edge = edge_from_code(edge_code(math.log(fit.chance(length))))
-        if node.log_score + edge - tree.root.log_score < floor:
-            break
-        added += _put(tree, node, token, edge)
-        node = node.children[token]
-    return added
-
-
-def _put(tree: TokenTree, parent: Node, token: int, edge: float) -> list[Node]:
-    """Adds a child, or raises the score of the one that is there. Empty when that is not worth telling."""
-    present = parent.children.get(token)
-    return [] if present and edge <= present.edge + WORTH_TELLING else [tree.add(parent, token, edge)]
+        present = node.children.get(token)
+        if present and not present.names:
+            tree.rescore(present, edge)
+        if not present or not present.names or edge > present.edge + WORTH_TELLING:
+            told.append(tree.add(node, token, edge))
+    for child in list(node.children.values()):
+        if not child.names and child not in told:
+            tree.remove(child)
+    return told

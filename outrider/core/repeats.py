@@ -10,10 +10,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 SHORTEST = 2  # tokens that must match
 LONGEST = 16  # longer matches say no more
 REMEMBERED = 8  # latest places of each pair of tokens that are looked at
 MEMORY = 0.98  # weight of the past at each observation
+RATE = 1.0  # of learning the bonus
 PRIOR = 2.0  # observations' worth of trust in what is said before anything was seen
 
 
@@ -64,20 +68,41 @@ class Repeats:
         return Repeat(best, [text[found + step % period] for step in range(most)])
 
 
+class Hint(NamedTuple):
+    """What may follow a node because it followed before."""
+
+    token: int
+    length: int  # of the match
+
+
 class RepeatFit:
-    """How often the token that followed a match of some length followed again, learned from what the target said."""
+    """What repetitions are worth by the length of the match, learned from what the target said."""
 
     def __init__(self) -> None:
         self._hits = [PRIOR * length / (length + 2) for length in range(LONGEST + 1)]
         self._seen = [PRIOR] * (LONGEST + 1)
+        self._bonus = np.zeros(2)  # of any match, and for its length
 
     def chance(self, length: int) -> float:
-        """That the next token of a match of `length` tokens is the target's."""
+        """That the next token of a match of `length` tokens is the target's, as far as no model has judged it."""
         length = min(length, LONGEST)
         return self._hits[length] / self._seen[length]
+
+    def bonus(self, length: int) -> float:
+        """By how much a match raises the logarithm of the odds that a model gives a token. It grows with the length."""
+        return float(self._bonus @ _features(length))
 
     def observe(self, length: int, hit: bool) -> None:
         """A match of `length` tokens was right about the token that followed, or not."""
         length = min(length, LONGEST)
         self._hits[length] = MEMORY * self._hits[length] + hit
         self._seen[length] = MEMORY * self._seen[length] + 1.0
+
+    def correct(self, length: int, hit: bool, believed: float) -> None:
+        """The same where the model had another favourite, and the match's token was believed with that chance, the
+        bonus included: a step up the likelihood. Where both name one token, nobody learns who is to be believed."""
+        self._bonus += RATE * (hit - believed) * _features(length)
+
+
+def _features(length: int) -> NDArray[np.float64]:
+    return np.array([1.0, 2.0 * min(length, LONGEST) / LONGEST])

@@ -145,8 +145,18 @@ class TokenTree:
             child = parent.children[token] = Node(token, parent.position + 1, parent, edge)
             self.size += 1
         elif edge > child.edge:
-            _raise_score(child, edge)
+            self.rescore(child, edge)
         return child
+
+    def rescore(self, node: Node, edge: float) -> None:
+        """Gives a node another edge score."""
+        stack = [node]
+        difference = edge - node.edge
+        node.edge = edge
+        while stack:
+            below = stack.pop()
+            below.log_score += difference
+            stack.extend(below.children.values())
 
     def name(self, node: Node, sender: int, identity: int) -> None:
         """Records that `sender` calls the node `identity`."""
@@ -369,13 +379,3 @@ class TokenTree:
             _, sender, identity = self._aliases.popleft()
             if sender in self._senders:
                 self._senders[sender].committed.pop(identity, None)
-
-
-def _raise_score(node: Node, edge: float) -> None:
-    stack = [node]
-    difference = edge - node.edge
-    node.edge = edge
-    while stack:
-        below = stack.pop()
-        below.log_score += difference
-        stack.extend(below.children.values())

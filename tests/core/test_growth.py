@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.core.budget import OVERHEAD_S, CostModel, choose_budget
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import SCALES, ScaleFit, candidates, frontier, propose
+from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
 from outrider.core.waiting import Arrivals, Patterns
@@ -42,7 +42,7 @@ def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_
 def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
     """Where target and draft differ by Gumbel noise of scale s, the fitted chances are the frequencies."""
     generator = np.random.default_rng(6)
-    fit = ScaleFit()
+    fit = Fits()
     said, believed = [], []
     for position in range(1500):
         q = generator.normal(0, 2, 50).astype(np.float32)
@@ -51,14 +51,14 @@ def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
         truth = int((q + noise + 0.5 * generator.gumbel(size=50)).argmax())
         if position >= 300:
             said.append(int(row.tokens[0]) == truth)
-            believed.append(np.exp(fit.edges(row, 1)[0][1]))
-        fit.observe(row, truth)
+            believed.append(np.exp(fit.edges(row, 1, None)[0][1]))
+        fit.observe(row, truth, None)
     assert np.mean(believed) == pytest.approx(np.mean(said), abs=0.04)
 
 
 def grown(plan: Plan, levels: int, price: float = 0.0) -> TokenTree:
     generator = np.random.default_rng(7)
-    tree, fit = TokenTree([1]), ScaleFit()
+    tree, fit = TokenTree([1]), Fits()
     for _ in range(levels):
         for node in frontier(tree, plan, price, 4):
             logits = generator.normal(0, 2, 60).astype(np.float32)

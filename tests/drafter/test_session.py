@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.session import DraftSession, Fits, Snapshot
+from drafter_svc.session import DraftSession, Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import candidates
+from outrider.core.growth import Fits, candidates
 from outrider.core.tree import Delta, Node, TokenTree
 
 VOCABULARY = 12
@@ -95,11 +95,14 @@ class Rig:
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    """Those that both sides have heard of."""
     found = set()
     stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
     while stack:
         path, node = stack.pop()
         for token, child in node.children.items():
+            if not child.names:
+                continue  # guessed at
             found.add((*path, token))
             stack.append(((*path, token), child))
     return found
