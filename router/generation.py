@@ -129,6 +129,9 @@ class Generation:
         self._answer = ended.answer
         if ended.missing.tokens or ended.missing.text:
             await emit(ended.missing)
+        if ended.ledger is not None:
+            self._leave(ended.ledger, error := Unavailable("Redis lost how the generation ended; resume it"))
+            raise error
         assert ended.ended is not None
         return ended.ended
 

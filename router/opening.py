@@ -129,7 +129,8 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
         raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
     if ledger is not None:
         ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
-    prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
+    end = record.length if ledger is None else None  # the session may have gone on, and Redis lost it, since we looked
+    prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position : end]
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))

@@ -107,7 +107,7 @@ class Redis:
         return self._saved is not None
 
     def lose(self, alive: Mapping[str, str]) -> None:
-        """Goes back to what is on disk. `alive`: sessions with an owner who knows better, and its router."""
+        """Goes back to what is on disk. `alive`: sessions with an owner who knows better, and its name."""
         saved, self._saved = self._saved, None
         assert saved is not None
         before = {name: session.record for name, session in self.store.sessions.items()}
@@ -131,10 +131,10 @@ class Redis:
         record, text = session.record, session.tokens
         if request.what in ("begin", "acquire", "restore"):
             self._own(name, record)
-        who = record.owner.partition("/")[0]
-        if name in self.lost and (request.what in ("begin", "acquire") or who != self.lost[name]) and record != was:
+        ours = record.owner == self.lost.get(name)
+        if name in self.lost and (request.what in ("begin", "acquire") or not ours) and record != was:
             self.lost[name] = ""  # somebody went on with less before the owner knew
-        elif request.what == "restore" and result and self.lost.get(name):
+        elif request.what == "restore" and self.lost.get(name) and len(text) >= len(self.longest.get(name, ())):
             del self.lost[name]
         if request.epoch and len(text) > before:
             owner = (request.epoch, request.owner) if request.what == "append" else (record.epoch, record.owner)

@@ -182,7 +182,8 @@ class World:
     def crash_router(self, index: int, notice: Notice) -> None:
         """A router dies, and another one takes its place. What it sent last may arrive."""
         router, requests, notes = self.routers[index], list(self.redis.requests), list(self.notes)
-        self.redis.lost = {name: "" if who == router.name else who for name, who in self.redis.lost.items()}
+        died = f"{router.name}/"
+        self.redis.lost = {name: "" if who.startswith(died) else who for name, who in self.redis.lost.items()}
         self._cut_all(router.name, notice)
         router.crash()
         self.redis.requests, self.notes = requests, notes
@@ -205,7 +206,11 @@ class World:
         """Redis dies and comes back with less. What its owners still know must come back."""
         sessions = self.redis.store.sessions
         self.redis.lose(
-            {name: router.name for name in sessions for router in self.routers if self._owned_by(name, router)}
+            {
+                name: session.record.owner
+                for name, session in sessions.items()
+                if any(self._owned_by(name, router) for router in self.routers)
+            }
         )
         self.check()
 
@@ -273,7 +278,7 @@ class World:
             if len(self.redis.texts.get(client.session, [])) < end and client.session not in self.redis.lost:
                 raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
         wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
-        if wish is not None and client.prompt and (self.steady or not self._gone(client.session)):
+        if wish is not None and client.prompt and not self._gone(client.session):
             self._check_text(client, wish, tuple(log[: client.prompt]))
         self._check_end(client)
 
@@ -304,7 +309,7 @@ class World:
             "length": True,
             "cancelled": session in self.cancelled,
             "abandoned": session in self.lapsed,
-            "Superseded": not self._alone(client),
+            "Superseded": not self._alone(client) or self._gone(session),
             "Busy": client.wish is not None and bool(client.wish.session),
             "NotFound": session in self.lapsed or session in self.redis.hurt or not session,
             "Conflict": session in self.redis.hurt or (not session and bool(self.redis.hurt)),
