@@ -114,12 +114,16 @@ class Grower:
         """Catches up with the upstreams; waits until there is something worth growing."""
         while True:
             self._changed.clear()
-            turns = []
+            turns, chunk = [], self._prefill_chunk
             for key, member in list(self.members.items()):
                 if member.news:
                     self._catch_up(key, member)
                 if member.session is not None and member.next is not None:
-                    turns.append(Turn(key, member.session, *member.next))
+                    segment, nodes = member.next
+                    reads = len(segment.tokens) - len(nodes)
+                    if reads <= chunk:  # a prompt's chunk must not wait for another session's
+                        chunk -= reads
+                        turns.append(Turn(key, member.session, segment, nodes))
             if turns:
                 return turns
             await self._changed.wait()

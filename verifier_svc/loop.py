@@ -1,7 +1,7 @@
 """The verifier's step loop over all its sessions: choose, forward, walk, commit.
 
-No session waits for another: each step takes every session that is ready, with a chunk of its prompt, its root
-alone, or its root and the best of its tree.
+No session that decodes waits for another: each step takes every one that is ready, with its root alone or its root and
+the best of its tree, and besides one chunk of the prompts that are still to be read, first come first served.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class StepLoop:
             waited += time.monotonic() - held
 
     def _select(self, ready: Sequence[Session], now: float) -> tuple[Step, Budget]:
-        works = [self._base_work(session) for session in ready]
+        works = self._base_works(ready)
         base = sum(work.end - work.start for work in works)
         deciding = [work for work in works if work.chooses]
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
@@ -205,9 +205,16 @@ class StepLoop:
             work.add(node, rows)
         return Step(works, budget.price), budget
 
-    def _base_work(self, session: Session) -> Work:
-        end = min(len(session.tokens), session.cached + self._prefill_chunk)
-        return Work(session, session.cached, end)
+    def _base_works(self, ready: Sequence[Session]) -> list[Work]:
+        """The roots of all sessions that decode, and a chunk of what others have to read first."""
+        works, chunk = [], self._prefill_chunk
+        for session in ready:
+            pending = len(session.tokens) - session.cached
+            taken = pending if pending == 1 else min(pending, chunk)
+            chunk -= taken if pending > 1 else 0
+            if taken:
+                works.append(Work(session, session.cached, session.cached + taken))
+        return works
 
     def _patience(self, step: Step, budget: Budget, now: float) -> float:
         """Seconds to hold the step back; 0 unless it serves a single session whose next deltas are worth it.

@@ -204,3 +204,20 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
     assert not rig.level()
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=0)
     assert rig.session.next_segment(chunk=9, limit=3, context=len(PROMPT), rows=300) is None
+
+
+def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
+    session = rig.session = DraftSession(Snapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12)
+    rig.upstream = TokenTree(session.tokens)
+    assert session.refill(rig.fit).tokens == ()
+    assert session.tree.size > 1
+    while len(session.tokens) - session.cached > 4:
+        rig.level()
+    _, nodes = session.next_segment(chunk=4, limit=8, context=200, rows=300) or (None, [])
+    assert nodes[0] is session.tree.root
+    assert [node.token for node in nodes[1:]] == [1, 2, 3, 1, 2, 3][: len(nodes) - 1]
+    assert len(nodes) > 2
+    rig.level(limit=8)
+    assert paths(rig.upstream) == paths(session.tree)
+    assert all(node.names or not session.tree.root.expanded for node in session.tree.root.children.values())

@@ -1,0 +1,65 @@
+"""Repetitions are found wherever they are, go round in loops, and are believed as far as they turned out right."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.core.contract import Contract
+from outrider.core.growth import Fits, candidates
+from outrider.core.repeats import LONGEST, REMEMBERED, SHORTEST, Hint, Repeat, Repeats
+
+TEXTS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def slow_find(text: list[int], most: int) -> Repeat | None:
+    """The definition, place by place."""
+    best: Repeat | None = None
+    places = [
+        place for place in range(SHORTEST, len(text)) if text[place - SHORTEST : place] == text[len(text) - SHORTEST :]
+    ]
+    for place in reversed(places[-REMEMBERED:]):
+        length = SHORTEST
+        while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
+            length += 1
+        if best is None or length > best.length:
+            followed = list(text[place:])
+            while len(followed) < most:
+                followed.append(followed[len(followed) - (len(text) - place)])
+            best = Repeat(length, followed[:most])
+    return best
+
+
+@given(TEXTS, TEXTS, st.integers(1, 9))
+def test_the_longest_and_latest_repetition_is_found(first: list[int], more: list[int], most: int) -> None:
+    repeats = Repeats(first)
+    repeats.extend(more)
+    assert repeats.find(most) == slow_find(first + more, most)
+
+
+def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
+    assert Repeats([7, 1, 2, 3, 1, 2, 3]).find(8) == Repeat(3, [1, 2, 3, 1, 2, 3, 1, 2])
+
+
+def test_a_repetition_that_beats_the_model_is_believed_and_one_that_does_not_is_not() -> None:
+    contract = Contract(seed=1, max_tokens=9, temperature=0.0)
+    row = candidates(np.array([4.0, 1.0, 0.0, 0.0], np.float32), contract, None)
+    hint = Hint(1, 6)
+    right, wrong = Fits(), Fits()
+    before = dict(right.edges(row, 4, hint))
+    for _ in range(20):
+        right.observe(row, 1, hint)
+        wrong.observe(row, 0, hint)
+    assert max(dict(right.edges(row, 4, hint)).items(), key=lambda item: item[1])[0] == 1
+    assert dict(wrong.edges(row, 4, hint))[1] <= before[1]
+    assert max(dict(wrong.edges(row, 4, hint)).items(), key=lambda item: item[1])[0] == 0
+
+
+def test_a_model_that_is_always_right_is_never_overruled() -> None:
+    """Agreement must not make repetitions look better than the model."""
+    contract = Contract(seed=1, max_tokens=9, temperature=0.0)
+    fits = Fits()
+    agreed = candidates(np.array([1.0, 0.9, 0.0], np.float32), contract, None)
+    for _ in range(50):
+        fits.observe(agreed, 0, Hint(0, 12))
+    other = candidates(np.array([1.0, 0.9, 0.0], np.float32), contract, None)
+    assert fits.edges(other, 1, Hint(1, 12))[0][0] == 0
