@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long lint proto clean
+.PHONY: demo test test-long bench bench-quick lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -15,6 +15,14 @@ test: lint
 # A million frames, ten thousand sessions and their like: about half an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
+
+# All suites: about an hour on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
+bench: $(STAMP)
+	$(BIN)/python -m bench $(ARGS)
+
+# The first suite, small: at most five minutes.
+bench-quick: $(STAMP)
+	$(BIN)/python -m bench --quick $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,5 +39,5 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,dev,bench]'
 	touch $@

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-REMEMBERED = 256  # steps
+REMEMBERED = 32  # steps
 
 
 class StepTime(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from outrider.cli.bench import bench
 from outrider.cli.demo import demo
 from outrider.cli.describe import describe
 from outrider.cli.generate import generate
@@ -18,5 +19,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, verify, router, verifier, drafter, describe, pad):
+for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad):
     app.command()(command)

@@ -1,0 +1,159 @@
+"""`python -m bench`: how fast Outrider is against what a user would pick instead, and against the machine's limit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+
+from bench.figures import Results, last_line
+from bench.options import Options, Suite
+from bench.peers import parse_peers
+from bench.results import save
+from bench.tables import print_tables
+from outrider.cli.load import read_prompts
+from outrider.cli.pad import parse_count
+from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.errors import ConfigError
+from outrider.rpc.lifecycle import run_until_signal
+
+
+class _Preset(NamedTuple):
+    """What is measured where nothing else is asked for."""
+
+    suites: tuple[Suite, ...]
+    targets: tuple[int, ...]
+    prompts: int
+    repetitions: int
+    max_tokens: int
+
+
+WIDTH = 132  # of tables in a file
+FULL = _Preset(tuple(Suite), (150_000_000, 400_000_000), 4, 5, 64)
+QUICK = _Preset((Suite.ROWS,), (150_000_000,), 3, 2, 48)
+
+
+def main(
+    suites: Annotated[list[Suite] | None, typer.Option("--suite", help="[default: all; --quick: rows]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The first suite, small: at most five minutes.")] = False,
+    targets: Annotated[
+        list[int] | None,
+        typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
+    ] = None,
+    temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts. [default: 4]")] = None,
+    repetitions: Annotated[int | None, typer.Option(min=1, help="[default: 5]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens a text. [default: 64]")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of all weights.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1, help="Of the rows that are not ours.")] = 2,
+    verifier_threads: Annotated[int, typer.Option(min=1)] = 2,
+    drafter_threads: Annotated[int, typer.Option(min=1)] = 1,
+    router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
+    verifier: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
+    drafter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
+    callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
+    load_seconds: Annotated[float, typer.Option(min=1, help="Of each window of the load suite.")] = 20.0,
+    round_trips: Annotated[
+        list[float] | None, typer.Option("--round-trip", min=0, help="ms. [default: 0, 5, 20, 50, 200]")
+    ] = None,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="NAME=PATH", help="A row of another engine, by its checkout.")
+    ] = None,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
+    texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
+    name: Annotated[
+        str | None, typer.Option("--save", metavar="NAME", help="Of the results. [default: the time]")
+    ] = None,
+) -> None:
+    """Measure. It ends with the line that scripts read, if everything that was asked for was measured."""
+    preset = QUICK if quick else FULL
+    with reported():
+        for needed in (models / "target" / "config.json", models / "drafter" / "config.json"):
+            if not needed.is_file():
+                raise ConfigError(f"--models: {needed} does not exist; run in a checkout of Outrider")
+        short, long = read_prompts(texts, "#short"), read_prompts(texts, "#long")
+        count = prompts or preset.prompts
+        if count > len(short):
+            raise ConfigError(f"--prompts: is {count}, {texts} has {len(short)} short ones")
+        options = Options(
+            suites=tuple(suites or preset.suites),
+            targets=tuple(targets or preset.targets),
+            temperatures=tuple(temperatures or (0.0, 1.0)),
+            short=tuple(short[:count]),
+            long=tuple(long[: -(-count // 4)]),  # one in five
+            repetitions=repetitions or preset.repetitions,
+            max_tokens=max_tokens or preset.max_tokens,
+            dtype=dtype,
+            threads=threads,
+            router=_section(router, "--router"),
+            verifier={"threads": verifier_threads, **_section(verifier, "--verifier")},
+            drafter={"threads": drafter_threads, **_section(drafter, "--drafter")},
+            models=models,
+            peers=parse_peers(peers or ()),
+            profiled_steps=256,
+            callers=tuple(callers or (1, 2, 4, 8, 16, 32)),
+            load_s=load_seconds,
+            ramp_s=load_seconds / 4,
+            round_trips_ms=tuple(round_trips or (0.0, 5.0, 20.0, 50.0, 200.0)),
+        )
+        options.cluster(models / "target")  # a wrong key is a mistake now, not after minutes
+    results = Results()
+    done = False
+
+    async def run() -> None:
+        nonlocal done
+        await _run(options, results)
+        done = True
+
+    began = time.monotonic()
+    run_until_signal(run())
+    if not done:
+        raise SystemExit(INTERRUPTED)
+    _show(options, results, name, time.monotonic() - began)
+
+
+async def _run(options: Options, results: Results) -> None:
+    from bench.running import run_distance, run_load, run_rows
+
+    suites = {Suite.ROWS: run_rows, Suite.LOAD: run_load, Suite.DISTANCE: run_distance}
+    progress = Console(stderr=True, highlight=False)
+    with progress.status("starting ...") as status:
+
+        def say(what: str) -> None:
+            status.update(what)
+            if not progress.is_terminal:
+                progress.print(what, markup=False, soft_wrap=True)
+
+        for suite in options.suites:
+            await suites[suite](options, results, say)
+
+
+def _show(options: Options, results: Results, name: str | None, seconds: float) -> None:
+    from bench.plots import draw
+
+    line = last_line(results)
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    print_tables(screen, results)
+    path = save(options, results, name, seconds, line)
+    shown = ", ".join(plot.name for plot in draw(results, path))
+    screen.print(f"{seconds:.0f} s. {path}{shown and '; ' + shown}", markup=False, soft_wrap=True)
+    print(line, flush=True)
+
+
+def _section(entries: list[str] | None, flag: str) -> dict[str, str]:
+    """Keys and values of a section; pydantic reads the values."""
+    values = dict(entry.partition("=")[::2] for entry in entries or ())
+    if not all(key and value for key, value in values.items()):
+        raise ConfigError(f"{flag}: must be KEY=VALUE")
+    return values
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,123 @@
+"""gpt-fast's model over a Hugging Face checkpoint, decoding as its own `generate.py` does. A peer, by its checkout."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.asking import Ask
+from outrider.cli.samples import Sample
+from outrider.engine.checkpoint import Weights, read_config
+from outrider.errors import ConfigError
+
+CONTEXT = 1024  # the reference models'
+
+
+def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[Ask], Sample]:
+    """A function that generates; compiled where there is a C++ compiler, which makes its first call slow.
+
+    Raises ConfigError for a target of a shape that gpt-fast does not know.
+    """
+    torch.set_num_threads(threads)
+    sys.path.insert(0, str(checkout))
+    import model as gpt_fast  # type: ignore[import-not-found]
+
+    with torch.inference_mode(), torch.device("meta"):
+        transformer = gpt_fast.Transformer(_arguments(gpt_fast, target))
+    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in _state(target).items()}
+    transformer.load_state_dict(state, assign=True, strict=True)
+    transformer.eval()
+    with torch.inference_mode():
+        transformer.setup_caches(max_batch_size=1, max_seq_length=CONTEXT)
+    decode: Any = _decode
+    if shutil.which("g++"):
+        decode = torch.compile(_decode, fullgraph=True)
+
+    def generate(ask: Ask) -> Sample:
+        torch.manual_seed(ask.seed)
+        began = time.perf_counter()
+        tokens: list[int] = []
+        arrivals: list[float] = []
+        with torch.inference_mode():
+            position = torch.arange(len(ask.prompt))
+            token = _choose(transformer(torch.tensor([ask.prompt]), position)[0, -1], ask.temperature)
+            position = position[-1:] + 1
+            while True:
+                tokens.append(int(token))
+                arrivals.append(time.perf_counter() - began)
+                if len(tokens) == ask.max_tokens:
+                    return Sample(tuple(tokens), tuple(arrivals), len(tokens))
+                token = decode(transformer, token.view(1, 1).clone(), position, ask.temperature)
+                position = position + 1
+
+    return generate
+
+
+def _decode(transformer: Any, token: Tensor, position: Tensor, temperature: float) -> Tensor:
+    return _choose(transformer(token, position)[0, -1], temperature)
+
+
+def _choose(logits: Tensor, temperature: float) -> Tensor:
+    """One token, [1]: greedily, or without a synchronization as gpt-fast samples it."""
+    if temperature == 0.0:
+        return logits.argmax(-1, keepdim=True)
+    probabilities = torch.softmax(logits.float() / temperature, -1)
+    return (probabilities / torch.empty_like(probabilities).exponential_(1.0)).argmax(-1, keepdim=True)
+
+
+def _arguments(gpt_fast: Any, target: Path) -> Any:
+    config = read_config(target)
+    if config.head_dim * config.heads != config.width or config.qkv_bias or config.ffn_bias or config.head_norms:
+        raise ConfigError(f"gpt-fast: {target} has a shape that it does not know; pad the target to 100M or more")
+    return gpt_fast.ModelArgs(
+        block_size=CONTEXT,
+        vocab_size=config.vocabulary,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_local_heads=config.kv_heads,
+        dim=config.width,
+        intermediate_size=config.ffn,
+        norm_eps=config.eps,
+        rope_base=config.rope.theta,
+    )
+
+
+def _state(target: Path) -> dict[str, Tensor]:
+    """The checkpoint under gpt-fast's names, as its `convert_hf_checkpoint.py` makes it."""
+    config = read_config(target)
+    width, dim, ffn = config.width, config.head_dim, config.ffn
+    state = {}
+
+    with Weights(target) as weights:
+        take = weights.take
+
+        def turned(name: str, heads: int) -> Tensor:
+            """Its rotary embedding takes neighbouring channels for a pair; Hugging Face's, halves of a head."""
+            rows = take(name, heads * dim, width)
+            return rows.view(heads, 2, dim // 2, width).transpose(1, 2).reshape(heads * dim, width)
+
+        embedding = take("model.embed_tokens.weight", config.vocabulary, width)
+        state["tok_embeddings.weight"] = embedding
+        state["output.weight"] = embedding if config.tied else take("lm_head.weight", config.vocabulary, width)
+        state["norm.weight"] = take("model.norm.weight", width)
+        for index in range(config.layers):
+            old, new = f"model.layers.{index}", f"layers.{index}"
+            attention, mlp = f"{old}.self_attn", f"{old}.mlp"
+            query = turned(f"{attention}.q_proj.weight", config.heads)
+            key = turned(f"{attention}.k_proj.weight", config.kv_heads)
+            value = take(f"{attention}.v_proj.weight", config.kv_heads * dim, width)
+            state[f"{new}.attention.wqkv.weight"] = torch.cat([query, key, value])
+            state[f"{new}.attention.wo.weight"] = take(f"{attention}.o_proj.weight", width, config.heads * dim)
+            state[f"{new}.feed_forward.w1.weight"] = take(f"{mlp}.gate_proj.weight", ffn, width)
+            state[f"{new}.feed_forward.w3.weight"] = take(f"{mlp}.up_proj.weight", ffn, width)
+            state[f"{new}.feed_forward.w2.weight"] = take(f"{mlp}.down_proj.weight", width, ffn)
+            state[f"{new}.attention_norm.weight"] = take(f"{old}.input_layernorm.weight", width)
+            state[f"{new}.ffn_norm.weight"] = take(f"{old}.post_attention_layernorm.weight", width)
+    return state

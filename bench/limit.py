@@ -1,0 +1,141 @@
+"""The machine's limit: how fast it reads weights and how fast it multiplies. `python -m bench.limit THREADS`.
+
+A step reads every weight once, so it cannot be shorter than the weights over the reading rate, nor than its
+multiplications over the matrix rate. Both are measured here as the best of several ways to reach them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bench.processes import ROOT
+from outrider.errors import Unavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+POOL_BYTES = 2**29  # read in one pass: far beyond any cache
+SIDE = 4096  # of the matrices that are read
+SQUARE = 2048  # of those that are multiplied
+ROWS = (1, 2, 4)  # that a linear is applied to while it reads
+ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What this machine can do on so many threads."""
+
+    threads: int
+    read_gb_s: float  # 10^9 bytes per second, the best of `ways`
+    bfloat16_gflops: float
+    float32_gflops: float
+    ways: dict[str, float]  # to read, each in 10^9 bytes per second
+
+    def better(self, other: Limit) -> Limit:
+        """The best of two measurements: whatever else the machine does only takes away."""
+        return Limit(
+            self.threads,
+            max(self.read_gb_s, other.read_gb_s),
+            max(self.bfloat16_gflops, other.bfloat16_gflops),
+            max(self.float32_gflops, other.float32_gflops),
+            {way: max(rate, other.ways.get(way, 0.0)) for way, rate in self.ways.items()},
+        )
+
+    def floor_s(self, weight_bytes: int, rows: int, dtype: str) -> float:
+        """The least that a pass over so many rows can take."""
+        rate, size = (self.bfloat16_gflops, 2) if dtype == "bfloat16" else (self.float32_gflops, 4)
+        return max(weight_bytes / (self.read_gb_s * 1e9), 2.0 * rows * weight_bytes / size / (rate * 1e9))
+
+
+async def measure(threads: int) -> Limit:
+    """The limit, measured in a process of its own. Raises Unavailable when that fails."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.limit", str(threads)),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as all rows have it
+        start_new_session=True,
+    )
+    try:
+        said, complained = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        raise Unavailable(f"the machine's limit cannot be measured: {complained.decode(errors='replace')}")
+    return Limit(**json.loads(said))
+
+
+def measured(threads: int) -> Limit:
+    """The limit, measured here."""
+    import torch
+
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        ways = {way: POOL_BYTES / seconds / 1e9 for way, seconds in _reads()}
+        bfloat16, float32 = _matrix_gflops(torch.bfloat16), _matrix_gflops(torch.float32)
+    return Limit(threads, max(ways.values()), bfloat16, float32, ways)
+
+
+def _reads() -> Iterator[tuple[str, float]]:
+    """Seconds to read the pool once, by each way."""
+    import torch
+
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        pool = [torch.full((SIDE, SIDE), 0.5, dtype=dtype) for _ in range(POOL_BYTES // (SIDE**2 * dtype.itemsize))]
+        yield f"sum {name}", _best(partial(_over, pool, torch.sum))
+        inputs = [torch.full((rows, SIDE), 0.5, dtype=dtype) for rows in ROWS]
+        for x in inputs:
+            yield f"linear {name} {len(x)}", _best(partial(_over, pool, partial(torch.nn.functional.linear, x)))
+        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            for number, weight in enumerate(pool):  # one by one: never two pools at once
+                pool[number] = torch.ops.mkldnn._reorder_linear_weight(weight, 8)
+            for x in inputs:
+                yield f"prepacked {name} {len(x)}", _best(partial(_over, pool, partial(_multiply, x)))
+
+
+def _over(pool: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> None:
+    for weight in pool:
+        work(weight)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear whose weight oneDNN has reordered."""
+    import torch
+
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def _matrix_gflops(kind: dtype) -> float:
+    import torch
+
+    a, b = (torch.full((SQUARE, SQUARE), 0.5, dtype=kind) for _ in range(2))
+    return 2.0 * SQUARE**3 / _best(lambda: a @ b) / 1e9
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of some rounds, the first of which does not count."""
+    work()
+    fastest = float("inf")
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measured(int(sys.argv[1])))))

@@ -1,0 +1,83 @@
+"""What a run measures, and on what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
+
+SEED = 2024  # of the first prompt; the others count up
+
+
+class Suite(StrEnum):
+    """What can be measured."""
+
+    ROWS = "rows"
+    LOAD = "load"
+    DISTANCE = "distance"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Checked options of a run."""
+
+    suites: tuple[Suite, ...]
+    targets: tuple[int, ...]  # parameters to pad the target to
+    temperatures: tuple[float, ...]
+    short: tuple[tuple[str, str], ...]  # (id, prompt)
+    long: tuple[tuple[str, str], ...]  # likewise, for the load suite alone
+    repetitions: int
+    max_tokens: int
+    dtype: Literal["float32", "bfloat16"]
+    threads: int  # of the rows that are not ours, and for the limit
+    router: Mapping[str, Any]  # keys of the cluster's sections that differ from their defaults
+    verifier: Mapping[str, Any]
+    drafter: Mapping[str, Any]
+    models: Path
+    peers: Mapping[str, Path]
+    profiled_steps: int  # of a row whose steps' times are asked for
+    callers: tuple[int, ...]  # load suite
+    load_s: float
+    ramp_s: float
+    round_trips_ms: tuple[float, ...]  # distance suite
+
+    def cluster(self, target: Path, *, slots: int = 2, via: str | None = None) -> ClusterConfig:
+        """One verifier with `target`, one drafter, one router. Raises ConfigError naming a key that is wrong."""
+        fixed = {"slots": slots, "dtype": self.dtype}
+        return ClusterConfig(
+            router=parse(
+                RouterConfig,
+                {"listen": "127.0.0.1:0", "models": {"target": target}, **self.router},
+                "--router",
+            ),
+            verifier=[
+                parse(
+                    VerifierConfig,
+                    {"model": target, "name": "target", **fixed, **self.verifier},
+                    "--verifier",
+                )
+            ],
+            drafter=[
+                parse(
+                    DrafterConfig, {"model": self.models / "drafter", "via": via, **fixed, **self.drafter}, "--drafter"
+                )
+            ],
+        )
+
+
+@asynccontextmanager
+async def padded(options: Options, parameters: int) -> AsyncIterator[Path]:
+    """The reference target, padded: it costs like a model of that size and says what the small one says."""
+    from outrider.engine.padding import pad_checkpoint
+
+    with TemporaryDirectory(prefix="outrider-bench-") as folder:
+        target = Path(folder) / "target"
+        await asyncio.to_thread(pad_checkpoint, options.models / "target", target, parameters=parameters)
+        yield target

@@ -1,0 +1,103 @@
+"""A run on disk: JSON and plots under bench/results/."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.figures import Results, Take
+from bench.options import Options
+from bench.processes import ROOT
+from outrider.cli.compare import repeated_share
+
+FOLDER = ROOT / "bench" / "results"
+VERSIONS = ("torch", "transformers", "grpcio", "numpy", "redis")
+
+
+def save(options: Options, results: Results, name: str | None, seconds: float, line: str) -> Path:
+    """Writes NAME.json, or one named by the time, and gives its path. It appears complete or not at all."""
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{name or time.strftime('%Y%m%d-%H%M%S')}.json"
+    content = {
+        "line": line,
+        "seconds": round(seconds),
+        "machine": machine(),
+        "options": asdict(options),
+        "limits": {str(target): asdict(limit) for target, limit in results.limits.items()},
+        "profiles": [asdict(profile) | {"of_floor": profile.of_floor} for profile in results.profiles],
+        "memory": [asdict(entry) for entry in results.memory],
+        "takes": [_take(take) for take in results.takes],
+        "firsts": [_take(take) for take in results.firsts],
+        "loads": [asdict(load) for load in results.loads],
+        "far": [_take(take) for take in results.far],
+    }
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(_plain(content), indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+    return path
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    cpu = platform.processor()
+    memory_gb = math.nan
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    revision = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gb": round(memory_gb, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in VERSIONS},
+        "revision": revision.stdout.strip(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _take(take: Take) -> dict[str, Any]:
+    """The figures of a sample, without its text."""
+    sample = take.sample
+    gaps = sorted(sample.gaps)
+    return {
+        "target": take.target,
+        "row": take.row,
+        "prompt": take.prompt,
+        "repetition": take.repetition,
+        "temperature": take.temperature,
+        "round_trip_ms": take.round_trip_ms,
+        "tokens": len(sample.tokens),
+        "tokens_per_s": sample.tokens_per_s,
+        "first_token_s": sample.first_token_s,
+        "steps": sample.steps,
+        "wire_bytes": sample.wire_bytes,
+        "gaps_ms": [round(gap * 1e3, 2) for gap in gaps],
+        "reached_by_depth": sample.reached_by_depth,
+        "tried_by_depth": sample.tried_by_depth,
+        "repeated_4_grams": repeated_share([sample.tokens]),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows neither NaN nor paths."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,160 @@
+"""The tables at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from bench.figures import Memory, Results, Take, of_shortest, ratio, shown
+from outrider.cli.compare import repeated_share
+from outrider.cli.samples import acceptance_length, bytes_per_token, percentile, spread
+
+NOTES = (
+    "tok/s: decode speed, the tokens after the first arrival over the time from it to the last one; median over the "
+    "prompts and repetitions, with the interquartile range. x plain: median of the ratios of pairs (same prompt, "
+    "temperature and repetition). A gap is the time between two arrivals; tokens that arrive together are one arrival. "
+    "First tokens are those after prompts that were not asked before, so that no KV is kept of them. "
+    "Acceptance is that of the small models in models/, whatever the target is padded to; greedy, they fall into loops "
+    "that any drafter predicts, as the repeated 4-grams show."
+)
+
+
+def print_tables(screen: Console, results: Results) -> None:
+    """All that the results hold."""
+    for target in dict.fromkeys(take.target for take in results.takes):
+        takes = [take for take in results.takes if take.target == target]
+        firsts = [take for take in results.firsts if take.target == target]
+        screen.print(_rows(takes, firsts, f"{target / 1e6:.0f}M, one session"))
+        screen.print(_steps(results, target))
+        screen.print(_memory([entry for entry in results.memory if entry.target == target]))
+    if results.takes:
+        screen.print(NOTES, markup=False)
+    if results.loads:
+        screen.print(_load(results))
+    for target in dict.fromkeys(take.target for take in results.far):
+        screen.print(_distance([take for take in results.far if take.target == target], target))
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE, show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _rows(takes: Sequence[Take], firsts: Sequence[Take], title: str) -> Table:
+    table = _table(
+        title, "\nrow", "\nT", "\ntok/s", "\nIQR", "x\nplain", "accept.\nlength", "first tok.\np50 ms", "gap\np50 ms",
+        "gap\np99 ms", "wire B\na token", "repeated\n4-grams",
+    )  # fmt: skip
+    for temperature in sorted({take.temperature for take in takes}):
+        table.add_section()
+        for row in dict.fromkeys(take.row for take in takes):
+            both = [take for take in takes if take.temperature == temperature and take.row in (row, "plain")]
+            samples = [take.sample for take in both if take.row == row]
+            speeds = [sample.tokens_per_s for sample in samples]
+            gaps = [gap * 1e3 for sample in samples for gap in sample.gaps]
+            wired = bytes_per_token(samples)
+            table.add_row(
+                row,
+                f"{temperature:g}",
+                shown(median(speeds)),
+                shown(spread(speeds)),
+                shown(ratio(both, row, "plain"), 2),
+                shown(acceptance_length(samples), 2),
+                shown(percentile((take.sample.first_token_s * 1e3 for take in firsts if take.row == row), 50), 0),
+                shown(percentile(gaps, 50)),
+                shown(percentile(gaps, 99)),
+                shown(wired or None, 0),
+                f"{repeated_share([sample.tokens for sample in samples]):.0%}",
+            )
+    return table
+
+
+def _steps(results: Results, target: int) -> Table:
+    limit = results.limits.get(target)
+    title = "steps, p50"
+    if limit:
+        title += (
+            f"; the limit on {limit.threads} threads: {limit.read_gb_s:.1f} GB/s read, "
+            f"{limit.bfloat16_gflops:.0f} GFLOPS bfloat16, {limit.float32_gflops:.0f} float32"
+        )
+    table = _table(title, "row", "rows", "forward ms", "predicted", "waited", "overhead", "floor ms", "step / floor")
+    for profile in results.profiles:
+        if profile.target == target:
+            table.add_row(
+                profile.row,
+                str(profile.rows),
+                shown(profile.forward_ms, 2),
+                shown(profile.predicted_ms, 2),
+                shown(profile.waited_ms, 2),
+                shown(profile.overhead_ms, 2),
+                shown(profile.floor_ms, 2),
+                shown(profile.of_floor, 2),
+            )
+    return table
+
+
+def _memory(entries: Sequence[Memory]) -> Table:
+    table = _table("memory, MB", "row", "process", "peak", "at the end", "peak above weights + KV", "at the end")
+    for entry in entries:
+        above = [shown(held - entry.fixed_mb, 0) for held in (entry.peak_mb, entry.resident_mb)]
+        table.add_row(
+            entry.row,
+            entry.process,
+            shown(entry.peak_mb, 0),
+            shown(entry.resident_mb, 0),
+            *(above if entry.fixed_mb else ["", ""]),
+        )
+    return table
+
+
+def _load(results: Results) -> Table:
+    target = results.loads[0].target
+    table = _table(
+        f"{target / 1e6:.0f}M under load, short and long prompts", "callers", "plain\ntok/s", "distributed\ntok/s",
+        "\nratio", "accept.\nlength", "rows in\na step", "first tok. p50 s\nplain", "first tok. p50 s\ndistributed",
+        "gap p99 ms\nplain", "gap p99 ms\ndistributed",
+    )  # fmt: skip
+    for callers in dict.fromkeys(load.callers for load in results.loads):
+        found = [load for load in results.loads if load.callers == callers]
+        plain, spec = ([load for load in found if load.row == row] for row in ("plain", "distributed"))
+        ratios = [two.goodput / one.goodput for one, two in zip(plain, spec, strict=True) if one.goodput]
+        table.add_row(
+            str(callers),
+            shown(median(load.goodput for load in plain)),
+            shown(median(load.goodput for load in spec)),
+            shown(median(ratios) if ratios else None, 2),
+            shown(median(load.acceptance_length for load in spec), 2),
+            shown(median(load.profile.rows for load in spec), 0),
+            shown(median(load.first_token_p50_s for load in plain), 2),
+            shown(median(load.first_token_p50_s for load in spec), 2),
+            shown(median(load.gap_p99_s for load in plain) * 1e3, 0),
+            shown(median(load.gap_p99_s for load in spec) * 1e3, 0),
+        )
+    return table
+
+
+def _distance(takes: Sequence[Take], target: int) -> Table:
+    table = _table(
+        f"{target / 1e6:.0f}M, drafter and verifier apart", "round trip ms", "plain tok/s", "distributed tok/s",
+        "of the shortest", "x plain", "accept. length",
+    )  # fmt: skip
+    apart = [take for take in takes if take.row == "distributed"]
+    for trip in sorted({take.round_trip_ms or 0.0 for take in takes}):
+        here = [take for take in takes if take.round_trip_ms == trip]
+        samples = [take.sample for take in here if take.row == "distributed"]
+        table.add_row(
+            f"{trip:g}",
+            shown(median(take.sample.tokens_per_s for take in here if take.row == "plain")),
+            shown(median(sample.tokens_per_s for sample in samples)),
+            shown(of_shortest(apart, trip), 2),
+            shown(ratio(here, "distributed", "plain"), 2),
+            shown(acceptance_length(samples), 2),
+        )
+    return table

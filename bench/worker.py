@@ -1,0 +1,158 @@
+"""A row in a process of its own: `python -m bench.worker KIND --target FOLDER ...`.
+
+It says "ready" on a line of stdout when it has loaded, then answers each line of stdin, an `Ask`, with a line, the
+`Sample`, until stdin ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from bench.asking import Ask, sample_to_json
+from outrider.cli.reporting import reported
+from outrider.cli.samples import Sample
+from outrider.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Kind = Literal["transformers", "assisted", "lookup", "in-process", "gpt-fast"]
+# OpenMP threads that spin wait for one another at every operation: where anything else takes a core for a moment, a row
+# of theirs is thirty times slower. All rows sleep instead, as the services do.
+PASSIVE = "PASSIVE"
+LOOKUP_TOKENS = 10  # transformers' own advice for prompt lookup
+
+Generate = Callable[[Ask], Sample]
+
+
+def main(
+    kind: Kind,
+    target: Annotated[Path, typer.Option()],
+    drafter: Annotated[Path, typer.Option()],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option()] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+    checkout: Annotated[Path, typer.Option(help="Of gpt-fast, for that.")] = Path(),
+    cluster: Annotated[str, typer.Option(help="JSON of a ClusterConfig, for in-process.")] = "",
+) -> None:
+    """Serve one way to generate."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_WAIT_POLICY", PASSIVE)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+    with reported(), closing(answers):
+        if kind == "in-process":
+            with asyncio.Runner() as runner:
+                _answer(_in_process(runner, cluster), answers)
+        elif kind == "gpt-fast":
+            from bench.gpt_fast import load
+
+            _answer(load(checkout, target, dtype, threads), answers)
+        else:
+            _answer(_transformers(kind, target, drafter, dtype, threads), answers)
+
+
+def _answer(generate: Generate, answers: Any) -> None:
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(sample_to_json(generate(Ask.from_json(line))), file=answers, flush=True)
+
+
+def _in_process(runner: asyncio.Runner, cluster: str) -> Generate:
+    from bench.local import Pair
+    from outrider.config import ClusterConfig
+
+    async def start() -> Pair:
+        return Pair(ClusterConfig.model_validate_json(cluster))
+
+    pair = runner.run(start())
+    return lambda ask: runner.run(pair.generate(ask))
+
+
+class _Clock:
+    """A streamer: when which tokens came. Every put after the prompt's is one pass of the target."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.puts: list[tuple[float, list[int]]] = []
+        self._prompt = True
+
+    def put(self, tokens: Tensor) -> None:
+        if not self._prompt:
+            self.puts.append((time.perf_counter() - self.began, tokens.flatten().tolist()))
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def sample(self, most: int) -> Sample:
+        pairs = [(token, arrival) for arrival, tokens in self.puts for token in tokens][:most]
+        return Sample(tuple(token for token, _ in pairs), tuple(arrival for _, arrival in pairs), len(self.puts))
+
+
+def _transformers(kind: Kind, target: Path, drafter: Path, dtype: str, threads: int) -> Generate:
+    """`generate()` as a user would call it, on `threads` threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about itself
+        try:
+            import torch
+            from transformers.utils import logging
+        except ImportError as error:
+            raise ConfigError(f"{kind}: {error.name} is not installed; make bench installs it") from None
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.set_num_threads(threads)
+    model = _model(target, dtype)
+    extra: dict[str, Any] = {}
+    if kind == "assisted":
+        extra["assistant_model"] = _model(drafter, dtype)
+    elif kind == "lookup":
+        extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+
+    def generate(ask: Ask) -> Sample:
+        torch.manual_seed(ask.seed)
+        sampling = {"do_sample": True, "temperature": ask.temperature, "top_k": 0} if ask.temperature else {}
+        clock = _Clock()
+        ids = torch.tensor([ask.prompt])
+        with torch.inference_mode():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=ask.max_tokens,
+                streamer=clock,
+                **({"do_sample": False} | sampling | extra),
+            )
+        return clock.sample(ask.max_tokens)
+
+    return generate
+
+
+def _model(folder: Path, dtype: str) -> Any:
+    """The checkpoint, with no end of text."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        kind = getattr(torch, dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
+    except Exception as error:  # what can be wrong with a folder has no common base
+        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
+    model.eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

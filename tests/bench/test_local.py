@@ -1,0 +1,100 @@
+"""The row in one process: the same tokens as the cluster would say, from the same loops."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from bench.asking import Ask
+from bench.local import Pair
+from bench.rows import Models, worker_row
+from drafter_svc.upstream import Attachment, Update
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.errors import ConfigError, InternalError
+from tests.e2e.tiny import make_tiny
+
+MODELS = Path(__file__).parents[2] / "models"
+PROMPT = tuple(range(40, 80))
+
+
+def config(target: Path, drafter: Path) -> ClusterConfig:
+    return ClusterConfig(
+        router=RouterConfig(models={"target": target}),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=1)],
+        drafter=[DrafterConfig(model=drafter, dtype="float32", slots=1)],
+    )
+
+
+@pytest_asyncio.fixture
+async def pair() -> AsyncIterator[Pair]:
+    made = Pair(config(MODELS / "target", MODELS / "drafter"))
+    yield made
+    await made.close()
+
+
+async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: Pair) -> None:
+    saved = 0
+    for seed in range(4):
+        ask = Ask(PROMPT, 0.7 if seed else 0.0, seed, 40)
+        plain, speculative = await pair.generate(ask, "off"), await pair.generate(ask)
+        assert speculative.tokens == plain.tokens
+        assert len(plain.tokens) == len(plain.arrivals) == plain.steps == 40
+        saved += plain.steps - speculative.steps
+    assert saved > 20  # the drafter took part
+
+
+async def test_a_plan_that_changes_reaches_the_drafter(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random prompt is hard to draft for: the average falls, and the depth with it."""
+    heard: list[int] = []
+    hear = pair.grower.updated
+
+    def listening(key: Attachment, update: Update) -> None:
+        heard.extend([update.plan.depth] if update.plan else [])
+        hear(key, update)
+
+    monkeypatch.setattr(pair.grower, "updated", listening)
+    await pair.generate(Ask(PROMPT, 1.0, 1, 120), "ema")
+    assert heard
+    assert min(heard) < RouterConfig.model_fields["depth"].default
+    assert not pair.loop.sessions
+    assert not pair.grower.members
+
+
+async def test_a_loop_that_ends_fails_the_generation_instead_of_hanging_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(pair.grower, "_propose", broken)
+    with pytest.raises(InternalError, match="a loop of the pair has ended"):
+        await pair.generate(Ask(PROMPT, 0.0, 0, 40))
+
+
+async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: Path) -> None:
+    target = make_tiny(tmp_path / "target", layers=2, width=32)
+    drafter = make_tiny(tmp_path / "drafter", layers=1, width=32)
+    models = Models(target, drafter, "float32", threads=1)
+    terms = config(target, drafter)
+    ask = Ask(tuple(range(1, 12)), 0.0, 0, 24)
+    async with worker_row("assisted", models, terms) as assisted, worker_row("in-process", models, terms) as ours:
+        texts = []
+        for row in (assisted, ours):
+            sample = await row.generate(ask)
+            assert len(sample.tokens) == len(sample.arrivals) == 24
+            assert list(sample.arrivals) == sorted(sample.arrivals)
+            assert 1 <= sample.steps <= 24
+            texts.append(sample.tokens)
+            sampled = [await row.generate(Ask(ask.prompt, 1.0, seed, 24)) for seed in (1, 1, 2)]
+            assert sampled[0].tokens == sampled[1].tokens != sampled[2].tokens
+        assert texts[0] == texts[1]
+
+
+async def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    with pytest.raises(ConfigError, match=f"^transformers: {missing}"):
+        async with worker_row("transformers", Models(missing, missing, "float32", 1), config(missing, missing)):
+            pass

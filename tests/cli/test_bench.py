@@ -1,0 +1,70 @@
+"""`outrider bench` measures a cluster that runs, or says in one line why it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.cluster import LocalCluster
+from outrider.cli.main import app
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from tests.e2e.tiny import make_tiny
+
+
+def prompts(folder: Path, content: str = '{"prompt": "w1 w2 w3"}\n{"prompt": "w4 w5"}\n') -> str:
+    file = folder / "prompts.jsonl"
+    file.write_text(content, encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "fragments"),
+    [
+        ('{"prompt": "x"}\n', ("--address", "127.0.0.1:1"), ("no router can be reached at 127.0.0.1:1",)),
+        ('{"prompt": "x"}\n', ("--address", "here"), ("address: is 'here', must be HOST:PORT",)),
+        ('{"prompt": "x"}\n', ("--json", "no-such/o.json"), ("--json: no-such is not a folder",)),
+        ("", (), ("holds no prompt",)),
+        ("text\n", (), ("must hold JSON lines",)),
+    ],
+    ids=["dead cluster", "address", "json", "empty", "text"],
+)
+def test_what_cannot_be_measured_is_one_line_and_no_table(
+    tmp_path: Path, content: str, flags: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    result = CliRunner().invoke(app, ["bench", prompts(tmp_path, content), *flags], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert not result.stdout
+    for fragment in fragments:
+        assert fragment in result.stderr
+
+
+async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
+    target = make_tiny(tmp_path / "target", layers=2, width=32)
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=8)],
+        drafter=[DrafterConfig(model=target, dtype="float32", slots=8)],
+    )
+    output = tmp_path / "figures.json"
+    async with LocalCluster(config) as cluster:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "outrider.cli", "bench", prompts(tmp_path), "--address", cluster.router_address),
+            *("--callers", "2", "--seconds", "1", "--repetitions", "1", "--max-tokens", "8", "--json", str(output)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        said, complained = await child.communicate()
+    assert child.returncode == 0, complained.decode()
+    assert "speedup" in said.decode()
+    points = json.loads(output.read_text())
+    assert [(point["callers"], point["speculative"]) for point in points] == [(2, True), (2, False)]
+    speculative, plain = points
+    assert speculative["goodput"] > 0
+    assert plain["goodput"] > 0
+    assert plain["acceptance_length"] == 1.0 <= speculative["acceptance_length"]
+    assert plain["wire_bytes_per_token"] == 0 < speculative["wire_bytes_per_token"]
