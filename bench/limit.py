@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.processes import ROOT
+from outrider.cli import openmp
 from outrider.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ async def measure(threads: int) -> Limit:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},  # as all rows have it
         start_new_session=True,
     )
     try:
@@ -138,4 +137,5 @@ def _best(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
+    openmp.settle(int(sys.argv[1]))
     print(json.dumps(asdict(measured(int(sys.argv[1])))))

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Literal
 
 from bench.asking import Ask
 from drafter_svc.grower import Grower
+from drafter_svc.service import load as load_draft
 from drafter_svc.session import Snapshot
 from drafter_svc.upstream import Attachment, Update
 from outrider.cli.samples import Sample
-from outrider.config import ClusterConfig, DrafterConfig, VerifierConfig
-from outrider.core.budget import CostModel
+from outrider.config import ClusterConfig
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan
 from outrider.core.control import policy
 from outrider.core.tree import Delta, Drifted
-from outrider.engine.native import Engine
+from outrider.engine.threads import briefly
 from outrider.errors import InternalError
 from verifier_svc.loop import StepLoop
-from verifier_svc.service import SWEEP
+from verifier_svc.service import load as load_target
 from verifier_svc.session import Commit, Session, Start, Subscription
 from verifier_svc.stream import DraftStream
 
@@ -45,18 +46,17 @@ class Pair:
 
     def __init__(self, config: ClusterConfig) -> None:
         (verifier,), (drafter,) = config.verifier, config.drafter
-        target = _load(verifier)
-        sweep = [tokens for tokens in SWEEP if tokens <= max(2, verifier.max_nodes)]
+        target, cost = briefly(partial(load_target, verifier))
         self._router = config.router
         self.loop = StepLoop(
             target,
-            CostModel(target.measure_costs(sweep)),
+            cost,
             prefill_chunk=verifier.prefill_chunk,
             max_nodes=verifier.max_nodes,
             publish=self._publish,
         )
         self.grower = Grower(
-            _load(drafter),
+            briefly(partial(load_draft, drafter)),
             level_nodes=drafter.level_nodes,
             prefill_chunk=drafter.prefill_chunk,
             send=self._send,
@@ -173,9 +173,3 @@ class Pair:
         for identities in dropped.values():
             self._tell(dropped=tuple(identities))
         self.loop.wake()
-
-
-def _load(config: VerifierConfig | DrafterConfig) -> Engine:
-    return Engine.load(
-        config.model, dtype=config.dtype, numerics=config.numerics, slots=config.slots, threads=config.threads
-    )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bench.asking import Ask, sample_to_json
+from outrider.cli import openmp
 from outrider.cli.reporting import reported
 from outrider.cli.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["transformers", "assisted", "lookup", "in-process", "gpt-fast"]
-# OpenMP threads that spin wait for one another at every operation: where anything else takes a core for a moment, a row
-# of theirs is thirty times slower. All rows sleep instead, as the services do.
-PASSIVE = "PASSIVE"
 LOOKUP_TOKENS = 10  # transformers' own advice for prompt lookup
 
 Generate = Callable[[Ask], Sample]
@@ -46,7 +44,7 @@ def main(
 ) -> None:
     """Serve one way to generate."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("OMP_WAIT_POLICY", PASSIVE)
+    openmp.settle(threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
     with reported(), closing(answers):

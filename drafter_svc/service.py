@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,7 @@ from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.tree import Delta
 from outrider.engine.native import Engine
+from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
@@ -148,19 +150,23 @@ class Roster(DrafterServicer):
         self._refused += 1
 
 
-async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
-    """Serves until cancelled. `announce` hears the bound address once calls are answered.
-
-    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
-    """
-    engine = await asyncio.to_thread(
-        Engine.load,
+def load(config: DrafterConfig) -> Engine:
+    """The draft model."""
+    return Engine.load(
         config.model,
         dtype=config.dtype,
         slots=config.slots,
         threads=config.threads,
         numerics=config.numerics,
     )
+
+
+async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serves until cancelled. `announce` hears the bound address once calls are answered.
+
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    """
+    engine = await asyncio.to_thread(briefly, partial(load, config))
     roster = Roster(config, f"drafter-{secrets.token_hex(4)}", engine)
 
     def register(server: grpc.aio.Server) -> list[str]:

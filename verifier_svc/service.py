@@ -13,6 +13,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.engine.native import Engine
+from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
 from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
@@ -34,9 +35,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
-    engine = await asyncio.to_thread(_load, config)
-    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
-    cost = CostModel(await asyncio.to_thread(engine.measure_costs, sweep))
+    engine, cost = await asyncio.to_thread(briefly, partial(load, config))
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
     sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
@@ -77,9 +76,10 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         announce(address)
 
 
-def _load(config: VerifierConfig) -> Engine:
+def load(config: VerifierConfig) -> tuple[Engine, CostModel]:
+    """The target, and what its passes cost here."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    return Engine.load(
+    engine = Engine.load(
         config.model,
         dtype=config.dtype,
         slots=config.slots,
@@ -87,3 +87,5 @@ def _load(config: VerifierConfig) -> Engine:
         threads=config.threads,
         numerics=config.numerics,
     )
+    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    return engine, CostModel(engine.measure_costs(sweep))

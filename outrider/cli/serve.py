@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli import openmp
 from outrider.cli.reporting import reported
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -177,10 +178,7 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
 def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
     _die_with_parent()
-    # Read when torch loads. OpenMP's threads would otherwise spin for milliseconds after every operation and
-    # take the cores from the other servers of this machine.
-    os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    openmp.settle(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
