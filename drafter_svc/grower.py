@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,7 @@ class Grower:
         self._prefill_chunk = prefill_chunk
         self._send = send
         self._resync = resync
-        self._copies: list[Taken] = []  # of KV between slots, before the next pass
+        self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
         self._fits: dict[str, Fits] = {}
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
@@ -173,7 +174,7 @@ class Grower:
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant)
         if place.source is not None:
-            self._copies.append(place)
+            self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
         return place
 
     def _give_back(self, key: Attachment, member: Member) -> None:
@@ -187,7 +188,7 @@ class Grower:
         if update.tokens:
             move = session.commit(update.tokens)
             if move is not None:
-                self._engine.move(session.slot, move.source, move.target)
+                self._chores.append(partial(self._engine.move, session.slot, move.source, move.target))
         if update.plan is not None and update.plan.version > session.plan.version:
             session.plan = update.plan
         session.price = update.price
@@ -198,9 +199,9 @@ class Grower:
     async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
         """The packed pass, in its own thread; noise and lessons are dealt with meanwhile."""
         loop = asyncio.get_running_loop()
-        copies, self._copies = self._copies, []
+        chores, self._chores = self._chores, []
         self.progress.begin()
-        passing = loop.run_in_executor(self._thread, self._pass, copies, [turn.segment for turn in turns])
+        passing = loop.run_in_executor(self._thread, self._pass, chores, [turn.segment for turn in turns])
         for turn in turns:
             for node in turn.nodes:
                 turn.session.noise.row(node.position + 1)
@@ -209,10 +210,9 @@ class Grower:
         self.progress.end()
         return logits
 
-    def _pass(self, copies: Sequence[Taken], segments: Sequence[Segment]) -> NDArray[np.float32]:
-        for place in copies:
-            assert place.source is not None
-            self._engine.copy(place.source, place.slot, place.cached)
+    def _pass(self, chores: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
+        for chore in chores:
+            chore()
         return self._engine.forward(segments)
 
     def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:

@@ -27,7 +27,7 @@ from outrider.core.tree import Node
 from outrider.core.waiting import Patterns
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
-from outrider.engine.slots import Slots, Taken
+from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.session import Commit, Session, Start
@@ -113,7 +113,7 @@ class StepLoop:
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
-        self._copies: list[Taken] = []  # of KV between slots, before the next pass
+        self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
         self._patterns = Patterns.unknown()
         self._ended = 0.0  # when the last pass ended
         self._changed = asyncio.Event()
@@ -133,7 +133,7 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         if place.source is not None:
-            self._copies.append(place)
+            self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
         session = Session(start, place, self._engine.vocabulary, self._patterns)
         self.sessions[session.id] = session
         self.wake()
@@ -232,10 +232,10 @@ class StepLoop:
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""
         segments = [work.segment() for work in step.works]
-        copies, self._copies = self._copies, []
+        chores, self._chores = self._chores, []
         began = time.monotonic()
         self.progress.begin()
-        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, copies, segments)
+        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, chores, segments)
         for work in step.works:
             if work.chooses:
                 root = len(work.session.tokens)
@@ -251,10 +251,9 @@ class StepLoop:
             self.cost.observe(step.tokens, step.seconds)
         return logits
 
-    def _pass(self, copies: Sequence[Taken], segments: Sequence[Segment]) -> NDArray[np.float32]:
-        for place in copies:
-            assert place.source is not None
-            self._engine.copy(place.source, place.slot, place.cached)
+    def _pass(self, chores: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
+        for chore in chores:
+            chore()
         return self._engine.forward(segments)
 
     def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
@@ -310,7 +309,7 @@ class StepLoop:
         if path and path[-1] != len(path):
             source = session.cached + chain - 1 + np.array(path)
             target = session.cached + chain + np.arange(len(path))
-            self._engine.move(session.place.slot, source, target)
+            self._chores.append(partial(self._engine.move, session.place.slot, source, target))
         session.cached += chain + len(path)
 
 
