@@ -138,7 +138,8 @@ class Pair:
             self._subscription.plan_version = session.plan.version
         credit = session.grant(self._subscription)
         place = len(session.tokens) if position is None else position
-        self.grower.updated(self.key, Update(place, tokens, session.tree.digest, plan, session.price, credit, dropped))
+        prices = session.price, session.time_price
+        self.grower.updated(self.key, Update(place, tokens, session.tree.digest, plan, *prices, credit, dropped))
 
     def _snapshot(self) -> None:
         if self._subscription is None:
@@ -154,6 +155,7 @@ class Pair:
                 session.ceilings,
                 session.grant(self._subscription),
                 session.price,
+                session.time_price,
             ),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
+
+LEARNING = 0.1  # how far what a level takes follows one level
 
 
 @dataclass(slots=True)
@@ -65,6 +68,7 @@ class Grower:
         self.progress = Progress()
         self.slots = Slots(engine.slots)
         self.nodes = 0
+        self._level_s = 0.0  # that a level takes, from the choice to the proposals
         self._engine = engine
         self._level_nodes = level_nodes
         self._prefill_chunk = prefill_chunk
@@ -106,8 +110,11 @@ class Grower:
         try:
             while True:
                 turns = await self._choose()
+                began = time.monotonic()
                 logits = await self._forward(turns)
                 self._propose(turns, logits)
+                if all(turn.nodes for turn in turns):
+                    self._level_s += LEARNING * (time.monotonic() - began - self._level_s)
         finally:
             self._thread.shutdown(wait=True)
 
@@ -141,10 +148,12 @@ class Grower:
 
     def _next(self, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
+            self._fit(session.contract),
             chunk=self._prefill_chunk,
             limit=self._level_nodes,
             context=self._engine.context,
             rows=self._engine.rows,
+            level_s=self._level_s,
         )
 
     def _apply_news(self, key: Attachment, member: Member) -> None:
@@ -191,7 +200,7 @@ class Grower:
                 self._chores.append(partial(self._engine.move, session.slot, move.source, move.target))
         if update.plan is not None and update.plan.version > session.plan.version:
             session.plan = update.plan
-        session.price = update.price
+        session.price, session.time_price = update.price, update.time_price
         session.credit = update.credit
         session.abandon(update.dropped)
         return session.tree.digest == update.digest

@@ -29,6 +29,7 @@ class Snapshot:
     plan: Plan
     credit: int
     price: float = 0.0
+    time_price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class DraftSession:
         self.plan = snapshot.plan
         self.credit = snapshot.credit
         self.price = snapshot.price
+        self.time_price = snapshot.time_price
         self.tokens = list(snapshot.tokens)
         self.tree = TokenTree(self.tokens)
         self.cached = cached
@@ -81,10 +83,13 @@ class DraftSession:
         moved = rows != target
         return Move(rows[moved], target[moved]) if moved.any() else None
 
-    def next_segment(self, *, chunk: int, limit: int, context: int, rows: int) -> tuple[Segment, list[Node]] | None:
+    def next_segment(
+        self, fits: Fits, *, chunk: int, limit: int, context: int, rows: int, level_s: float = 0.0
+    ) -> tuple[Segment, list[Node]] | None:
         """What to run next: a chunk of committed tokens, or the rest of them with the root and the best of the tree.
 
-        Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing.
+        Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing: nothing that
+        is worth its price, or, while the upstream waits, the `level_s` seconds that it takes.
         """
         pending = len(self.tokens) - self.cached
         if len(self.tokens) >= context or self.plan.depth == 0:
@@ -96,6 +101,9 @@ class DraftSession:
             return None
         nodes = frontier(self.tree, self.plan, self.price, limit)
         nodes = [node for node in nodes if node.position + 1 < context]
+        gain = fits.gain(map(self.tree.score, nodes), self.plan.width, self.price)
+        if gain < self.time_price * level_s:
+            return None
         return (self._level(pending, nodes), nodes) if nodes else None
 
     def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:

@@ -38,6 +38,7 @@ class Update:
     digest: int
     plan: Plan | None
     price: float
+    time_price: float
     credit: int
     dropped: tuple[int, ...]
 
@@ -253,6 +254,7 @@ class Upstream:
                 plan_from_pb(part.plan),
                 part.credit,
                 part.price,
+                part.time_price,
             )
             attachment.parts.clear()
             self._listener.opened(attachment, snapshot)
@@ -265,6 +267,7 @@ class Upstream:
             commit.digest,
             plan_from_pb(commit.plan) if commit.HasField("plan") else None,
             commit.price,
+            commit.time_price,
             commit.credit,
             tuple(commit.dropped),
         )

@@ -227,7 +227,9 @@ class StepLoop:
         if not session.drafting or not session.ceilings.depth or session.room == 1:
             return 0.0
         left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
-        return min(left, session.arrivals.patience(now, budget.expected, budget.seconds))
+        return min(
+            left, session.arrivals.patience(now, budget.expected, budget.seconds, judged=not session.plan.overlap)
+        )
 
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""

@@ -12,7 +12,7 @@ from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, Node, TokenTree
-from outrider.core.waiting import Arrivals, Patterns
+from outrider.core.waiting import Arrivals, Patterns, Speed
 from outrider.engine.slots import Taken
 from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream
@@ -78,6 +78,7 @@ class Session:
         self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.price = 0.0  # path score below which a node was not worth verifying in the last step
+        self.speed = Speed()
         self.wire_bytes = 0
         self.committed_at = 0.0  # when the last commit went out
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
@@ -104,10 +105,16 @@ class Session:
         return self.plan if self.plan.depth <= left else replace(self.plan, depth=max(0, left))
 
     def worth(self) -> float:
-        """Expected tokens of a step that verifies the best of the tree within the plan."""
+        """Expected tokens of a step that verifies the best of the tree within the plan, less what verifying costs."""
         plan = self.ceilings
-        scores = (score for score, _ in self.tree.best_first(depth=plan.depth, width=plan.width))
-        return 1.0 + sum(score for score, _ in zip(scores, range(plan.nodes), strict=False))
+        worth = 1.0
+        for (score, _), _ in zip(
+            self.tree.best_first(depth=plan.depth, width=plan.width), range(plan.nodes), strict=False
+        ):
+            if score <= self.price:
+                break
+            worth += score - self.price
+        return worth
 
     def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
@@ -149,6 +156,11 @@ class Session:
         return dropped
 
     @property
+    def time_price(self) -> float:
+        """Tokens that a second is worth to drafters that draft while the step is held back."""
+        return 0.0 if self.plan.overlap else self.speed.tokens_per_second
+
+    @property
     def drafting(self) -> bool:
         """Whether some drafter may still send something below the present root."""
         root = self.tree.root.position
@@ -174,6 +186,8 @@ class Session:
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.noise.forget_below(len(self.tokens))
+        if self.committed_at:
+            self.speed.observe(len(tokens), now - self.committed_at)
         self.committed_at = now
         self.arrivals.restart(now, self.worth())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end

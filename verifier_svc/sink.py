@@ -134,6 +134,7 @@ class Sink(TreeSinkServicer):
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
         commit.price = session.price
+        commit.time_price = session.time_price
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
@@ -302,6 +303,7 @@ def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
             part.price = session.price
+            part.time_price = session.time_price
             subscription.plan_version = session.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -68,7 +68,8 @@ class DraftStream:
         else:
             waiting.tokens.extend(commit.tokens)
             waiting.dropped.extend(commit.dropped)
-            waiting.digest, waiting.price, waiting.credit = commit.digest, commit.price, commit.credit
+            waiting.digest, waiting.credit = commit.digest, commit.credit
+            waiting.price, waiting.time_price = commit.price, commit.time_price
             if commit.HasField("plan"):
                 waiting.plan.CopyFrom(commit.plan)
         self._wake.set()

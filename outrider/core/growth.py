@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -21,6 +21,7 @@ SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
 LOWEST_SCORE = 0.003  # path scores below this are never worth a node
 WORTH_TELLING = 0.25  # by how much the logarithm of a known node's score must have risen
 MEMORY = 0.98  # weight of the past at each observation
+LEARNING = 0.02  # how far the usual chances follow one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,28 @@ class Fits:
     def __init__(self) -> None:
         self.scale = ScaleFit()
         self.repeats = RepeatFit()
+        self._usual: list[float] = []  # chance of the children of a node, best first
 
     def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:
         """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it."""
         relative = self._relative(row, hint)
         normalizer = math.log(float(np.exp(relative).sum()))
         best = range(width) if hint is None else np.argsort(-relative, kind="stable")[:width]
-        return [
+        found = [
             (int(row.tokens[index]), edge_from_code(edge_code(float(relative[index]) - normalizer)))
             for index in best
             if index < len(relative)
         ]
+        for rank, (_, edge) in enumerate(found):
+            if rank == len(self._usual):
+                self._usual.append(math.exp(edge))
+            self._usual[rank] += LEARNING * (math.exp(edge) - self._usual[rank])
+        return found
+
+    def gain(self, scores: Iterable[float], width: int, price: float) -> float:
+        """Tokens that expanding nodes with these path scores is expected to bring, less what verifying them costs."""
+        usual = self._usual[:width] or [1.0]
+        return sum(max(0.0, score * chance - price) for score in scores for chance in usual)
 
     def observe(self, row: Candidates, token: int, hint: Hint | None) -> None:
         """The target said `token` after a node whose candidates were `row`."""

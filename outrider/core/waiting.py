@@ -5,6 +5,25 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Speed:
+    """Tokens a second, over some tens of the latest steps."""
+
+    MEMORY = 0.95  # weight of the past at each step
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step committed `tokens`, `seconds` after the one before."""
+        self._tokens = self.MEMORY * self._tokens + tokens
+        self._seconds = self.MEMORY * self._seconds + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """0 before the first step."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
 class Pattern:
     """What the k-th delta after a commit brings, learned as a moving average."""
 
@@ -107,16 +126,20 @@ class Arrivals:
         self._waited = False
         self._count += 1
 
-    def patience(self, now: float, expected: float, seconds: float) -> float:
+    def patience(self, now: float, expected: float, seconds: float, *, judged: bool) -> float:
         """How much longer to wait for the next delta, in seconds; 0: start the step.
 
         Waiting pays if some number of further deltas raises expected tokens over time:
         (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
+        `judged`: drafters stop by themselves when a level is not worth its time, so once one has begun it may end.
         """
         passed = now - self._last
         if self._pattern.pays(self._count, passed, expected, seconds):
             self._trial = self.FIRST_TRIAL
             hold = 2 * self._pattern.forecast(self._count)[0] - passed
+        elif judged and self._count:
+            usual = self._pattern.forecast(self._count)[0] if self._pattern.delays else seconds / 2
+            hold = 2 * usual - passed
         elif self._count == 0 and (self._unwaited >= self._trial or self._waited):
             if not self._waited:
                 self._trial = min(self.LAST_TRIAL, 2 * self._trial)

@@ -94,7 +94,7 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Snapshot(_message.Message):
     PLAN_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
+    TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -115,10 +116,11 @@ class Snapshot(_message.Message):
     plan: _types_pb2.Plan
     credit: int
     price: float
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ...) -> None: ...
+    time_price: float
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +130,7 @@ class Commit(_message.Message):
     PRICE_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -137,7 +140,8 @@ class Commit(_message.Message):
     price: float
     credit: int
     dropped: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+    time_price: float
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., time_price: _Optional[float] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("attachment", "reason")

@@ -129,13 +129,13 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     for _ in range(2):  # a trial may be due; it brings what it always brings
         now += 1.0
         arrivals.restart(now, 1.0)
-        if arrivals.patience(now, 1.0, seconds):
+        if arrivals.patience(now, 1.0, seconds, judged=False):
             arrivals.arrived(now + delays[0], 1.0 + gains[0], passing=False)
     now += 1.0
     arrivals.restart(now, 1.0)
     waited, expected = 0.0, 1.0
     for delay, gain in zip(delays, gains, strict=True):
-        if arrivals.patience(now + waited, expected, seconds + waited) == 0.0:
+        if arrivals.patience(now + waited, expected, seconds + waited, judged=False) == 0.0:
             break
         waited += delay
         expected += gain
@@ -163,8 +163,8 @@ def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
     arrivals.restart(20.0, 1.0)
-    assert 0.0 < arrivals.patience(20.0, 1.0, 0.02) <= 0.021
-    assert arrivals.patience(20.03, 1.0, 0.05) == 0.0
+    assert 0.0 < arrivals.patience(20.0, 1.0, 0.02, judged=False) <= 0.021
+    assert arrivals.patience(20.03, 1.0, 0.05, judged=False) == 0.0
     waits = []
     for now in range(21, 300):
         arrivals.restart(float(now), 1.0)

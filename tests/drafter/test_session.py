@@ -29,7 +29,7 @@ class Rig:
     def level(self, limit: int = 3) -> bool:
         """Runs what the session wants next. False when it wants nothing."""
         session = self.session
-        chosen = session.next_segment(chunk=4, limit=limit, context=200, rows=300)
+        chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=200, rows=300)
         if chosen is None:
             return False
         segment, nodes = chosen
@@ -203,7 +203,7 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
     rig = Rig(Plan(depth=0), seed=0)
     assert not rig.level()
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=0)
-    assert rig.session.next_segment(chunk=9, limit=3, context=len(PROMPT), rows=300) is None
+    assert rig.session.next_segment(rig.fit, chunk=9, limit=3, context=len(PROMPT), rows=300) is None
 
 
 def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:
@@ -214,7 +214,7 @@ def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it()
     assert session.tree.size > 1
     while len(session.tokens) - session.cached > 4:
         rig.level()
-    _, nodes = session.next_segment(chunk=4, limit=8, context=200, rows=300) or (None, [])
+    _, nodes = session.next_segment(rig.fit, chunk=4, limit=8, context=200, rows=300) or (None, [])
     assert nodes[0] is session.tree.root
     assert [node.token for node in nodes[1:]] == [1, 2, 3, 1, 2, 3][: len(nodes) - 1]
     assert len(nodes) > 2
