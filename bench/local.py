@@ -123,8 +123,7 @@ class Pair:
         for session in self.loop.sessions.values():
             session.commits.put_nowait(None)
 
-    def _publish(self, session: Session, commit: Commit, price: float) -> None:
-        session.price = price
+    def _publish(self, session: Session, commit: Commit) -> None:
         if self._subscription is not None:
             self._tell(commit.position, tuple(choice.token for choice in commit.choices))
 

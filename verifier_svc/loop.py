@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance import Choice, Walk, choose, walk
-from outrider.core.budget import Budget, CostModel, choose_budget
+from outrider.core.budget import OVERHEAD_S, Budget, CostModel, choose_budget
 from outrider.core.contract import StepReport
 from outrider.core.tree import Node
-from outrider.core.waiting import Patterns
+from outrider.core.waiting import Patterns, patience, pays
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.engine.slots import Slots
@@ -102,7 +102,7 @@ class StepLoop:
         *,
         prefill_chunk: int,
         max_nodes: int,
-        publish: Callable[[Session, Commit, float], None],
+        publish: Callable[[Session, Commit], None],
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
@@ -217,19 +217,20 @@ class StepLoop:
         return works
 
     def _patience(self, step: Step, budget: Budget, now: float) -> float:
-        """Seconds to hold the step back; 0 unless it serves a single session whose next deltas are worth it.
+        """Seconds to hold the step back; 0 unless the deltas that are coming are worth the time of all its sessions.
 
-        Among several sessions, what one gains by a wait all others pay for; their deltas come while others' steps run.
+        A prompt's chunk is not held back; nor are several sessions with overlap, whose deltas come while steps run.
         """
-        if len(step.works) > 1 or not step.works[0].chooses:
+        sessions = [work.session for work in step.works if work.chooses]
+        overlap = any(session.plan.overlap for session in sessions)
+        if len(sessions) < len(step.works) or (overlap and len(sessions) > 1):
             return 0.0
-        session = step.works[0].session
-        if not session.drafting or not session.ceilings.depth or session.room == 1:
+        group = [session for session in sessions if session.awaited]
+        if not group:
             return 0.0
-        left = session.plan.wait_us * 1e-6 - (now - session.committed_at)
-        return min(
-            left, session.arrivals.patience(now, budget.expected, budget.seconds, judged=not session.plan.overlap)
-        )
+        left = min(session.plan.wait_us * 1e-6 - (now - session.committed_at) for session in group)
+        arrivals = [session.arrivals for session in group]
+        return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not overlap))
 
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""
@@ -275,6 +276,7 @@ class StepLoop:
     def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
         """Keeps the KV of what was accepted, appends, re-roots, and tells everybody."""
         now = time.monotonic()
+        said: list[tuple[Session, Commit]] = []
         for work, walked in zip(step.works, walks, strict=True):
             session = work.session
             if session.finished:  # it was closed while the pass ran
@@ -301,8 +303,23 @@ class StepLoop:
             )
             session.wire_bytes = 0
             session.learn(work.nodes, {work.nodes[row - 1] for row in walked.path[:accepted]})
-            self._publish(session, session.commit(choices, report, now), step.price)
+            session.price = step.price
+            said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
+        self._mute([session for session, _ in said], now)
+        for session, commit in said:
+            self._publish(session, commit)
+
+    def _mute(self, sessions: Sequence[Session], now: float) -> None:
+        """Without overlap, drafting that no step waits for only takes time from the steps: drafters then are not told
+        of commits until it pays again, or is tried."""
+        group = [session for session in sessions if session.drafting and not session.plan.overlap]
+        arrivals = [session.arrivals for session in group]
+        expected = sum(session.worth() for session in sessions)
+        seconds = self.cost.seconds(len(sessions)) + OVERHEAD_S
+        muted = not pays(arrivals, now, expected, seconds) and not any(each.due for each in arrivals)
+        for session in group:
+            session.muted = muted
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""

@@ -18,6 +18,7 @@ from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
+NEVER = 1e9  # tokens a second: nothing is worth that
 MAX_DRAFTERS = 16  # of one session
 
 
@@ -79,6 +80,7 @@ class Session:
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
+        self.muted = False  # drafting for it would cost more than it brings
         self.wire_bytes = 0
         self.committed_at = 0.0  # when the last commit went out
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
@@ -158,7 +160,12 @@ class Session:
     @property
     def time_price(self) -> float:
         """Tokens that a second is worth to drafters that draft while the step is held back."""
-        return 0.0 if self.plan.overlap else self.speed.tokens_per_second
+        return 0.0 if self.plan.overlap else NEVER if self.muted else self.speed.tokens_per_second
+
+    @property
+    def awaited(self) -> bool:
+        """Whether drafters may still send something that a step could take."""
+        return self.drafting and not self.muted and self.ceilings.depth > 0 and self.room > 1
 
     @property
     def drafting(self) -> bool:

@@ -121,9 +121,8 @@ class Sink(TreeSinkServicer):
         for subscription in session.subscriptions.values():
             self._tell(subscription, pb.Commit(position=len(session.tokens)))
 
-    def publish(self, session: Session, commit: Commit, price: float) -> None:
+    def publish(self, session: Session, commit: Commit) -> None:
         """Tells a session's drafters what was committed."""
-        session.price = price
         tokens = [choice.token for choice in commit.choices]
         for subscription in session.subscriptions.values():
             self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
@@ -140,7 +139,7 @@ class Sink(TreeSinkServicer):
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
             subscription.plan_version = session.plan.version
         session.wire_bytes += commit.ByteSize()
-        if not subscription.stream.commit(commit):
+        if not subscription.stream.commit(commit, urgent=not session.muted):
             self._snapshot(subscription)
 
     def _snapshot(self, subscription: Subscription) -> None:

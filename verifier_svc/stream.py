@@ -55,8 +55,8 @@ class DraftStream:
         self._control.append(frame)
         self._wake.set()
 
-    def commit(self, commit: pb.Commit) -> bool:
-        """Queues a commit. False when the drafter lags too far: it needs a snapshot."""
+    def commit(self, commit: pb.Commit, *, urgent: bool = True) -> bool:
+        """Queues a commit; one that is not urgent goes with the next frame. False when the drafter lags: send a snapshot."""
         snapshot = self._snapshots.get(commit.attachment)
         if snapshot is not None and snapshot.rest is None:
             return True  # the snapshot will hold it
@@ -72,7 +72,8 @@ class DraftStream:
             waiting.price, waiting.time_price = commit.price, commit.time_price
             if commit.HasField("plan"):
                 waiting.plan.CopyFrom(commit.plan)
-        self._wake.set()
+        if urgent:
+            self._wake.set()
         return True
 
     def snapshot(self, attachment: int, begin: Callable[[], Parts]) -> None:

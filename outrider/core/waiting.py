@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -51,19 +52,6 @@ class Pattern:
             return self.delays[index], self.gains[index]
         return self.delays[-1], self.gains[-1] / 2
 
-    def pays(self, index: int, passed: float, expected: float, seconds: float) -> bool:
-        """Whether some number of deltas from `index` on, the first due `passed` seconds ago, raises goodput."""
-        if not self.delays or index >= self.DEPTH:
-            return False
-        gain, delay = 0.0, -min(passed, self.forecast(index)[0])
-        for ahead in range(index, max(len(self.delays), index + 1)):
-            more_delay, more_gain = self.forecast(ahead)
-            gain += more_gain
-            delay += more_delay
-            if (expected + gain) * seconds > expected * (seconds + delay):
-                return True
-        return False
-
 
 class Patterns(NamedTuple):
     """What deltas bring, shared by the sessions of a verifier so that a new one need not learn it anew.
@@ -81,7 +69,7 @@ class Patterns(NamedTuple):
 
 
 class Arrivals:
-    """Decides how long to wait for one session's next delta, by what deltas after earlier commits brought.
+    """What one session's deltas bring, and when, by what came after earlier commits.
 
     A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter. So
     that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then, ever
@@ -126,26 +114,76 @@ class Arrivals:
         self._waited = False
         self._count += 1
 
-    def patience(self, now: float, expected: float, seconds: float, *, judged: bool) -> float:
-        """How much longer to wait for the next delta, in seconds; 0: start the step.
+    @property
+    def due(self) -> bool:
+        """Whether a trial is, or runs."""
+        return self._count == 0 and (self._unwaited >= self._trial or self._waited)
 
-        Waiting pays if some number of further deltas raises expected tokens over time:
-        (expected + gains) / (seconds + delays) > expected / seconds, `seconds` being the step with the wait so far.
-        `judged`: drafters stop by themselves when a level is not worth its time, so once one has begun it may end.
-        """
-        passed = now - self._last
-        if self._pattern.pays(self._count, passed, expected, seconds):
+    def ahead(self, deltas: int) -> tuple[float, float]:
+        """When the next but `deltas` delta is expected, in seconds since the last one came, and the gain until then."""
+        pattern, first = self._pattern, self._count
+        if not pattern.delays or first >= Pattern.DEPTH:
+            return 0.0, 0.0
+        coming = [pattern.forecast(index) for index in range(first, first + deltas + 1)]
+        return sum(delay for delay, _ in coming), sum(gain for _, gain in coming)
+
+    def passed(self, now: float) -> float:
+        """Seconds since the last delta came, or the commit went out."""
+        return now - self._last
+
+    @property
+    def begun(self) -> bool:
+        """Whether a delta came since the last commit."""
+        return self._count > 0
+
+    @property
+    def learned(self) -> int:
+        """How many deltas after a commit something is known of."""
+        return len(self._pattern.delays)
+
+    def wait(self, *, trial: bool) -> None:
+        """The next delta is waited for: because that pays, or to try it."""
+        if not trial:
             self._trial = self.FIRST_TRIAL
-            hold = 2 * self._pattern.forecast(self._count)[0] - passed
-        elif judged and self._count:
-            usual = self._pattern.forecast(self._count)[0] if self._pattern.delays else seconds / 2
-            hold = 2 * usual - passed
-        elif self._count == 0 and (self._unwaited >= self._trial or self._waited):
-            if not self._waited:
-                self._trial = min(self.LAST_TRIAL, 2 * self._trial)
-            hold = seconds / 2 - passed
-        else:
-            return 0.0
+        elif not self._waited:
+            self._trial = min(self.LAST_TRIAL, 2 * self._trial)
         self._waited = True
         self._unwaited = 0
-        return max(0.0, hold)
+
+
+def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float) -> bool:
+    """Whether waiting for some number of further deltas of these sessions raises expected tokens over time.
+
+    It does if (expected + gains) / (seconds + delays) > expected / seconds, `expected` and `seconds` being those of the
+    step over all sessions, with the wait so far.
+    """
+    for deltas in range(max((max(1, each.learned) for each in group), default=0)):
+        coming = [(*each.ahead(deltas), each.passed(now)) for each in group]
+        gain = sum(gain for _, gain, _ in coming)
+        delay = max(
+            delay - min(passed, each.ahead(0)[0]) for each, (delay, _, passed) in zip(group, coming, strict=True)
+        )
+        if (expected + gain) * seconds > expected * (seconds + delay):
+            return True
+    return False
+
+
+def patience(group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, judged: bool = False) -> float:
+    """How much longer to wait for the next delta of any of these sessions, in seconds; 0: start the step.
+
+    `judged`: drafters stop by themselves when a level is not worth its time, so what one has begun it may end.
+    """
+    if pays(group, now, expected, seconds):
+        trial = False
+        holds = [2 * each.ahead(0)[0] - each.passed(now) for each in group]
+    elif judged and any(each.begun for each in group):
+        trial = False
+        holds = [2 * (each.ahead(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
+    elif any(each.due for each in group):
+        trial = True
+        holds = [seconds / 2 - each.passed(now) for each in group]
+    else:
+        return 0.0
+    for each in group:
+        each.wait(trial=trial)
+    return max(0.0, *holds)

@@ -12,7 +12,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals, Patterns
+from outrider.core.waiting import Arrivals, Patterns, patience
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -129,13 +129,13 @@ def replay(delays: list[float], gains: list[float], seconds: float) -> float:
     for _ in range(2):  # a trial may be due; it brings what it always brings
         now += 1.0
         arrivals.restart(now, 1.0)
-        if arrivals.patience(now, 1.0, seconds, judged=False):
+        if patience([arrivals], now, 1.0, seconds):
             arrivals.arrived(now + delays[0], 1.0 + gains[0], passing=False)
     now += 1.0
     arrivals.restart(now, 1.0)
     waited, expected = 0.0, 1.0
     for delay, gain in zip(delays, gains, strict=True):
-        if arrivals.patience(now + waited, expected, seconds + waited, judged=False) == 0.0:
+        if patience([arrivals], now + waited, expected, seconds + waited) == 0.0:
             break
         waited += delay
         expected += gain
@@ -163,12 +163,12 @@ def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
         arrivals.restart(float(now), 1.0)
         arrivals.arrived(now + 0.01, 3.0, passing=False)
     arrivals.restart(20.0, 1.0)
-    assert 0.0 < arrivals.patience(20.0, 1.0, 0.02, judged=False) <= 0.021
-    assert arrivals.patience(20.03, 1.0, 0.05, judged=False) == 0.0
+    assert 0.0 < patience([arrivals], 20.0, 1.0, 0.02) <= 0.021
+    assert patience([arrivals], 20.03, 1.0, 0.05) == 0.0
     waits = []
     for now in range(21, 300):
         arrivals.restart(float(now), 1.0)
-        waits.append(arrivals.patience(float(now), 1.0, 0.02) > 0.0)
+        waits.append(patience([arrivals], float(now), 1.0, 0.02) > 0.0)
     assert sum(waits[:100]) > sum(waits[100:]) > 0
     assert sum(waits[100:]) <= 5
 
@@ -177,9 +177,9 @@ def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
     arrivals = Arrivals(Patterns.unknown())
     for now in range(Arrivals.FIRST_TRIAL):
         arrivals.restart(float(now), 1.0)
-        assert arrivals.patience(float(now), 1.0, 0.02) == (0.0 if now == 0 else pytest.approx(0.01))
+        assert patience([arrivals], float(now), 1.0, 0.02) == (0.0 if now == 0 else pytest.approx(0.01))
         arrivals.arrived(now + 0.5, 3.0, passing=True)
-        assert arrivals.patience(now + 0.6, 3.0, 0.02) == 0.0
+        assert patience([arrivals], now + 0.6, 3.0, 0.02) == 0.0
 
 
 def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
@@ -190,4 +190,4 @@ def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
     arrivals.restart(6.0, 1.0)
     arrivals.arrived(6.005, 2.0, passing=False)
     arrivals.restart(7.0, 1.0)
-    assert arrivals.patience(7.0, 1.0, 0.02) == pytest.approx(0.01)
+    assert patience([arrivals], 7.0, 1.0, 0.02) == pytest.approx(0.01)
