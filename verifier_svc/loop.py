@@ -24,7 +24,7 @@ from outrider.core.acceptance import Choice, Walk, choose, walk
 from outrider.core.budget import OVERHEAD_S, Budget, CostModel, choose_budget
 from outrider.core.contract import StepReport
 from outrider.core.tree import Node
-from outrider.core.waiting import Patterns, patience, pays
+from outrider.core.waiting import Patterns, Speed, patience, pays
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.engine.slots import Slots
@@ -35,6 +35,7 @@ from verifier_svc.timing import StepTime, StepTimes
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
+PROOF = 8  # steps that show how fast drafting makes so many sessions
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class StepLoop:
         self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
         self._patterns = Patterns.unknown()
         self._ended = 0.0  # when the last pass ended
+        self._committed = 0.0  # when its commits went out
+        self._speeds: dict[int, Speed] = {}  # of steps with drafters at work, by the number of sessions
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
@@ -306,9 +309,18 @@ class StepLoop:
             session.price = step.price
             said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
+        if step.follows and len(said) == len(step.works):
+            self._learn(said, now - self._committed)
+        self._committed = now
         self._mute([session for session, _ in said], now)
         for session, commit in said:
             self._publish(session, commit)
+
+    def _learn(self, said: Sequence[tuple[Session, Commit]], seconds: float) -> None:
+        """What steps commit whose sessions all have drafters at work."""
+        if not any(session.muted or session.plan.overlap for session, _ in said):
+            speed = self._speeds.setdefault(len(said), Speed())
+            speed.observe(sum(len(commit.choices) for _, commit in said), seconds)
 
     def _mute(self, sessions: Sequence[Session], now: float) -> None:
         """Without overlap, drafting that no step waits for only takes time from the steps: drafters then are not told
@@ -317,7 +329,10 @@ class StepLoop:
         arrivals = [session.arrivals for session in group]
         expected = sum(session.worth() for session in sessions)
         seconds = self.cost.seconds(len(sessions)) + OVERHEAD_S
-        muted = not pays(arrivals, now, expected, seconds) and not any(each.due for each in arrivals)
+        speed = self._speeds.get(len(sessions))
+        plain = len(sessions) / seconds
+        loses = speed is not None and speed.steps >= PROOF and speed.tokens_per_second < plain
+        muted = (loses or not pays(arrivals, now, expected, seconds)) and not any(each.due for each in arrivals)
         for session in group:
             session.muted = muted
 

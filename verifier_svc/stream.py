@@ -56,7 +56,8 @@ class DraftStream:
         self._wake.set()
 
     def commit(self, commit: pb.Commit, *, urgent: bool = True) -> bool:
-        """Queues a commit; one that is not urgent goes with the next frame. False when the drafter lags: send a snapshot."""
+        """Queues a commit; one that is not urgent goes with the next frame. False when the drafter lags too far: it
+        needs a snapshot."""
         snapshot = self._snapshots.get(commit.attachment)
         if snapshot is not None and snapshot.rest is None:
             return True  # the snapshot will hold it

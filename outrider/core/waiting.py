@@ -12,10 +12,12 @@ class Speed:
     MEMORY = 0.95  # weight of the past at each step
 
     def __init__(self) -> None:
+        self.steps = 0
         self._tokens = self._seconds = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step committed `tokens`, `seconds` after the one before."""
+        self.steps += 1
         self._tokens = self.MEMORY * self._tokens + tokens
         self._seconds = self.MEMORY * self._seconds + seconds
 
@@ -53,6 +55,33 @@ class Pattern:
         return self.delays[-1], self.gains[-1] / 2
 
 
+class Trials:
+    """When to try a wait again that did not pay: ever more seldom while it brings nothing."""
+
+    FIRST, LAST = 2, 64  # steps without a wait, before one is tried
+
+    def __init__(self) -> None:
+        self._interval = self.FIRST
+        self._unwaited = 0
+        self._at = 0.0
+
+    def step(self, now: float) -> None:
+        """A step ended, for whichever sessions."""
+        if now != self._at:
+            self._unwaited += 1
+            self._at = now
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time."""
+        return self._unwaited >= self._interval
+
+    def wait(self, *, trial: bool) -> None:
+        """A wait begins: because that pays, or to try it."""
+        self._interval = min(self.LAST, 2 * self._interval) if trial else self.FIRST
+        self._unwaited = 0
+
+
 class Patterns(NamedTuple):
     """What deltas bring, shared by the sessions of a verifier so that a new one need not learn it anew.
 
@@ -61,22 +90,20 @@ class Patterns(NamedTuple):
 
     fresh: Pattern
     kept: Pattern
+    trials: Trials
 
     @classmethod
     def unknown(cls) -> Patterns:
         """Nothing is known yet."""
-        return cls(Pattern(), Pattern())
+        return cls(Pattern(), Pattern(), Trials())
 
 
 class Arrivals:
     """What one session's deltas bring, and when, by what came after earlier commits.
 
     A delta that comes while a pass runs teaches nothing of its delay: on one machine the pass slows the drafter. So
-    that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then, ever
-    more seldom while it brings nothing.
+    that a drafter that is not waited for can show what it is worth, a wait of half a step is tried now and then.
     """
-
-    FIRST_TRIAL, LAST_TRIAL = 2, 64  # commits without a wait, before one is tried
 
     def __init__(self, patterns: Patterns) -> None:
         self._patterns = patterns
@@ -86,8 +113,6 @@ class Arrivals:
         self._expected = 0.0
         self._quiet = False  # whether nothing disturbed the drafter since the commit
         self._waited = False  # whether the next delta was waited for
-        self._unwaited = 0  # commits since the last wait
-        self._trial = self.FIRST_TRIAL
 
     def disturb(self) -> None:
         """Until the next commit, delays tell nothing: a drafter has just begun, and reads the prompt."""
@@ -98,7 +123,7 @@ class Arrivals:
         if self._waited and self._quiet:
             self._pattern.learn(self._count, now - self._last, 0.0)
         self._pattern = self._patterns.kept if expected > 1.0 else self._patterns.fresh
-        self._unwaited += 1
+        self._patterns.trials.step(now)
         self._count = 0
         self._last = now
         self._expected = expected
@@ -117,7 +142,7 @@ class Arrivals:
     @property
     def due(self) -> bool:
         """Whether a trial is, or runs."""
-        return self._count == 0 and (self._unwaited >= self._trial or self._waited)
+        return self._count == 0 and (self._patterns.trials.due or self._waited)
 
     def ahead(self, deltas: int) -> tuple[float, float]:
         """When the next but `deltas` delta is expected, in seconds since the last one came, and the gain until then."""
@@ -143,12 +168,9 @@ class Arrivals:
 
     def wait(self, *, trial: bool) -> None:
         """The next delta is waited for: because that pays, or to try it."""
-        if not trial:
-            self._trial = self.FIRST_TRIAL
-        elif not self._waited:
-            self._trial = min(self.LAST_TRIAL, 2 * self._trial)
+        if not trial or self._patterns.trials.due:
+            self._patterns.trials.wait(trial=trial)
         self._waited = True
-        self._unwaited = 0
 
 
 def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float) -> bool:
@@ -177,7 +199,7 @@ def patience(group: Sequence[Arrivals], now: float, expected: float, seconds: fl
         trial = False
         holds = [2 * each.ahead(0)[0] - each.passed(now) for each in group]
     elif judged and any(each.begun for each in group):
-        trial = False
+        trial = True
         holds = [2 * (each.ahead(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
     elif any(each.due for each in group):
         trial = True

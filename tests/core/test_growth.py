@@ -12,7 +12,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals, Patterns, patience
+from outrider.core.waiting import Arrivals, Patterns, Trials, patience
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -175,9 +175,9 @@ def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
 
 def test_a_drafter_that_only_came_during_passes_gets_its_chance() -> None:
     arrivals = Arrivals(Patterns.unknown())
-    for now in range(Arrivals.FIRST_TRIAL):
+    for now in range(1, Trials.FIRST + 1):
         arrivals.restart(float(now), 1.0)
-        assert patience([arrivals], float(now), 1.0, 0.02) == (0.0 if now == 0 else pytest.approx(0.01))
+        assert patience([arrivals], float(now), 1.0, 0.02) == (0.0 if now == 1 else pytest.approx(0.01))
         arrivals.arrived(now + 0.5, 3.0, passing=True)
         assert patience([arrivals], now + 0.6, 3.0, 0.02) == 0.0
 

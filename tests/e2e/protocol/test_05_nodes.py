@@ -12,7 +12,7 @@ from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.tree import edge_code, edge_from_code
-from outrider.core.waiting import Arrivals, Patterns
+from outrider.core.waiting import Patterns, Trials
 from outrider.engine.slots import Taken
 from outrider.rpc.codec import plan_to_pb
 from outrider.v1.types_pb2 import Heartbeat
@@ -85,8 +85,8 @@ async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_
 
     def patience() -> float:
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
-        for _ in range(Arrivals.LAST_TRIAL):
-            session.arrivals.restart(0.0, 1.0)
+        for ago in range(Trials.LAST, -1, -1):
+            session.arrivals.restart(-float(ago), 1.0)
         return loop._patience(*loop._select([session], 0.0), now=0.0)
 
     assert patience() > 0.001
