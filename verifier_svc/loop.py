@@ -35,7 +35,7 @@ from verifier_svc.timing import StepTime, StepTimes
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
-PROOF = 8  # steps that show how fast drafting makes so many sessions
+PROOF = 24  # steps that show how fast so many sessions are with drafting; a third of it, without
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,9 @@ class StepLoop:
         self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
         self._patterns = Patterns.unknown()
         self._ended = 0.0  # when the last pass ended
+        self._trial = False  # whether the next step is not worth a wait, so that one could only be a trial
         self._committed = 0.0  # when its commits went out
-        self._speeds: dict[int, Speed] = {}  # of steps with drafters at work, by the number of sessions
+        self._speeds: dict[tuple[int, bool], Speed] = {}  # by the number of sessions, and whether drafters are muted
         self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "forward")
 
@@ -138,6 +139,7 @@ class StepLoop:
         if place.source is not None:
             self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
         session = Session(start, place, self._engine.vocabulary, self._patterns)
+        session.muted = self._trial and bool(self.sessions)  # as the others are
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -233,7 +235,9 @@ class StepLoop:
             return 0.0
         left = min(session.plan.wait_us * 1e-6 - (now - session.committed_at) for session in group)
         arrivals = [session.arrivals for session in group]
-        return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not overlap))
+        return min(
+            left, patience(arrivals, now, budget.expected, budget.seconds, judged=not overlap, trial=self._trial)
+        )
 
     async def _forward(self, step: Step) -> NDArray[np.float32]:
         """The packed pass, in its own thread; the noise is computed meanwhile."""
@@ -317,9 +321,10 @@ class StepLoop:
             self._publish(session, commit)
 
     def _learn(self, said: Sequence[tuple[Session, Commit]], seconds: float) -> None:
-        """What steps commit whose sessions all have drafters at work."""
-        if not any(session.muted or session.plan.overlap for session, _ in said):
-            speed = self._speeds.setdefault(len(said), Speed())
+        """How fast steps are whose sessions all have drafters, at work or muted."""
+        muted = {session.muted for session, _ in said}
+        if len(muted) == 1 and all(session.drafting and not session.plan.overlap for session, _ in said):
+            speed = self._speeds.setdefault((len(said), muted.pop()), Speed())
             speed.observe(sum(len(commit.choices) for _, commit in said), seconds)
 
     def _mute(self, sessions: Sequence[Session], now: float) -> None:
@@ -329,12 +334,13 @@ class StepLoop:
         arrivals = [session.arrivals for session in group]
         expected = sum(session.worth() for session in sessions)
         seconds = self.cost.seconds(len(sessions)) + OVERHEAD_S
-        speed = self._speeds.get(len(sessions))
-        plain = len(sessions) / seconds
-        loses = speed is not None and speed.steps >= PROOF and speed.tokens_per_second < plain
-        muted = (loses or not pays(arrivals, now, expected, seconds)) and not any(each.due for each in arrivals)
+        drafting, muted = (self._speeds.get((len(sessions), muted), Speed()) for muted in (False, True))
+        loses = drafting.steps >= PROOF and (
+            muted.steps < PROOF // 3 or drafting.tokens_per_second < muted.tokens_per_second
+        )
+        self._trial = loses or not pays(arrivals, now, expected, seconds)
         for session in group:
-            session.muted = muted
+            session.muted = self._trial and not session.arrivals.due
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""

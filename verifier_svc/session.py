@@ -18,7 +18,6 @@ from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
-NEVER = 1e9  # tokens a second: nothing is worth that
 MAX_DRAFTERS = 16  # of one session
 
 
@@ -160,7 +159,7 @@ class Session:
     @property
     def time_price(self) -> float:
         """Tokens that a second is worth to drafters that draft while the step is held back."""
-        return 0.0 if self.plan.overlap else NEVER if self.muted else self.speed.tokens_per_second
+        return 0.0 if self.plan.overlap else self.speed.tokens_per_second
 
     @property
     def awaited(self) -> bool:

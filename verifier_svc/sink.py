@@ -139,7 +139,8 @@ class Sink(TreeSinkServicer):
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
             subscription.plan_version = session.plan.version
         session.wire_bytes += commit.ByteSize()
-        if not subscription.stream.commit(commit, urgent=not session.muted):
+        subscription.stream.hold(subscription.attachment, session.muted)
+        if not subscription.stream.commit(commit):
             self._snapshot(subscription)
 
     def _snapshot(self, subscription: Subscription) -> None:
@@ -220,6 +221,7 @@ class Sink(TreeSinkServicer):
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._keys.check(subscribe.ticket, permit)
+        stream.hold(subscribe.attachment, session.muted)
         self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
         self._loop.wake()
 

@@ -47,6 +47,7 @@ class DraftStream:
         self._control: deque[pb.DraftDown] = deque()
         self._commits: dict[int, pb.Commit] = {}  # by attachment
         self._snapshots: dict[int, _Snapshot] = {}
+        self._held: set[int] = set()
         self._wake = asyncio.Event()
         self._ended = False
 
@@ -55,9 +56,16 @@ class DraftStream:
         self._control.append(frame)
         self._wake.set()
 
-    def commit(self, commit: pb.Commit, *, urgent: bool = True) -> bool:
-        """Queues a commit; one that is not urgent goes with the next frame. False when the drafter lags too far: it
-        needs a snapshot."""
+    def hold(self, attachment: int, held: bool) -> None:
+        """Keeps back an attachment's commits and snapshots until it is held no more."""
+        if held:
+            self._held.add(attachment)
+        elif attachment in self._held:
+            self._held.remove(attachment)
+            self._wake.set()
+
+    def commit(self, commit: pb.Commit) -> bool:
+        """Queues a commit. False when the drafter lags too far: it needs a snapshot."""
         snapshot = self._snapshots.get(commit.attachment)
         if snapshot is not None and snapshot.rest is None:
             return True  # the snapshot will hold it
@@ -73,7 +81,7 @@ class DraftStream:
             waiting.price, waiting.time_price = commit.price, commit.time_price
             if commit.HasField("plan"):
                 waiting.plan.CopyFrom(commit.plan)
-        if urgent:
+        if commit.attachment not in self._held:
             self._wake.set()
         return True
 
@@ -87,6 +95,7 @@ class DraftStream:
         """Tells the drafter that a session is over for it."""
         self._commits.pop(attachment, None)
         self._snapshots.pop(attachment, None)
+        self._held.discard(attachment)
         self.say(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
 
     def end(self) -> None:
@@ -101,12 +110,13 @@ class DraftStream:
 
     async def next(self) -> pb.DraftDown | None:
         """The frame to write now; waits until there is one. None after the end."""
+        silent_until = asyncio.get_running_loop().time() + HEARTBEAT_S
         while not self._ended:
             if frame := self._most_urgent():
                 return frame
             self._wake.clear()
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout_at(silent_until):
                     await self._wake.wait()
             except TimeoutError:
                 return pb.DraftDown(heartbeat=self._heartbeat())
@@ -114,11 +124,13 @@ class DraftStream:
 
     def _most_urgent(self) -> pb.DraftDown | None:
         for attachment in self._commits:
-            if attachment not in self._snapshots:
+            if attachment not in self._snapshots and attachment not in self._held:
                 return pb.DraftDown(commit=self._commits.pop(attachment))
         if self._control:
             return self._control.popleft()
         for attachment, snapshot in self._snapshots.items():
+            if attachment in self._held:
+                continue
             if snapshot.rest is None:
                 snapshot.rest = snapshot.begin()
             part = next(snapshot.rest)

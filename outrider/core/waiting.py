@@ -190,13 +190,21 @@ def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float)
     return False
 
 
-def patience(group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, judged: bool = False) -> float:
+def patience(
+    group: Sequence[Arrivals],
+    now: float,
+    expected: float,
+    seconds: float,
+    *,
+    judged: bool = False,
+    trial: bool = False,
+) -> float:
     """How much longer to wait for the next delta of any of these sessions, in seconds; 0: start the step.
 
-    `judged`: drafters stop by themselves when a level is not worth its time, so what one has begun it may end.
+    `judged`: drafters stop by themselves when a level is not worth its time, so what one has begun it may end. `trial`:
+    the step is known not to be worth a wait, and one is tried.
     """
     if pays(group, now, expected, seconds):
-        trial = False
         holds = [2 * each.ahead(0)[0] - each.passed(now) for each in group]
     elif judged and any(each.begun for each in group):
         trial = True
