@@ -139,7 +139,6 @@ class StepLoop:
         if place.source is not None:
             self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
         session = Session(start, place, self._engine.vocabulary, self._patterns)
-        session.muted = self._trial and bool(self.sessions)  # as the others are
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -328,8 +327,8 @@ class StepLoop:
             speed.observe(sum(len(commit.choices) for _, commit in said), seconds)
 
     def _mute(self, sessions: Sequence[Session], now: float) -> None:
-        """Without overlap, drafting that no step waits for only takes time from the steps: drafters then are not told
-        of commits until it pays again, or is tried."""
+        """Among several sessions without overlap, drafting that no step waits for only takes time from the steps:
+        drafters then are not told of commits until it pays again, or is tried."""
         group = [session for session in sessions if session.drafting and not session.plan.overlap]
         arrivals = [session.arrivals for session in group]
         expected = sum(session.worth() for session in sessions)
@@ -340,7 +339,7 @@ class StepLoop:
         )
         self._trial = loses or not pays(arrivals, now, expected, seconds)
         for session in group:
-            session.muted = self._trial and not session.arrivals.due
+            session.muted = len(sessions) > 1 and self._trial and not session.arrivals.due
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""

@@ -117,7 +117,8 @@ class Sink(TreeSinkServicer):
                     self._open(stream, subscribe)
 
     def refresh(self, session: Session) -> None:
-        """The plan or the credit changed without a commit."""
+        """The plan or the credit changed without a commit. Whoever was muted hears it, and may draft again."""
+        session.muted = False
         for subscription in session.subscriptions.values():
             self._tell(subscription, pb.Commit(position=len(session.tokens)))
 
@@ -221,7 +222,6 @@ class Sink(TreeSinkServicer):
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._keys.check(subscribe.ticket, permit)
-        stream.hold(subscribe.attachment, session.muted)
         self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
         self._loop.wake()
 

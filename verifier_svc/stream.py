@@ -57,7 +57,7 @@ class DraftStream:
         self._wake.set()
 
     def hold(self, attachment: int, held: bool) -> None:
-        """Keeps back an attachment's commits and snapshots until it is held no more."""
+        """Keeps back an attachment's commits until it is held no more."""
         if held:
             self._held.add(attachment)
         elif attachment in self._held:
@@ -129,8 +129,6 @@ class DraftStream:
         if self._control:
             return self._control.popleft()
         for attachment, snapshot in self._snapshots.items():
-            if attachment in self._held:
-                continue
             if snapshot.rest is None:
                 snapshot.rest = snapshot.begin()
             part = next(snapshot.rest)

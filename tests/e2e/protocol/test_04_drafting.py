@@ -163,6 +163,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
         plan=SPECULATE,
         ceilings=SPECULATE,
         price=0.25,
+        time_price=7.0,
         wire_bytes=0,
         grant=lambda _: 512,
     )
