@@ -1,6 +1,7 @@
 """Growth goes where the chance is, scores learn from the target, and budget and wait maximise goodput."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals, Patterns, Trials, patience
+from outrider.core.waiting import Arrivals, Patterns, Speed, Trials, patience, pays
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -191,3 +192,43 @@ def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
     arrivals.arrived(6.005, 2.0, passing=False)
     arrivals.restart(7.0, 1.0)
     assert patience([arrivals], 7.0, 1.0, 0.02) == pytest.approx(0.01)
+
+
+def test_a_level_s_gain_is_what_usual_children_add_beyond_their_price() -> None:
+    fits = Fits()
+    row = candidates(np.array([3.0, 2.0, 0.0, -9.0], np.float32), Contract(seed=1, max_tokens=9, temperature=0.0), None)
+    for _ in range(400):
+        usual = [math.exp(edge) for _, edge in fits.edges(row, 3, None)]
+    scores, price = [1.0, 0.3], 0.05
+    expected = sum(max(0.0, score * chance - price) for score in scores for chance in usual[:2])
+    assert fits.gain(scores, 2, price) == pytest.approx(expected, rel=1e-6)
+    assert fits.gain(scores, 2, 1.0) == 0.0
+
+
+def test_what_one_session_gains_all_others_wait_for() -> None:
+    """A wait that pays for a session alone does not pay when others stand by, and pays again when they gain as well."""
+
+    def taught(gain: float) -> Arrivals:
+        arrivals = Arrivals(Patterns.unknown())
+        for now in range(50):
+            arrivals.restart(float(now), 1.0)
+            arrivals.arrived(now + 0.01, 1.0 + gain, passing=False)
+        arrivals.restart(50.0, 1.0)
+        return arrivals
+
+    one = taught(0.8)
+    assert pays([one], 50.0, 1.0, 0.02)
+    assert not pays([one], 50.0, 8.0, 0.03)
+    assert pays([taught(0.8) for _ in range(8)], 50.0, 8.0, 0.03)
+
+
+def test_a_speed_is_tokens_over_time_of_the_latest_steps() -> None:
+    speed = Speed()
+    assert speed.tokens_per_second == 0.0
+    for _ in range(10):
+        speed.observe(2, 0.01)
+    assert speed.tokens_per_second == pytest.approx(200.0)
+    for _ in range(200):
+        speed.observe(1, 0.01)
+    assert speed.tokens_per_second == pytest.approx(100.0, rel=0.01)
+    assert speed.steps == 210

@@ -221,3 +221,17 @@ def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it()
     rig.level(limit=8)
     assert paths(rig.upstream) == paths(session.tree)
     assert all(node.names or not session.tree.root.expanded for node in session.tree.root.children.values())
+
+
+def test_while_the_upstream_waits_a_level_that_is_not_worth_its_time_is_not_run() -> None:
+    rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
+    while rig.level():
+        if rig.session.tree.root.expanded:
+            break
+    session = rig.session
+    ask = {"chunk": 4, "limit": 3, "context": 200, "rows": 300}
+    session.time_price = 100.0
+    assert session.next_segment(rig.fit, **ask, level_s=0.0001) is not None
+    assert session.next_segment(rig.fit, **ask, level_s=1.0) is None
+    session.time_price = 0.0  # nobody waits
+    assert session.next_segment(rig.fit, **ask, level_s=1.0) is not None

@@ -110,3 +110,19 @@ async def test_where_there_is_nothing_to_say_a_heartbeat_tells_the_progress() ->
     assert frame.heartbeat.steps == 5
     outgoing.end()
     assert await outgoing.next() is None
+
+
+async def test_what_is_held_back_joins_and_goes_out_when_it_is_held_no_more() -> None:
+    outgoing = stream()
+    outgoing.hold(1, True)
+    assert outgoing.commit(commit(1, 10, 2))
+    assert outgoing.commit(commit(1, 12))
+    assert outgoing.commit(commit(2, 10))
+    frame = await outgoing.next()
+    assert frame is not None
+    assert frame.commit.attachment == 2
+    assert await kinds(outgoing, 1) == ["heartbeat"]
+    outgoing.hold(1, False)
+    frame = await outgoing.next()
+    assert frame is not None
+    assert list(frame.commit.tokens) == [10, 11, 12]
