@@ -125,12 +125,15 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
         if not record.finished:
             ledger = Ledger(cluster.sessions, owned, record, (), b"")
     log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
-    if ledger is None and (await cluster.sessions.get(session_id)).generation != record.generation:
-        raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
+    if ledger is None and (now := await cluster.sessions.get(session_id)) != record:
+        if now.generation > record.generation:
+            raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
+        raise Unavailable(f"session {session_id} changed while it was read; resume it")
     if ledger is not None:
         ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
-    end = record.length if ledger is None else None  # the session may have gone on, and Redis lost it, since we looked
-    prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position : end]
+    prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
+    if ledger is None and len(log.tokens) != record.length:
+        raise Unavailable(f"session {session_id} changed while it was read; resume it")
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))

@@ -22,7 +22,7 @@ PROMPT = tuple(range(40, 80))
 
 def config(target: Path, drafter: Path) -> ClusterConfig:
     return ClusterConfig(
-        router=RouterConfig(models={"target": target}),
+        router=RouterConfig(models={"target": target}, overlap=True),
         verifier=[VerifierConfig(model=target, dtype="float32", slots=1)],
         drafter=[DrafterConfig(model=drafter, dtype="float32", slots=1)],
     )

@@ -64,6 +64,7 @@ SECTIONS: dict[str, Section] = {
         heartbeat_s=0.25,
         drain_s=0.5,
         level_nodes=6,
+        via="h:2",
     ),
 }
 

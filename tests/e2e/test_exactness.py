@@ -84,7 +84,7 @@ async def test_a_drafter_equal_to_the_target_has_everything_accepted(
     cluster: LocalCluster, prompt: list[int], contract: Contract
 ) -> None:
     plain = await plain_answer(cluster, prompt, contract)
-    chain = Plan(version=1, depth=8, width=1, nodes=8)
+    chain = Plan(version=1, depth=8, width=1, nodes=8, overlap=True)
     twin = [drafter_of(cluster, 2)]
     answer = await decode(verifier_of(cluster), prompt, contract, plan=chain, drafters=twin, pace=0.08)
     assert answer.tokens == plain.tokens
