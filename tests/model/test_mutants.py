@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,11 +86,10 @@ def an_epoch_is_given_out_twice(patch: pytest.MonkeyPatch) -> None:
 
     def generous(self: Any, session_id: str, expected: int, owner: str) -> Any:
         record = self.get(session_id)
-        return (
-            acquire(self, session_id, min(expected, record.epoch), owner)
-            if record.epoch == expected
-            else (reference.Owned(self, session_id, expected + 1, owner, record.length))
-        )
+        if record.epoch == expected:
+            return acquire(self, session_id, expected, owner)
+        self.sessions[session_id].record = replace(record, owner=owner)
+        return reference.Owned(self, session_id, record.epoch, owner, record.length)
 
     patch.setattr(reference.Store, "acquire", generous)
 
