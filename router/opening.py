@@ -112,6 +112,9 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
     model = cluster.models.get(record.model)
     if model is None:
         raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
+    if 0 < next_position < turn.answer_position:
+        begins = f"the answer begins at {turn.answer_position}, so the session has gone on"
+        raise InvalidRequest("next_position", f"is {next_position}, and {begins}")
     ledger = None
     if not record.finished:
         if max(record.lease, record.resumable) < time.time():

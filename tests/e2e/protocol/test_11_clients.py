@@ -212,6 +212,11 @@ async def test_statuses_say_what_to_do_and_their_class_travels_in_the_trailer(st
         (stub.Resume(pb.ResumeRequest(session_id=over, generation=3)), code.NOT_FOUND, "NotFound", ""),
         (stub.Resume(pb.ResumeRequest(session_id=over, generation=1)), code.INVALID_ARGUMENT, *wrong("generation")),
         (stub.Resume(pb.ResumeRequest(session_id=over, next_position=99)), code.OUT_OF_RANGE, "Conflict", ""),
+        (
+            stub.Resume(pb.ResumeRequest(session_id=over, next_position=1)),
+            code.INVALID_ARGUMENT,
+            *wrong("next_position"),
+        ),
         (stub.Cancel(pb.CancelRequest(session_id="nobody")), code.NOT_FOUND, "NotFound", ""),
         (stub.GetSession(pb.GetSessionRequest(session_id="nobody")), code.NOT_FOUND, "NotFound", ""),
         (stub.CreateSession(pb.CreateSessionRequest(model="gpt")), code.NOT_FOUND, "NotFound", ""),
