@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
+from numpy.typing import NDArray
 
 from bench.asking import Ask
 from bench.local import Pair
 from bench.rows import Models, worker_row
 from drafter_svc.upstream import Attachment, Update
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.core.contract import Plan, StepReport
+from outrider.core.control import FixedGamma
+from outrider.engine.batch import Segment
 from outrider.errors import ConfigError, InternalError
 from tests.e2e.tiny import make_tiny
 
@@ -31,6 +38,14 @@ def config(target: Path, drafter: Path) -> ClusterConfig:
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[Pair]:
     made = Pair(config(MODELS / "target", MODELS / "drafter"))
+    forward = made.loop._engine.forward
+
+    def slow(segments: Sequence[Segment]) -> NDArray[np.float32]:
+        """As a target that is worth drafting for."""
+        time.sleep(0.01)
+        return forward(segments)
+
+    made.loop._engine.forward = slow  # type: ignore[method-assign]
     yield made
     await made.close()
 
@@ -46,8 +61,21 @@ async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: Pa
     assert saved > 20  # the drafter took part
 
 
+class Shallower(FixedGamma):
+    """Halves the depth after some steps."""
+
+    def __init__(self, ceilings: Plan) -> None:
+        super().__init__(ceilings)
+        self._steps = 0
+
+    def observe(self, report: StepReport) -> None:
+        self._steps += 1
+        if self._steps == 4:
+            self._plan = replace(self._plan, version=2, depth=self._plan.depth // 2)
+
+
 async def test_a_plan_that_changes_reaches_the_drafter(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random prompt is hard to draft for: the average falls, and the depth with it."""
+    monkeypatch.setattr("bench.local.policy", lambda name, ceilings: Shallower(ceilings))
     heard: list[int] = []
     hear = pair.grower.updated
 
@@ -56,9 +84,8 @@ async def test_a_plan_that_changes_reaches_the_drafter(pair: Pair, monkeypatch: 
         hear(key, update)
 
     monkeypatch.setattr(pair.grower, "updated", listening)
-    await pair.generate(Ask(PROMPT, 1.0, 1, 120), "ema")
-    assert heard
-    assert min(heard) < RouterConfig.model_fields["depth"].default
+    await pair.generate(Ask(PROMPT, 1.0, 1, 60))
+    assert heard == [RouterConfig.model_fields["depth"].default // 2]
     assert not pair.loop.sessions
     assert not pair.grower.members
 
