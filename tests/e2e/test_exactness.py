@@ -133,10 +133,11 @@ async def test_gamma_changed_in_mid_stream_changes_nothing(
 
     async def each(answer: Answer) -> Plan | None:
         steps = len(answer.reports)
-        return Plan(1 + steps, depth=depths[steps % 5], width=1 + steps % 4, nodes=4 + steps % 13) if steps else None
+        depth, width, nodes = depths[steps % 5], 1 + steps % 4, 4 + steps % 13
+        return Plan(1 + steps, depth=depth, width=width, nodes=nodes, overlap=True) if steps else None
 
     answer = await decode(
-        verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.004
+        verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.02
     )
     assert answer.tokens == plain.tokens
     assert len({report.plan_version for report in answer.reports}) > 10
