@@ -6,7 +6,6 @@ multiplications over the matrix rate. Both are measured here as the best of seve
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -15,9 +14,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.processes import ROOT
+from bench.processes import output
 from outrider.cli import openmp
-from outrider.errors import Unavailable
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -57,22 +55,7 @@ class Limit:
 
 async def measure(threads: int) -> Limit:
     """The limit, measured in a process of its own. Raises Unavailable when that fails."""
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.limit", str(threads)),
-        cwd=ROOT,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        said, complained = await child.communicate()
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if child.returncode:
-        raise Unavailable(f"the machine's limit cannot be measured: {complained.decode(errors='replace')}")
+    said = await output("the machine's limit cannot be measured", sys.executable, "-m", "bench.limit", str(threads))
     return Limit(**json.loads(said))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.asking import Ask
+from bench.processes import output
 from bench.rows import Models, Row
 from outrider.cli.samples import Sample
 from outrider.errors import ConfigError, Unavailable
@@ -110,7 +111,8 @@ async def llama_row(name: str, checkout: Path, models: Models) -> AsyncIterator[
     converted = models.target / "target.gguf"
     kind = {"bfloat16": "bf16", "float32": "f32"}[models.dtype]
     converter = str(checkout / "convert_hf_to_gguf.py")
-    await _run(name, sys.executable, converter, str(models.target), "--outtype", kind, "--outfile", str(converted))
+    convert = (sys.executable, converter, str(models.target), "--outtype", kind, "--outfile", str(converted))
+    await output(f"{name}: cannot convert the target", *convert)
     port = _free_port()
     child = await asyncio.create_subprocess_exec(
         *(str(checkout / "build/bin/llama-server"), "--model", str(converted), "--port", str(port)),
@@ -132,21 +134,6 @@ async def llama_row(name: str, checkout: Path, models: Models) -> AsyncIterator[
         with suppress(ProcessLookupError):
             child.kill()
         await child.wait()
-
-
-async def _run(name: str, *command: str) -> None:
-    child = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        said, _ = await child.communicate()
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
-    if child.returncode:
-        last = "\n".join(said.decode(errors="replace").splitlines()[-5:])
-        raise Unavailable(f"{name}: cannot convert the target:\n{last}")
 
 
 def _free_port() -> int:

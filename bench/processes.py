@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 
+from outrider.errors import Unavailable
+
 ROOT = Path(__file__).parents[1]
+LAST_LINES = 5
+
+
+async def output(failure: str, *command: str) -> bytes:
+    """What a command prints. Raises Unavailable with `failure` and the last lines of what it complains of."""
+    child = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=ROOT,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        said, complained = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        last = "\n".join(complained.decode(errors="replace").splitlines()[-LAST_LINES:])
+        raise Unavailable(f"{failure}:\n{last}")
+    return said
 
 
 def peak_mb(pid: int) -> float:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,6 +19,7 @@ from outrider.core.growth import Candidates, Fits, candidates
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
+from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
 
@@ -68,16 +68,15 @@ class Grower:
         self.progress = Progress()
         self.slots = Slots(engine.slots)
         self.nodes = 0
-        self._level_s = 0.0  # that a level takes, from the choice to the proposals
         self._engine = engine
+        self._passes = Passes(engine)
+        self._level_s = 0.0  # that a level takes, from the choice to the proposals
         self._level_nodes = level_nodes
         self._prefill_chunk = prefill_chunk
         self._send = send
         self._resync = resync
-        self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
         self._fits: dict[str, Fits] = {}
         self._changed = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "forward")
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
         """A session begins, or begins anew. Ignored when no slot is free."""
@@ -116,7 +115,7 @@ class Grower:
                 if all(turn.nodes for turn in turns):
                     self._level_s += LEARNING * (time.monotonic() - began - self._level_s)
         finally:
-            self._thread.shutdown(wait=True)
+            self._passes.close()
 
     async def _choose(self) -> list[Turn]:
         """Catches up with the upstreams; waits until there is something worth growing."""
@@ -182,8 +181,7 @@ class Grower:
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant)
-        if place.source is not None:
-            self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
+        self._passes.fill(place)
         return place
 
     def _give_back(self, key: Attachment, member: Member) -> None:
@@ -197,7 +195,7 @@ class Grower:
         if update.tokens:
             move = session.commit(update.tokens)
             if move is not None:
-                self._chores.append(partial(self._engine.move, session.slot, move.source, move.target))
+                self._passes.move(session.slot, move.source, move.target)
         if update.plan is not None and update.plan.version > session.plan.version:
             session.plan = update.plan
         session.price, session.time_price = update.price, update.time_price
@@ -206,23 +204,17 @@ class Grower:
         return session.tree.digest == update.digest
 
     async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
-        """The packed pass, in its own thread; noise and lessons are dealt with meanwhile."""
-        loop = asyncio.get_running_loop()
-        chores, self._chores = self._chores, []
+        """The packed pass; noise and lessons are dealt with meanwhile."""
         self.progress.begin()
-        passing = loop.run_in_executor(self._thread, self._pass, chores, [turn.segment for turn in turns])
+        logits = await self._passes.forward([turn.segment for turn in turns], partial(self._prepare, turns))
+        self.progress.end()
+        return logits
+
+    def _prepare(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             for node in turn.nodes:
                 turn.session.noise.row(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
-        logits = await passing
-        self.progress.end()
-        return logits
-
-    def _pass(self, chores: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
-        for chore in chores:
-            chore()
-        return self._engine.forward(segments)
 
     def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
         first = 0

@@ -128,15 +128,15 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
         if not record.finished:
             ledger = Ledger(cluster.sessions, owned, record, (), b"")
     log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
-    if ledger is None and (now := await cluster.sessions.get(session_id)) != record:
+    if ledger is None:
+        now = await cluster.sessions.get(session_id)
         if now.generation > record.generation:
             raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
-        raise Unavailable(f"session {session_id} changed while it was read; resume it")
-    if ledger is not None:
+        if now != record or len(log.tokens) != record.length:
+            raise Unavailable(f"session {session_id} changed while it was read; resume it")
+    else:
         ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
     prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
-    if ledger is None and len(log.tokens) != record.length:
-        raise Unavailable(f"session {session_id} changed while it was read; resume it")
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))

@@ -12,7 +12,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,21 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance import Choice, Walk, choose, walk
-from outrider.core.budget import OVERHEAD_S, Budget, CostModel, choose_budget
+from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import StepReport
 from outrider.core.tree import Node
-from outrider.core.waiting import Patterns, Speed, patience, pays
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
+from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
+from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.timing import StepTime, StepTimes
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
-PROOF = 24  # steps that show how fast so many sessions are with drafting; a third of it, without
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +87,16 @@ class Step:
     follows: bool = False  # the loop was not idle since the pass before
 
     @property
+    def decodes(self) -> bool:
+        """Whether it reads no prompt; a prompt's chunk is not held back."""
+        return all(work.chooses for work in self.works)
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Whom it serves."""
+        return [work.session for work in self.works]
+
+    @property
     def tokens(self) -> int:
         """Rows of the pass."""
         return sum(work.end - work.start + len(work.nodes) for work in self.works)
@@ -110,18 +119,15 @@ class StepLoop:
         self.times = StepTimes()
         self.slots = Slots(engine.slots)
         self.cost = cost
-        self._engine = engine
+        self._vocabulary = engine.vocabulary
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
-        self._chores: list[Callable[[], None]] = []  # copies and moves of KV, in order, before the next pass
-        self._patterns = Patterns.unknown()
+        self._passes = Passes(engine)
+        self._pace = Pace(cost)
         self._ended = 0.0  # when the last pass ended
-        self._trial = False  # whether the next step is not worth a wait, so that one could only be a trial
         self._committed = 0.0  # when its commits went out
-        self._speeds: dict[tuple[int, bool], Speed] = {}  # by the number of sessions, and whether drafters are muted
         self._changed = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, "forward")
 
     def open(self, start: Start) -> Session:
         """Gives a session a slot, if possible one that holds the KV of its first tokens.
@@ -136,9 +142,8 @@ class StepLoop:
             present.fenced = True
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
-        if place.source is not None:
-            self._chores.append(partial(self._engine.copy, place.source, place.slot, place.cached))
-        session = Session(start, place, self._engine.vocabulary, self._patterns)
+        self._passes.fill(place)
+        session = Session(start, place, self._vocabulary, self._pace.patterns)
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -171,7 +176,7 @@ class StepLoop:
                 logits = await self._forward(step)
                 self._commit(step, self._walk(step, logits))
         finally:
-            self._thread.shutdown(wait=True)
+            self._passes.close()
 
     async def _choose(self) -> Step:
         """Waits for work, and while a better tree is worth more than the time; then takes the best of all trees."""
@@ -185,7 +190,7 @@ class StepLoop:
                 continue
             now = time.monotonic()
             step, budget = self._select(ready, now)
-            hold = self._patience(step, budget, now)
+            hold = self._pace.patience(step.sessions, budget, now) if step.decodes else 0.0
             if hold <= 0.0:
                 step.waited, step.follows = waited, follows
                 return step
@@ -220,37 +225,12 @@ class StepLoop:
                 works.append(Work(session, session.cached, session.cached + taken))
         return works
 
-    def _patience(self, step: Step, budget: Budget, now: float) -> float:
-        """Seconds to hold the step back; 0 unless the deltas that are coming are worth the time of all its sessions.
-
-        A prompt's chunk is not held back; nor are several sessions with overlap, whose deltas come while steps run.
-        """
-        sessions = [work.session for work in step.works if work.chooses]
-        overlap = any(session.plan.overlap for session in sessions)
-        if len(sessions) < len(step.works) or (overlap and len(sessions) > 1):
-            return 0.0
-        group = [session for session in sessions if session.awaited]
-        if not group:
-            return 0.0
-        left = min(session.plan.wait_us * 1e-6 - (now - session.committed_at) for session in group)
-        arrivals = [session.arrivals for session in group]
-        return min(
-            left, patience(arrivals, now, budget.expected, budget.seconds, judged=not overlap, trial=self._trial)
-        )
-
     async def _forward(self, step: Step) -> NDArray[np.float32]:
-        """The packed pass, in its own thread; the noise is computed meanwhile."""
+        """The packed pass; the noise is computed meanwhile."""
         segments = [work.segment() for work in step.works]
-        chores, self._chores = self._chores, []
         began = time.monotonic()
         self.progress.begin()
-        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, chores, segments)
-        for work in step.works:
-            if work.chooses:
-                root = len(work.session.tokens)
-                for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
-                    work.session.noise.row(position)
-        logits = await passing
+        logits = await self._passes.forward(segments, partial(_make_noise, step))
         before, self._ended = self._ended, time.monotonic()
         step.seconds = self._ended - began
         if step.follows:
@@ -259,11 +239,6 @@ class StepLoop:
         if step.tokens <= self._max_nodes:
             self.cost.observe(step.tokens, step.seconds)
         return logits
-
-    def _pass(self, chores: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
-        for chore in chores:
-            chore()
-        return self._engine.forward(segments)
 
     def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
         """For each session the target's own tokens as far as its tree holds them; None inside a prompt."""
@@ -312,34 +287,13 @@ class StepLoop:
             session.price = step.price
             said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
+        sessions = [session for session, _ in said]
         if step.follows and len(said) == len(step.works):
-            self._learn(said, now - self._committed)
+            self._pace.learn(sessions, sum(len(commit.choices) for _, commit in said), now - self._committed)
         self._committed = now
-        self._mute([session for session, _ in said], now)
+        self._pace.mute(sessions, now)
         for session, commit in said:
             self._publish(session, commit)
-
-    def _learn(self, said: Sequence[tuple[Session, Commit]], seconds: float) -> None:
-        """How fast steps are whose sessions all have drafters, at work or muted."""
-        muted = {session.muted for session, _ in said}
-        if len(muted) == 1 and all(session.drafting and not session.plan.overlap for session, _ in said):
-            speed = self._speeds.setdefault((len(said), muted.pop()), Speed())
-            speed.observe(sum(len(commit.choices) for _, commit in said), seconds)
-
-    def _mute(self, sessions: Sequence[Session], now: float) -> None:
-        """Among several sessions without overlap, drafting that no step waits for only takes time from the steps:
-        drafters then are not told of commits until it pays again, or is tried."""
-        group = [session for session in sessions if session.drafting and not session.plan.overlap]
-        arrivals = [session.arrivals for session in group]
-        expected = sum(session.worth() for session in sessions)
-        seconds = self.cost.seconds(len(sessions)) + OVERHEAD_S
-        drafting, muted = (self._speeds.get((len(sessions), muted), Speed()) for muted in (False, True))
-        loses = drafting.steps >= PROOF and (
-            muted.steps < PROOF // 3 or drafting.tokens_per_second < muted.tokens_per_second
-        )
-        self._trial = loses or not pays(arrivals, now, expected, seconds)
-        for session in group:
-            session.muted = len(sessions) > 1 and self._trial and not session.arrivals.due
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""
@@ -348,8 +302,17 @@ class StepLoop:
         if path and path[-1] != len(path):
             source = session.cached + chain - 1 + np.array(path)
             target = session.cached + chain + np.arange(len(path))
-            self._chores.append(partial(self._engine.move, session.place.slot, source, target))
+            self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
+
+
+def _make_noise(step: Step) -> None:
+    """The rows that the walk may need."""
+    for work in step.works:
+        if work.chooses:
+            root = len(work.session.tokens)
+            for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
+                work.session.noise.row(position)
 
 
 def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -52,10 +51,15 @@ def demo(
     texts: Annotated[Path, typer.Option(help="JSON lines with a prompt each.")] = Path("examples/held_out.jsonl"),
 ) -> None:
     """Generate texts without and with speculation on a cluster of this machine; compare and measure."""
+    from outrider.cli.load import read_prompts
     from outrider.cli.reporting import reported
+    from outrider.errors import ConfigError
 
     with reported():
-        chosen = _short_prompts(texts, prompts)
+        chosen = read_prompts(texts, "#short")
+        if prompts > len(chosen):
+            raise ConfigError(f"flags: prompts: is {prompts}, {texts} has {len(chosen)} short ones")
+        chosen = chosen[:prompts]
     options = _Options(chosen, max_tokens, parameters, dtype, verifier_threads, drafter_threads, models)
     pairs: list[Pair] = []
     run_until_signal(_run(options, pairs))
@@ -63,21 +67,6 @@ def demo(
         raise SystemExit(INTERRUPTED)
     if any(pair.verdict == "bug" for pair in pairs):
         raise SystemExit(FAILURE)
-
-
-def _short_prompts(file: Path, count: int) -> list[tuple[str, str]]:
-    from outrider.errors import ConfigError
-
-    try:
-        entries = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        prompts = [(entry["id"], entry["prompt"]) for entry in entries if entry["id"].endswith("#short")]
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; run in a checkout of Outrider, or give --texts") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file}: must hold JSON lines with an id and a prompt") from None
-    if count > len(prompts):
-        raise ConfigError(f"flags: prompts: is {count}, {file} has {len(prompts)} short ones")
-    return prompts[:count]
 
 
 async def _run(options: _Options, pairs: list[Pair]) -> None:

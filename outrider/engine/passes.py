@@ -1,0 +1,49 @@
+"""The passes of an engine, one after the other in a thread of their own, each behind the KV copies asked for before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.engine.batch import Segment
+from outrider.engine.native import Engine
+from outrider.engine.slots import Taken
+
+
+class Passes:
+    """Computes for one loop. No other thread uses the engine meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._moves: list[Callable[[], None]] = []  # of KV, in order, before the next pass
+        self._thread = ThreadPoolExecutor(1, "forward")
+
+    def fill(self, place: Taken) -> None:
+        """Copies the KV that a slot begins with from where it is, if it is elsewhere."""
+        if place.source is not None:
+            self._moves.append(partial(self._engine.copy, place.source, place.slot, place.cached))
+
+    def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Moves rows of a slot's KV."""
+        self._moves.append(partial(self._engine.move, slot, source, target))
+
+    async def forward(self, segments: Sequence[Segment], meanwhile: Callable[[], None]) -> NDArray[np.float32]:
+        """The packed pass; see Engine.forward. `meanwhile` is done here while it runs."""
+        moves, self._moves = self._moves, []
+        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, moves, segments)
+        meanwhile()
+        return await passing
+
+    def close(self) -> None:
+        """Waits for a pass that runs. There may be none after it."""
+        self._thread.shutdown(wait=True)
+
+    def _pass(self, moves: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
+        for move in moves:
+            move()
+        return self._engine.forward(segments)
