@@ -119,7 +119,7 @@ class StepLoop:
         self.times = StepTimes()
         self.slots = Slots(engine.slots)
         self.cost = cost
-        self._vocabulary = engine.vocabulary
+        self._engine = engine
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
@@ -143,7 +143,7 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        session = Session(start, place, self._vocabulary, self._pace.patterns)
+        session = Session(start, place, self._engine.vocabulary, self._pace.patterns)
         self.sessions[session.id] = session
         self.wake()
         return session
