@@ -25,6 +25,7 @@ from outrider.cli.samples import acceptance_length, percentile
 from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24
+SETTLING_TOKENS = 256  # after the distance changed
 SPARE_SLOTS = 4  # for sessions of the window before that have yet to end
 ANSWER_TOKENS = 48  # load suite
 SALTS = 1000  # token ids that a prompt may be begun with, so that no KV of an earlier one fits
@@ -147,13 +148,14 @@ async def run_distance(options: Options, results: Results, say: Say) -> None:
             say(f"{name}: starting the cluster")
             async with running(options.cluster(folder, via=proxy.address)) as cluster:
                 proxy.target = cluster.verifier_address  # nobody has connected yet
-                rows = [ClusterRow("plain", cluster, "off"), ClusterRow("distributed", cluster, None)]
+                distributed = ClusterRow("distributed", cluster, None)
+                rows = [ClusterRow("plain", cluster, "off"), distributed]
                 trips = list(options.round_trips_ms)
                 for repetition in range(options.repetitions):
                     for trip in trips:
                         proxy.delay_s = trip / 2000
-                        for temperature in options.temperatures:  # the verifier learns anew how long nodes take
-                            await rows[1].generate(Ask(prompts[0][1], temperature, SEED, WARM_UP_TOKENS))
+                        for temperature in options.temperatures:  # the verifier learns anew what nodes are worth
+                            await distributed.generate(Ask(prompts[0][1], temperature, SEED, SETTLING_TOKENS))
                         for number, (prompt, tokens) in enumerate(prompts):
                             for temperature in options.temperatures:
                                 ask = Ask(tokens, temperature, SEED + number, options.max_tokens)

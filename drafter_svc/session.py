@@ -89,10 +89,11 @@ class DraftSession:
         """What to run next: a chunk of committed tokens, or the rest of them with the root and the best of the tree.
 
         Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing: nothing that
-        is worth its price, or, while the upstream waits, the `level_s` seconds that it takes.
+        is worth its price, or, while the upstream waits, the `level_s` seconds that it takes. At a price of 1 not even
+        the prompt is read.
         """
         pending = len(self.tokens) - self.cached
-        if len(self.tokens) >= context or self.plan.depth == 0:
+        if len(self.tokens) >= context or self.plan.depth == 0 or self.price >= 1.0:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []

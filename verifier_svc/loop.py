@@ -82,6 +82,7 @@ class Step:
 
     works: list[Work]
     price: float  # path score below which a node was not worth verifying
+    reads: int = 0  # tokens of prompts, those aside that a session commits behind
     waited: float = 0.0  # seconds it was held back on purpose
     seconds: float = 0.0  # that the forward pass took
     follows: bool = False  # the loop was not idle since the pass before
@@ -144,6 +145,7 @@ class StepLoop:
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
         session = Session(start, place, self._engine.vocabulary, self._pace.patterns)
+        session.resting = self._pace.resting and not session.plan.overlap
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -208,11 +210,13 @@ class StepLoop:
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
         waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
-        budget = choose_budget([-cost for cost, _, _ in ranked], base, len(deciding), self.cost, waited)
+        reads = base - len(deciding)
+        certain = len(deciding) + self.cost.in_tokens(len(deciding), reads)
+        budget = choose_budget([-cost for cost, _, _ in ranked], base, certain, self.cost, waited)
         rows: dict[Node, int] = {}
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
-        return Step(works, budget.price), budget
+        return Step(works, budget.price, reads), budget
 
     def _base_works(self, ready: Sequence[Session]) -> list[Work]:
         """The roots of all sessions that decode, and a chunk of what others have to read first."""
@@ -284,14 +288,16 @@ class StepLoop:
             )
             session.wire_bytes = 0
             session.learn(work.nodes, {work.nodes[row - 1] for row in walked.path[:accepted]})
-            session.price = step.price
+            session.verified_price = step.price
             said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
-        sessions = [session for session, _ in said]
-        if step.follows and len(said) == len(step.works):
-            self._pace.learn(sessions, sum(len(commit.choices) for _, commit in said), now - self._committed)
+        if step.follows and all(work.session.drafting and not work.session.plan.overlap for work in step.works):
+            committed = sum(len(commit.choices) for _, commit in said)
+            open_ = max(len(self.sessions), len(step.works))
+            self._pace.learn(open_, len(said), step.reads, committed, now - self._committed)
         self._committed = now
-        self._pace.mute(sessions, now)
+        for session in self.sessions.values():
+            session.resting = self._pace.resting and not session.plan.overlap
         for session, commit in said:
             self._publish(session, commit)
 

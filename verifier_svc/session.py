@@ -19,6 +19,7 @@ from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
 MAX_DRAFTERS = 16  # of one session
+RESTING_PRICE = 1.0  # no node is better than certain
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,9 @@ class Session:
         self.noise = NoiseRows.of(start.contract, vocabulary)
         self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
-        self.price = 0.0  # path score below which a node was not worth verifying in the last step
+        self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
-        self.muted = False  # drafting for it would cost more than it brings
+        self.resting = False  # drafting for it would cost more than it brings
         self.wire_bytes = 0
         self.committed_at = 0.0  # when the last commit went out
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
@@ -112,9 +113,9 @@ class Session:
         for (score, _), _ in zip(
             self.tree.best_first(depth=plan.depth, width=plan.width), range(plan.nodes), strict=False
         ):
-            if score <= self.price:
+            if score <= self.verified_price:
                 break
-            worth += score - self.price
+            worth += score - self.verified_price
         return worth
 
     def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
@@ -157,14 +158,19 @@ class Session:
         return dropped
 
     @property
+    def price(self) -> float:
+        """Path score below which drafters need not draft: nothing while they are to rest."""
+        return RESTING_PRICE if self.resting else self.verified_price
+
+    @property
     def time_price(self) -> float:
         """Tokens that a second is worth to drafters that draft while the step is held back."""
-        return 0.0 if self.plan.overlap else self.speed.tokens_per_second
+        return 0.0 if self.plan.overlap else self.speed.per_second
 
     @property
     def awaited(self) -> bool:
         """Whether drafters may still send something that a step could take."""
-        return self.drafting and not self.muted and self.ceilings.depth > 0 and self.room > 1
+        return self.drafting and not self.resting and self.ceilings.depth > 0 and self.room > 1
 
     @property
     def drafting(self) -> bool:

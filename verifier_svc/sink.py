@@ -117,15 +117,16 @@ class Sink(TreeSinkServicer):
                     self._open(stream, subscribe)
 
     def refresh(self, session: Session) -> None:
-        """The plan or the credit changed without a commit. Whoever was muted hears it, and may draft again."""
-        session.muted = False
+        """The plan or the credit changed without a commit. Whoever rests hears it, too."""
         for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, False)
             self._tell(subscription, pb.Commit(position=len(session.tokens)))
 
     def publish(self, session: Session, commit: Commit) -> None:
         """Tells a session's drafters what was committed."""
         tokens = [choice.token for choice in commit.choices]
         for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, session.resting)
             self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
 
     def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
@@ -140,7 +141,6 @@ class Sink(TreeSinkServicer):
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
             subscription.plan_version = session.plan.version
         session.wire_bytes += commit.ByteSize()
-        subscription.stream.hold(subscription.attachment, session.muted)
         if not subscription.stream.commit(commit):
             self._snapshot(subscription)
 

@@ -31,6 +31,14 @@ class CostModel:
             return float(self._fitted[-1] * tokens / self._tokens[-1])
         return float(np.interp(tokens, self._tokens, self._fitted))
 
+    def in_tokens(self, decoding: int, read: int) -> float:
+        """What reading so much of a prompt besides is worth: the tokens that so many sessions would decode meanwhile.
+
+        With none that decodes, the tokens of one.
+        """
+        one = self.seconds(max(1, decoding)) / max(1, decoding)
+        return (self.seconds(decoding + read) - self.seconds(decoding)) / one if read else 0.0
+
     def observe(self, tokens: int, seconds: float) -> None:
         """A pass over `tokens` took `seconds`. Outliers (a preempted step) count as at most twice the expected.
 
@@ -61,12 +69,13 @@ class Budget(NamedTuple):
     price: float  # path score below which a node would not be worth verifying
 
 
-def choose_budget(scores: Sequence[float], base: int, certain: int, cost: CostModel, waited: float = 0.0) -> Budget:
+def choose_budget(scores: Sequence[float], base: int, certain: float, cost: CostModel, waited: float = 0.0) -> Budget:
     """Picks n to maximise (certain + scores[:n].sum()) / (t(base + n) + overhead + waited).
 
     scores: path scores of all candidates over all sessions, best first. base: tokens in the pass whatever is
-    chosen. certain: tokens it commits whatever is chosen, one a session. waited: seconds since the step before ended:
-    they are gone, but they are part of what a step costs, and the longer it took the more it should carry.
+    chosen. certain: tokens it commits whatever is chosen, one a session, and what else it does, in tokens. waited:
+    seconds since the step before ended: they are gone, but they are part of what a step costs, and the longer it took
+    the more it should carry.
     """
     overhead = OVERHEAD_S + waited
     best = Budget(0, float(certain), cost.seconds(base) + overhead, 1.0)

@@ -7,24 +7,61 @@ from typing import NamedTuple
 
 
 class Speed:
-    """Tokens a second, over some tens of the latest steps."""
+    """Tokens a second, or other work, over some tens of the latest steps."""
 
     MEMORY = 0.95  # weight of the past at each step
 
     def __init__(self) -> None:
         self.steps = 0
-        self._tokens = self._seconds = 0.0
+        self._done = self._seconds = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step committed `tokens`, `seconds` after the one before."""
+    def observe(self, done: float, seconds: float) -> None:
+        """A step did so much, `seconds` after the one before."""
         self.steps += 1
-        self._tokens = self.MEMORY * self._tokens + tokens
+        self._done = self.MEMORY * self._done + done
         self._seconds = self.MEMORY * self._seconds + seconds
 
     @property
-    def tokens_per_second(self) -> float:
+    def per_second(self) -> float:
         """0 before the first step."""
-        return self._tokens / self._seconds if self._seconds else 0.0
+        return self._done / self._seconds if self._seconds else 0.0
+
+
+class Rivals:
+    """Steps with drafters at work against steps while they rest: the faster way is taken, and the other is tried again,
+    ever more seldom while it loses."""
+
+    RESTING = (2, 8)  # steps after a change that do not count; that are a proof
+    FIRST, LAST = 128, 4096  # steps before the other way is tried again
+
+    def __init__(self, *, resting: bool = False, drafting: tuple[int, int] = (12, 24), last: int = LAST) -> None:
+        """`drafting`: likewise, after drafters began, who first read what they missed. `last`: of those that rest."""
+        self.resting = resting
+        self._drafting = drafting
+        self._last = last
+        self._speeds = {False: Speed(), True: Speed()}
+        self._steps = 0  # since the last change
+        self._interval = self.FIRST
+
+    def observe(self, done: float, seconds: float) -> None:
+        """A step did so much, `seconds` after the one before. May change `resting`."""
+        self._steps += 1
+        unsettled, proof = self.RESTING if self.resting else self._drafting
+        here, other = self._speeds[self.resting], self._speeds[not self.resting]
+        if self._steps > unsettled:
+            here.observe(done, seconds)
+        if self._steps < unsettled + proof:
+            return
+        if other.steps and here.per_second < other.per_second:
+            lost = self._steps == unsettled + proof  # a trial, at once
+            self._interval = min(self.LAST, 2 * self._interval) if lost else self.FIRST
+            self._change()
+        elif not other.steps or self._steps >= min(self._interval, self._last if self.resting else self.LAST):
+            self._change()
+
+    def _change(self) -> None:
+        self.resting = not self.resting
+        self._steps = 0
 
 
 class Pattern:
@@ -190,27 +227,18 @@ def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float)
     return False
 
 
-def patience(
-    group: Sequence[Arrivals],
-    now: float,
-    expected: float,
-    seconds: float,
-    *,
-    judged: bool = False,
-    trial: bool = False,
-) -> float:
+def patience(group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, judged: bool = False) -> float:
     """How much longer to wait for the next delta of any of these sessions, in seconds; 0: start the step.
 
-    `judged`: drafters stop by themselves when a level is not worth its time, so what one has begun it may end. `trial`:
-    the step is known not to be worth a wait, and one is tried.
+    `judged`: drafters stop by themselves when a level is not worth its time, so what one has begun it may end.
     """
+    trial = True
     if pays(group, now, expected, seconds):
+        trial = False
         holds = [2 * each.ahead(0)[0] - each.passed(now) for each in group]
     elif judged and any(each.begun for each in group):
-        trial = True
         holds = [2 * (each.ahead(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
     elif any(each.due for each in group):
-        trial = True
         holds = [seconds / 2 - each.passed(now) for each in group]
     else:
         return 0.0

@@ -13,7 +13,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals, Patterns, Speed, Trials, patience, pays
+from outrider.core.waiting import Arrivals, Patterns, Rivals, Speed, Trials, patience, pays
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -224,11 +224,52 @@ def test_what_one_session_gains_all_others_wait_for() -> None:
 
 def test_a_speed_is_tokens_over_time_of_the_latest_steps() -> None:
     speed = Speed()
-    assert speed.tokens_per_second == 0.0
+    assert speed.per_second == 0.0
     for _ in range(10):
         speed.observe(2, 0.01)
-    assert speed.tokens_per_second == pytest.approx(200.0)
+    assert speed.per_second == pytest.approx(200.0)
     for _ in range(200):
         speed.observe(1, 0.01)
-    assert speed.tokens_per_second == pytest.approx(100.0, rel=0.01)
+    assert speed.per_second == pytest.approx(100.0, rel=0.01)
     assert speed.steps == 210
+
+
+def run_rivals(rivals: Rivals, steps: int, drafting: float, resting: float) -> list[bool]:
+    """What it says over so many steps that do this much a second while drafters work, or rest."""
+    said = []
+    for _ in range(steps):
+        rivals.observe(resting if rivals.resting else drafting, 1.0)
+        said.append(rivals.resting)
+    return said
+
+
+def test_of_two_ways_the_faster_is_taken_and_the_other_is_tried_ever_more_seldom() -> None:
+    for drafting, resting in ((2.0, 1.0), (1.0, 1.1)):
+        said = run_rivals(Rivals(), 3000, drafting, resting)
+        loser = [one != (resting > drafting) for one in said]
+        begins = [step for step in range(1, len(loser)) if loser[step] and not loser[step - 1]]
+        apart = [later - earlier for earlier, later in itertools.pairwise(begins)]
+        assert all(later > 1.7 * earlier for earlier, later in itertools.pairwise(apart[1:]))
+        assert sum(loser[500:]) < 0.1 * len(loser[500:])
+
+
+def test_what_was_slower_is_taken_once_it_is_faster() -> None:
+    rivals = Rivals()
+    assert run_rivals(rivals, 400, 0.8, 1.0)[-1]
+    assert not run_rivals(rivals, 2 * Rivals.FIRST + 400, 1.5, 1.0)[-1]
+    assert run_rivals(rivals, 100, 0.5, 1.0)[-1]
+
+
+def test_one_that_is_alone_tries_drafting_as_often_as_ever() -> None:
+    rivals = Rivals(drafting=(4, 8), last=Rivals.FIRST)
+    run_rivals(rivals, 3000, 0.7, 1.0)
+    assert not all(run_rivals(rivals, Rivals.FIRST + 1, 0.7, 1.0))
+    assert not run_rivals(rivals, Rivals.FIRST + 20, 2.0, 1.0)[-1]
+
+
+def test_a_trial_does_not_count_while_drafters_read_what_they_missed() -> None:
+    rivals = Rivals(resting=True)
+    for _ in range(1000):
+        begun = not rivals.resting and rivals._steps < 12
+        rivals.observe(0.1 if begun else 2.0 if not rivals.resting else 1.0, 1.0)
+    assert not rivals.resting
