@@ -1,0 +1,128 @@
+"""A crowd at one router, a third of which goes away midway: what any of them hears is the target's own text."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import pytest_asyncio
+
+import outrider
+from outrider.cli.cluster import LocalCluster
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from tests.e2e.conftest import MODELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CROWD = 32
+TOKENS = 64
+SEED = 3  # of who goes away, and where
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def roomy() -> AsyncIterator[LocalCluster]:
+    """A slot for everyone. With overlap, drafters draft however fast the target is."""
+    target, small = MODELS / "target", MODELS / "drafter"
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, overlap=True),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=CROWD)],
+        drafter=[DrafterConfig(model=model, dtype="float32", slots=CROWD) for model in (small, target)],
+    )
+    async with LocalCluster(config, forward=lambda name, line: print(name, line)) as running:
+        yield running
+
+
+@dataclass
+class Heard:
+    """What one of the crowd got."""
+
+    session_id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    result: outrider.Generation | None = None  # None: it left
+
+    @property
+    def whole(self) -> bool:
+        return self.result is not None and self.result.finish_reason == "length"
+
+
+@dataclass
+class Crowd:
+    """Callers of one client. `most` is how many of them were being answered at the same time."""
+
+    client: outrider.AsyncClient
+    now: int = 0
+    most: int = 0
+
+    async def hear(self, stream: outrider.AsyncStream, until: int, *, leave: bool) -> Heard:
+        """Goes away after `until` tokens: leaves the stream, or has the session cancelled and reads on."""
+        heard, away = Heard(), False
+        async with stream:
+            async for chunk in stream:
+                if not heard.session_id:
+                    heard.session_id = stream.session_id
+                    self.now += 1
+                    self.most = max(self.most, self.now)
+                heard.tokens += chunk.token_ids
+                if away or len(heard.tokens) < until:
+                    continue
+                if leave:
+                    break
+                away = True
+                await self.client.cancel(stream.session_id)
+            else:
+                heard.result = stream.result
+        self.now -= 1
+        return heard
+
+
+async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
+    roomy: LocalCluster, prompts: list[str]
+) -> None:
+    rng = random.Random(SEED)
+    places = {number: rng.randrange(1, TOKENS * 2 // 3) for number in rng.sample(range(CROWD), CROWD // 3)}
+    leavers = set(rng.sample(sorted(places), len(places) // 2))
+
+    async with outrider.AsyncClient(roomy.router_address) as client:
+
+        def stream(number: int, policy: Literal["ema", "fixed", "off"]) -> outrider.AsyncStream:
+            return client.stream(
+                prompts[number % len(prompts)],
+                temperature=(0.0, 0.8, 1.0)[number % 3],
+                seed=number,
+                max_tokens=TOKENS,
+                ignore_eos=True,
+                speculation=policy,
+                timeout=60,
+            )
+
+        crowd = Crowd(client)
+        alone = [await crowd.hear(stream(number, "off"), CROWD * TOKENS, leave=False) for number in range(CROWD)]
+        assert crowd.most == 1
+        together = await asyncio.gather(
+            *(
+                crowd.hear(
+                    stream(number, "fixed" if number % 2 else "ema"),
+                    places.get(number, CROWD * TOKENS),
+                    leave=number in leavers,
+                )
+                for number in range(CROWD)
+            )
+        )
+        sessions = [await client.get_session(heard.session_id) for heard in together]
+
+    for reference, heard in zip(alone, together, strict=True):
+        assert len(reference.tokens) == TOKENS
+        assert heard.tokens == (reference.tokens if heard.whole else reference.tokens[: len(heard.tokens)])
+        if heard.whole:
+            assert heard.result is not None
+            assert reference.result is not None
+            assert heard.result.text == reference.result.text
+    whole = {number for number in range(CROWD) if together[number].whole}
+    midway = {number for number in places if sessions[number].finish_reason == "cancelled"}
+    assert whole | set(places) == set(range(CROWD))
+    assert min(len(midway & leavers), len(midway - leavers)) > 2
+    assert all(0 < len(together[number].tokens) < TOKENS for number in midway)
+    assert crowd.most > CROWD // 2
+    assert sum(heard.result.usage.accepted for heard in together if heard.result) > CROWD
