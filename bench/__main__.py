@@ -32,8 +32,8 @@ class _Preset(NamedTuple):
 
 
 WIDTH = 132  # of tables in a file
-FULL = _Preset(tuple(Suite), (150_000_000, 400_000_000), 4, 5, 64)
-QUICK = _Preset((Suite.ROWS,), (150_000_000,), 3, 2, 48)
+FULL = _Preset(tuple(Suite), (150_000_000, 400_000_000), 2, 5, 64)
+QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48)
 
 
 def main(
@@ -44,7 +44,7 @@ def main(
         typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
     ] = None,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts. [default: 4]")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts. [default: 2]")] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="[default: 5]")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens a text. [default: 64]")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of all weights.")] = "bfloat16",

@@ -95,29 +95,28 @@ def _state(target: Path) -> dict[str, Tensor]:
     width, dim, ffn = config.width, config.head_dim, config.ffn
     state = {}
 
-    with Weights(target) as weights:
-        take = weights.take
+    take = Weights(target).take
 
-        def turned(name: str, heads: int) -> Tensor:
-            """Its rotary embedding takes neighbouring channels for a pair; Hugging Face's, halves of a head."""
-            rows = take(name, heads * dim, width)
-            return rows.view(heads, 2, dim // 2, width).transpose(1, 2).reshape(heads * dim, width)
+    def turned(name: str, heads: int) -> Tensor:
+        """Its rotary embedding takes neighbouring channels for a pair; Hugging Face's, halves of a head."""
+        rows = take(name, heads * dim, width)
+        return rows.view(heads, 2, dim // 2, width).transpose(1, 2).reshape(heads * dim, width)
 
-        embedding = take("model.embed_tokens.weight", config.vocabulary, width)
-        state["tok_embeddings.weight"] = embedding
-        state["output.weight"] = embedding if config.tied else take("lm_head.weight", config.vocabulary, width)
-        state["norm.weight"] = take("model.norm.weight", width)
-        for index in range(config.layers):
-            old, new = f"model.layers.{index}", f"layers.{index}"
-            attention, mlp = f"{old}.self_attn", f"{old}.mlp"
-            query = turned(f"{attention}.q_proj.weight", config.heads)
-            key = turned(f"{attention}.k_proj.weight", config.kv_heads)
-            value = take(f"{attention}.v_proj.weight", config.kv_heads * dim, width)
-            state[f"{new}.attention.wqkv.weight"] = torch.cat([query, key, value])
-            state[f"{new}.attention.wo.weight"] = take(f"{attention}.o_proj.weight", width, config.heads * dim)
-            state[f"{new}.feed_forward.w1.weight"] = take(f"{mlp}.gate_proj.weight", ffn, width)
-            state[f"{new}.feed_forward.w3.weight"] = take(f"{mlp}.up_proj.weight", ffn, width)
-            state[f"{new}.feed_forward.w2.weight"] = take(f"{mlp}.down_proj.weight", width, ffn)
-            state[f"{new}.attention_norm.weight"] = take(f"{old}.input_layernorm.weight", width)
-            state[f"{new}.ffn_norm.weight"] = take(f"{old}.post_attention_layernorm.weight", width)
+    embedding = take("model.embed_tokens.weight", config.vocabulary, width)
+    state["tok_embeddings.weight"] = embedding
+    state["output.weight"] = embedding if config.tied else take("lm_head.weight", config.vocabulary, width)
+    state["norm.weight"] = take("model.norm.weight", width)
+    for index in range(config.layers):
+        old, new = f"model.layers.{index}", f"layers.{index}"
+        attention, mlp = f"{old}.self_attn", f"{old}.mlp"
+        query = turned(f"{attention}.q_proj.weight", config.heads)
+        key = turned(f"{attention}.k_proj.weight", config.kv_heads)
+        value = take(f"{attention}.v_proj.weight", config.kv_heads * dim, width)
+        state[f"{new}.attention.wqkv.weight"] = torch.cat([query, key, value])
+        state[f"{new}.attention.wo.weight"] = take(f"{attention}.o_proj.weight", width, config.heads * dim)
+        state[f"{new}.feed_forward.w1.weight"] = take(f"{mlp}.gate_proj.weight", ffn, width)
+        state[f"{new}.feed_forward.w3.weight"] = take(f"{mlp}.up_proj.weight", ffn, width)
+        state[f"{new}.feed_forward.w2.weight"] = take(f"{mlp}.down_proj.weight", width, ffn)
+        state[f"{new}.attention_norm.weight"] = take(f"{old}.input_layernorm.weight", width)
+        state[f"{new}.ffn_norm.weight"] = take(f"{old}.post_attention_layernorm.weight", width)
     return state

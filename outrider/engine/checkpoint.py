@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -154,12 +152,14 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 class Weights:
-    """The tensors of a checkpoint, in one safetensors file or several. A context manager."""
+    """The tensors of a checkpoint, in one safetensors file or several.
+
+    Each tensor is mapped anew and unmapped with it, so that no more of a file is in memory than what is held.
+    """
 
     def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
-        """Opens all files; `progress` hears the fraction of bytes taken. Raises CheckpointError."""
-        self._stack = ExitStack()
-        self._files: dict[str, tuple[Path, Any]] = {}  # tensor name -> its file, opened
+        """Looks into all files; `progress` hears the fraction of bytes taken. Raises CheckpointError."""
+        self._shards: dict[str, Path] = {}  # by tensor
         self._progress = progress
         self._taken = self._total = 0
         index = folder / INDEX
@@ -169,31 +169,16 @@ class Weights:
             if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
                 raise CheckpointError(f"{index}: weight_map must name the file of each tensor; download it again")
             shards = sorted({folder / name for name in listed.values()})
-        try:
-            for shard in shards:
-                self._open(shard)
-        except CheckpointError:
-            self._stack.close()
-            raise
+        for shard in shards:
+            if not shard.is_file():
+                raise CheckpointError(f"{shard}: missing; the weights must be there in safetensors format")
+            try:
+                with safe_open(str(shard), framework="pt") as file:
+                    self._shards.update(dict.fromkeys(file.keys(), shard))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{shard}: truncated or corrupt ({error}); download it again") from None
+            self._total += shard.stat().st_size
         self._index = index if index.exists() else shards[0]
-
-    def _open(self, shard: Path) -> None:
-        if not shard.is_file():
-            raise CheckpointError(f"{shard}: missing; the weights must be there in safetensors format")
-        try:
-            file = self._stack.enter_context(safe_open(str(shard), framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{shard}: truncated or corrupt ({error}); download it again") from None
-        self._files.update((name, (shard, file)) for name in file.keys())  # noqa: SIM118 - it is no mapping
-        self._total += shard.stat().st_size
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def finish(self) -> None:
         """Tells `progress` that all is taken: what is left are headers, and tensors of no use."""
@@ -202,11 +187,12 @@ class Weights:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor as it is stored. Raises CheckpointError when it is missing or not of that shape."""
-        if name not in self._files:
+        if name not in self._shards:
             raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
-        path, file = self._files[name]
+        path = self._shards[name]
         try:
-            tensor: Tensor = file.get_tensor(name)
+            with safe_open(str(path), framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); download it again") from None
         if tuple(tensor.shape) != shape:

@@ -101,7 +101,8 @@ class Engine:
             torch.set_num_threads(threads)
         config = read_config(path)
         digest = read_tokenizer_digest(path)
-        with Weights(path, progress) as weights, torch.inference_mode():
+        weights = Weights(path, progress)
+        with torch.inference_mode():
             model = load_model(weights, config, DTYPES[dtype])
             weights.finish()
             return cls(

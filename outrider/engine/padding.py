@@ -66,9 +66,7 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int) -> int:
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
         made = Path(scratch) / "checkpoint"
         made.mkdir()
-        with Weights(source) as weights:
-            tensors = dict(_padded(weights, config, old, new))
-            save_file(tensors, made / SINGLE, metadata={"format": "pt"})
+        save_file(dict(_padded(Weights(source), config, old, new)), made / SINGLE, metadata={"format": "pt"})
         raw = read_json(source / "config.json")
         for per_layer in ("layer_types", "max_window_layers"):
             raw.pop(per_layer, None)

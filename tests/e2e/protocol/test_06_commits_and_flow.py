@@ -9,9 +9,11 @@ import pytest
 
 from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
+from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import plan_to_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
@@ -144,6 +146,23 @@ async def test_a_drafter_neither_expands_nor_sends_below_the_price(
             copy.take(frame)
         assert len(copy.tokens) > dear
         assert min(math.exp(-score / 16) for score in copy.scores.values()) < floor
+
+
+async def test_a_price_of_1_has_a_drafter_rest_and_a_lower_one_draft(drafter: str, text: Text) -> None:
+    async with upstream_of(drafter) as peer, open_channel(drafter) as channel:
+        stub, stream = DrafterStub(channel), peer.stream
+        before = (await stub.Describe(types_pb2.DescribeRequest())).levels
+        stream.snapshot(text.prompt, price=1.0)
+        frame = await stream.inbox.take("delta")
+        assert (frame.exhausted, list(frame.tokens)) == (True, [])
+        held = text.whole[: len(text.prompt) + 4]
+        stream.commit(held, len(text.prompt), price=1.0)
+        frame = await stream.inbox.take("delta")
+        assert (frame.exhausted, list(frame.tokens)) == (True, [])
+        assert (await stub.Describe(types_pb2.DescribeRequest())).levels == before  # not even the prompt was read
+        stream.commit(held, len(held), price=0.02)
+        await stream.inbox.until(lambda: any(frame.tokens for frame in stream.inbox.of("delta")))
+        assert (await stub.Describe(types_pb2.DescribeRequest())).levels > before
 
 
 async def test_an_abandoned_node_is_not_built_upon(drafter: str, text: Text) -> None:

@@ -1,0 +1,45 @@
+"""Sessions whose drafters rest."""
+
+from outrider.core.acceptance import Choice
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.waiting import Patterns
+from outrider.engine.slots import Taken
+from outrider.v1.types_pb2 import Heartbeat
+from verifier_svc.session import Session, Start
+from verifier_svc.sink import Keyring, Sink
+from verifier_svc.stream import DraftStream
+
+
+async def no_key() -> bytes:
+    return b""
+
+
+async def test_their_commits_are_held_back_and_joined() -> None:
+    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
+    terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000)
+    session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
+    stream = DraftStream("one", Heartbeat)
+    session.subscribe(stream, 1, Calibration()).plan_version = 1
+    for resting in (True, True, False):
+        session.resting = resting
+        assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
+        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
+        assert stream._wake.is_set() != resting
+    frame = await stream.next()
+    assert frame is not None
+    assert (list(frame.commit.tokens), frame.commit.price) == ([7, 7, 7], 0.0)
+
+
+async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
+    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
+    terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000)
+    session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
+    stream = DraftStream("one", Heartbeat)
+    session.subscribe(stream, 1, Calibration())
+    session.resting = True
+    sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
+    sink.refresh(session)
+    frame = await stream.next()
+    assert frame is not None
+    assert (list(frame.commit.tokens), frame.commit.price, frame.commit.plan.version) == ([7], 1.0, 1)
