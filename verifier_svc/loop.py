@@ -291,7 +291,7 @@ class StepLoop:
             session.verified_price = step.price
             said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
-        if step.follows and all(work.session.drafting and not work.session.plan.overlap for work in step.works):
+        if step.follows and any(work.session.drafting and not work.session.plan.overlap for work in step.works):
             committed = sum(len(commit.choices) for _, commit in said)
             open_ = max(len(self.sessions), len(step.works))
             self._pace.learn(open_, len(said), step.reads, committed, now - self._committed)

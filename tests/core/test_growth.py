@@ -273,3 +273,15 @@ def test_a_trial_does_not_count_while_drafters_read_what_they_missed() -> None:
         begun = not rivals.resting and rivals._steps < 12
         rivals.observe(0.1 if begun else 2.0 if not rivals.resting else 1.0, 1.0)
     assert not rivals.resting
+
+
+def test_a_chunk_of_a_prompt_is_worth_the_tokens_that_could_be_decoded_meanwhile() -> None:
+    cost = CostModel([(1, 0.01), (8, 0.01), (16, 0.02), (128, 0.16)])
+    assert cost.in_tokens(8, 0) == 0.0
+    assert cost.in_tokens(8, 8) == pytest.approx(8.0)
+    assert cost.in_tokens(0, 128) == pytest.approx(15.0)
+    scores = [0.95, 0.6, 0.5, 0.4]
+    blind, aware = (choose_budget(scores, 4 + 124, 4.0 + worth, cost) for worth in (0.0, cost.in_tokens(4, 124)))
+    assert (blind.nodes, aware.nodes) == (4, 3)  # a row takes the time of half a token
+    assert blind.price < 0.1
+    assert aware.price == pytest.approx(0.5, rel=0.01)
