@@ -9,6 +9,8 @@ from outrider.core.budget import Budget, CostModel
 from outrider.core.waiting import Patterns, Rivals, patience
 from verifier_svc.session import Session
 
+FOLLOWING = 0.05  # how far the average of open sessions follows one step
+
 
 class Pace:
     """Learns from every step of a loop what waiting for drafters is worth, and what their work costs.
@@ -21,6 +23,7 @@ class Pace:
         self.patterns = Patterns.unknown()
         self.resting = False  # whether drafters are to rest
         self._cost = cost
+        self._open = 0.0  # sessions, on average: drafters that begin read what they missed, so it must not flap
         self._rivals: dict[int, Rivals] = {}  # drafting and resting, by the logarithm of the number of sessions
 
     def patience(self, sessions: Sequence[Session], budget: Budget, now: float) -> float:
@@ -39,12 +42,12 @@ class Pace:
     def learn(self, sessions: int, decoding: int, read: int, committed: int, seconds: float) -> None:
         """With so many sessions open, a step read so many tokens of prompts, and committed so many for those that were
         decoding, `seconds` after the step before."""
-        worth = self._cost.in_tokens(decoding, read) + committed
-        size = round(math.log2(sessions))
-        rivals = self._rivals.get(size) or self._rivals.setdefault(size, self._unknown(sessions))
-        rivals.observe(worth, seconds)
+        self._open += (sessions - self._open) * (FOLLOWING if self._open else 1.0)
+        size = round(math.log2(max(1.0, self._open)))
+        rivals = self._rivals.get(size) or self._rivals.setdefault(size, self._unknown(size))
+        rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
         self.resting = rivals.resting
 
-    def _unknown(self, sessions: int) -> Rivals:
+    def _unknown(self, size: int) -> Rivals:
         """A trial with one session costs a drafter little, and finds out when it has come nearer."""
-        return Rivals(drafting=(4, 8), last=512) if sessions == 1 else Rivals(resting=self.resting)
+        return Rivals(resting=self.resting) if size else Rivals(drafting=(4, 8), last=512)

@@ -31,7 +31,7 @@ class Rivals:
     """Steps with drafters at work against steps while they rest: the faster way is taken, and the other is tried again,
     ever more seldom while it loses."""
 
-    RESTING = (2, 8)  # steps after a change that do not count; that are a proof
+    RESTING = (2, 16)  # steps after a change that do not count; that are a proof
     FIRST, LAST = 128, 4096  # steps before the other way is tried again
 
     def __init__(self, *, resting: bool = False, drafting: tuple[int, int] = (12, 24), last: int = LAST) -> None:

@@ -84,7 +84,7 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int) -> int:
             if (source / name).exists():
                 shutil.copyfile(source / name, made / name)
         os.replace(made, destination)
-    return sum(tensor.numel() for tensor in tensors.values())
+    return count_parameters(config, new)
 
 
 def count_parameters(config: ModelConfig, shape: Shape) -> int:
