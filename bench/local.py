@@ -19,7 +19,7 @@ from drafter_svc.upstream import Attachment, Update
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan
+from outrider.core.contract import Contract, Overlap, Plan
 from outrider.core.control import policy
 from outrider.core.tree import Delta, Drifted
 from outrider.engine.threads import briefly
@@ -75,7 +75,7 @@ class Pair:
         """One generation. Raises InternalError when a loop has ended."""
         began = time.perf_counter()
         config = self._router
-        ceilings = Plan(0, config.depth, config.width, config.nodes, config.wait_us, config.overlap)
+        ceilings = Plan(0, config.depth, config.width, config.nodes, config.wait_us, Overlap.NEVER)
         gamma = policy(speculation or config.policy, ceilings)
         self._sessions += 1
         contract = Contract(ask.seed, ask.max_tokens, temperature=ask.temperature)
@@ -137,8 +137,8 @@ class Pair:
             self._subscription.plan_version = session.plan.version
         credit = session.grant(self._subscription)
         place = len(session.tokens) if position is None else position
-        prices = session.price, session.time_price
-        self.grower.updated(self.key, Update(place, tokens, session.tree.digest, plan, *prices, credit, dropped))
+        terms = session.price, session.time_price, session.ahead
+        self.grower.updated(self.key, Update(place, tokens, session.tree.digest, plan, *terms, credit, dropped))
 
     def _snapshot(self) -> None:
         if self._subscription is None:

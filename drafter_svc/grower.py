@@ -199,6 +199,7 @@ class Grower:
         if update.plan is not None and update.plan.version > session.plan.version:
             session.plan = update.plan
         session.price, session.time_price = update.price, update.time_price
+        session.ahead = update.ahead
         session.credit = update.credit
         session.abandon(update.dropped)
         return session.tree.digest == update.digest

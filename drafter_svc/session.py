@@ -30,6 +30,7 @@ class Snapshot:
     credit: int
     price: float = 0.0
     time_price: float = 0.0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class DraftSession:
         self.credit = snapshot.credit
         self.price = snapshot.price
         self.time_price = snapshot.time_price
+        self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
         self.tree = TokenTree(self.tokens)
         self.cached = cached
@@ -100,7 +102,7 @@ class DraftSession:
         limit = min(limit, self._room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
-        nodes = frontier(self.tree, self.plan, self.price, limit)
+        nodes = frontier(self.tree, self.plan, self.price, limit, ahead=self.ahead)
         nodes = [node for node in nodes if node.position + 1 < context]
         gain = fits.gain(map(self.tree.score, nodes), self.plan.width, self.price)
         if gain < self.time_price * level_s:
@@ -123,7 +125,7 @@ class DraftSession:
             if node is not self.tree.root and not node.names and node not in added:
                 continue  # it was guessed at, and has just been found not to be worth it
             self._rows[node] = row
-            added += propose(self.tree, node, row, fits, self.plan, self.price, self._hints.get(node))
+            added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
         return self.announce(added)
 
     def refill(self, fits: Fits) -> Delta:
@@ -131,13 +133,12 @@ class DraftSession:
         sending may have become so. It takes no pass. Also guesses at what to run next."""
         self._look_up(fits.repeats)
         added: list[Node] = []
-        floor = floor_score(self.plan, self.price)
         for node, row in self._rows.items():
             if len(added) + self.plan.width > self._room:
                 break
             open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
-            if open_ and self.tree.score(node) > floor:
-                added += propose(self.tree, node, row, fits, self.plan, self.price, self._hints.get(node))
+            if open_ and self.tree.score(node) > self._floor:
+                added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
         return self.announce(added)
 
     def announce(self, added: Sequence[Node]) -> Delta:
@@ -174,6 +175,11 @@ class DraftSession:
         self._lessons.clear()
 
     @property
+    def _floor(self) -> float:
+        """Path score below which a node is not worth sending."""
+        return floor_score(self.price, ahead=self.ahead)
+
+    @property
     def _room(self) -> int:
         """Nodes that the upstream's credit still allows."""
         return max(0, self.credit - self.next_id + 1)
@@ -196,14 +202,13 @@ class DraftSession:
         found = self._repeats.find(self.plan.depth)
         if found is None:
             return
-        floor = floor_score(self.plan, self.price)
         node = self.tree.root
         for length, token in enumerate(found.tokens, found.length):
             self._hints[node] = Hint(token, length)
             child = node.children.get(token)
             if child is None:
                 edge = math.log(fit.chance(length))
-                if node.expanded or self.tree.score(node) * math.exp(edge) < floor:
+                if node.expanded or self.tree.score(node) * math.exp(edge) < self._floor:
                     break
                 child = self.tree.add(node, token, edge)
             node = child

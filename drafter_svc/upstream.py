@@ -39,6 +39,7 @@ class Update:
     plan: Plan | None
     price: float
     time_price: float
+    ahead: bool
     credit: int
     dropped: tuple[int, ...]
 
@@ -255,6 +256,7 @@ class Upstream:
                 part.credit,
                 part.price,
                 part.time_price,
+                part.ahead,
             )
             attachment.parts.clear()
             self._listener.opened(attachment, snapshot)
@@ -268,6 +270,7 @@ class Upstream:
             plan_from_pb(commit.plan) if commit.HasField("plan") else None,
             commit.price,
             commit.time_price,
+            commit.ahead,
             commit.credit,
             tuple(commit.dropped),
         )

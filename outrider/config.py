@@ -45,7 +45,7 @@ class RouterConfig(Section):
     width: int = Field(default=4, ge=1, le=64)
     nodes: int = Field(default=16, ge=0, le=1024)  # ceiling on one session's nodes in a step
     wait_us: int = Field(default=50_000, ge=0, le=10_000_000)
-    overlap: bool = False  # draft on while a step runs: for drafters that do not share its cores
+    overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
     drafters_per_session: int = Field(default=1, ge=0, le=16)
     max_sessions: int = Field(default=256, ge=1)
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.config import RouterConfig
-from outrider.core.contract import Contract, Plan
+from outrider.core.contract import Contract, Overlap, Plan
 from outrider.core.control import GammaPolicy, policy
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens
@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
+OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def ceilings(config: RouterConfig, depth: int = 0) -> Plan:
         width=config.width,
         nodes=config.nodes,
         wait_us=config.wait_us,
-        overlap=config.overlap,
+        overlap=OVERLAP[config.overlap],
     )
 
 

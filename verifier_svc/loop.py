@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.core.acceptance import Choice, Walk, choose, walk
 from outrider.core.budget import Budget, CostModel, choose_budget
-from outrider.core.contract import StepReport
+from outrider.core.contract import Overlap, StepReport
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
@@ -125,7 +125,7 @@ class StepLoop:
         self._max_nodes = max_nodes
         self._publish = publish
         self._passes = Passes(engine)
-        self._pace = Pace(cost)
+        self.pace = Pace(cost)
         self._ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
         self._changed = asyncio.Event()
@@ -144,8 +144,8 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        session = Session(start, place, self._engine.vocabulary, self._pace.patterns)
-        session.resting = self._pace.resting and not session.plan.overlap
+        session = Session(start, place, self._engine.vocabulary, self.pace.patterns)
+        session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -192,7 +192,7 @@ class StepLoop:
                 continue
             now = time.monotonic()
             step, budget = self._select(ready, now)
-            hold = self._pace.patience(step.sessions, budget, now) if step.decodes else 0.0
+            hold = self.pace.patience(step.sessions, budget, now) if step.decodes else 0.0
             if hold <= 0.0:
                 step.waited, step.follows = waited, follows
                 return step
@@ -291,13 +291,13 @@ class StepLoop:
             session.verified_price = step.price
             said.append((session, session.commit(choices, report, now)))
             self._keep(work, walked.path[:accepted])
-        if step.follows and any(work.session.drafting and not work.session.plan.overlap for work in step.works):
+        if step.follows and any(map(_teaches, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in said)
             open_ = max(len(self.sessions), len(step.works))
-            self._pace.learn(open_, len(said), step.reads, committed, now - self._committed)
+            self.pace.learn(open_, len(said), step.reads, committed, now - self._committed)
         self._committed = now
         for session in self.sessions.values():
-            session.resting = self._pace.resting and not session.plan.overlap
+            session.follow(self.pace.way)
         for session, commit in said:
             self._publish(session, commit)
 
@@ -310,6 +310,11 @@ class StepLoop:
             target = session.cached + chain + np.arange(len(path))
             self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
+
+
+def _teaches(session: Session) -> bool:
+    """Whether its steps show how drafters had better work."""
+    return session.drafting and session.plan.overlap is not Overlap.ALWAYS
 
 
 def _make_noise(step: Step) -> None:

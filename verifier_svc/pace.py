@@ -1,4 +1,4 @@
-"""When the verifier holds a step back for its drafters, and when it lets them rest."""
+"""When the verifier holds a step back for its drafters, and how they work meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from outrider.core.budget import Budget, CostModel
-from outrider.core.waiting import Patterns, Rivals, patience
+from outrider.core.waiting import Patterns, Rivals, Way, patience
 from verifier_svc.session import Session
 
 FOLLOWING = 0.05  # how far the average of open sessions follows one step
@@ -15,39 +15,40 @@ FOLLOWING = 0.05  # how far the average of open sessions follows one step
 class Pace:
     """Learns from every step of a loop what waiting for drafters is worth, and what their work costs.
 
-    Where drafters compute on the verifier's own cores, every level takes time from the steps, and with many sessions a
-    step is long without it. So whether drafting pays is measured, by how many sessions are open.
+    Where drafters compute on the verifier's own cores, every level takes time from the steps; where they are far away,
+    a step must not wait for them; and with many sessions a step is long without them. So how they had better work is
+    measured, by how many sessions are open.
     """
 
     def __init__(self, cost: CostModel) -> None:
         self.patterns = Patterns.unknown()
-        self.resting = False  # whether drafters are to rest
+        self.way = Way.TURNS  # the one to follow now
         self._cost = cost
         self._open = 0.0  # sessions, on average: drafters that begin read what they missed, so it must not flap
-        self._rivals: dict[int, Rivals] = {}  # drafting and resting, by the logarithm of the number of sessions
+        self._rivals: dict[int, Rivals] = {}  # by the logarithm of the number of sessions
 
     def patience(self, sessions: Sequence[Session], budget: Budget, now: float) -> float:
         """Seconds to hold a step back; 0 unless the deltas that are coming are worth the time of all its sessions.
 
-        Several sessions with overlap are not held back: their deltas come while steps run.
+        Several sessions that are drafted ahead for are not held back: their deltas come while steps run.
         """
-        overlap = any(session.plan.overlap for session in sessions)
+        ahead = any(session.ahead for session in sessions)
         group = [session for session in sessions if session.awaited]
-        if not group or (overlap and len(sessions) > 1):
+        if not group or (ahead and len(sessions) > 1):
             return 0.0
         left = min(session.plan.wait_us * 1e-6 - (now - session.committed_at) for session in group)
         arrivals = [session.arrivals for session in group]
-        return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not overlap))
+        return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
 
     def learn(self, sessions: int, decoding: int, read: int, committed: int, seconds: float) -> None:
         """With so many sessions open, a step read so many tokens of prompts, and committed so many for those that were
         decoding, `seconds` after the step before."""
         self._open += (sessions - self._open) * (FOLLOWING if self._open else 1.0)
         size = round(math.log2(max(1.0, self._open)))
-        rivals = self._rivals.get(size) or self._rivals.setdefault(size, self._unknown(size))
+        rivals = self._rivals.get(size) or self._rivals.setdefault(size, Rivals(self.way))
         rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
-        self.resting = rivals.resting
+        self.way = rivals.way
 
-    def _unknown(self, size: int) -> Rivals:
-        """A trial with one session costs a drafter little, and finds out when it has come nearer."""
-        return Rivals(resting=self.resting) if size else Rivals(drafting=(4, 8), last=512)
+    def forget(self) -> None:
+        """Other drafters than those that were measured have come."""
+        self._rivals.clear()

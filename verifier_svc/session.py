@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from outrider.core.acceptance import Choice
 from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, Node, TokenTree
-from outrider.core.waiting import Arrivals, Patterns, Speed
+from outrider.core.waiting import Arrivals, Patterns, Speed, Way
 from outrider.engine.slots import Taken
 from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream
@@ -80,7 +80,7 @@ class Session:
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
-        self.resting = False  # drafting for it would cost more than it brings
+        self.way = Way.TURNS  # how its drafters work
         self.wire_bytes = 0
         self.committed_at = 0.0  # when the last commit went out
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
@@ -105,6 +105,14 @@ class Session:
         """The plan, cut to what the generation can still use."""
         left = self.end - len(self.tokens) - 1
         return self.plan if self.plan.depth <= left else replace(self.plan, depth=max(0, left))
+
+    def follow(self, way: Way) -> None:
+        """Has its drafters work in this way, as far as the plan allows."""
+        if self.plan.overlap is Overlap.ALWAYS:
+            way = Way.AHEAD
+        elif self.plan.overlap is Overlap.NEVER and way is Way.AHEAD:
+            way = Way.TURNS
+        self.way = way
 
     def worth(self) -> float:
         """Expected tokens of a step that verifies the best of the tree within the plan, less what verifying costs."""
@@ -158,6 +166,16 @@ class Session:
         return dropped
 
     @property
+    def ahead(self) -> bool:
+        """Whether drafters go on below nodes that may be in verification."""
+        return self.way is Way.AHEAD
+
+    @property
+    def resting(self) -> bool:
+        """Whether drafting for it would cost more than it brings."""
+        return self.way is Way.REST
+
+    @property
     def price(self) -> float:
         """Path score below which drafters need not draft: nothing while they are to rest."""
         return RESTING_PRICE if self.resting else self.verified_price
@@ -165,7 +183,7 @@ class Session:
     @property
     def time_price(self) -> float:
         """Tokens that a second is worth to drafters that draft while the step is held back."""
-        return 0.0 if self.plan.overlap else self.speed.per_second
+        return 0.0 if self.ahead else self.speed.per_second
 
     @property
     def awaited(self) -> bool:

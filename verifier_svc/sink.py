@@ -96,6 +96,7 @@ class Sink(TreeSinkServicer):
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self._streams.add(stream)
+            self._loop.pace.forget()
             try:
                 done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -135,7 +136,7 @@ class Sink(TreeSinkServicer):
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
         commit.price = session.price
-        commit.time_price = session.time_price
+        commit.time_price, commit.ahead = session.time_price, session.ahead
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
@@ -304,7 +305,7 @@ def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
             part.price = session.price
-            part.time_price = session.time_price
+            part.time_price, part.ahead = session.time_price, session.ahead
             subscription.plan_version = session.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -78,7 +78,7 @@ class DraftStream:
             waiting.tokens.extend(commit.tokens)
             waiting.dropped.extend(commit.dropped)
             waiting.digest, waiting.credit = commit.digest, commit.credit
-            waiting.price, waiting.time_price = commit.price, commit.time_price
+            waiting.price, waiting.time_price, waiting.ahead = commit.price, commit.time_price, commit.ahead
             if commit.HasField("plan"):
                 waiting.plan.CopyFrom(commit.plan)
         if commit.attachment not in self._held:

@@ -65,7 +65,7 @@ def router(
     nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 16]")] = None,
     wait_us: Annotated[int | None, typer.Option(help="Longest hold of a step, µs. [default: 50000]")] = None,
     overlap: Annotated[
-        bool | None, typer.Option(help="Draft on while a step runs: for drafters on other cores.")
+        bool | None, typer.Option(help="Draft on while a step runs. [default: as was measured best]")
     ] = None,
     drafters_per_session: Annotated[int | None, typer.Option(help="0 to 16. [default: 1]")] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from outrider.errors import InvalidRequest
 
@@ -42,6 +43,14 @@ class Contract:
                 raise InvalidRequest(field, f"is {getattr(self, field)!r}, must be {allowed}")
 
 
+class Overlap(IntEnum):
+    """Whether drafters go on while a step runs."""
+
+    MEASURED = 0  # if that was measured to be the faster way
+    ALWAYS = 1
+    NEVER = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Ceilings on speculation for one session. A higher version replaces a lower one."""
@@ -51,13 +60,14 @@ class Plan:
     width: int = 4  # children of one node
     nodes: int = 32  # nodes of the session in one verifier step
     wait_us: int = 50_000  # longest deliberate hold of a step
-    overlap: bool = False  # draft on below nodes that may be in verification
+    overlap: Overlap = Overlap.MEASURED
 
     def __post_init__(self) -> None:
-        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000))
+        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000), ("overlap", 2))
         for field, most in limits:
             if not 0 <= getattr(self, field) <= most:
                 raise InvalidRequest(f"plan.{field}", f"is {getattr(self, field)}, must be 0 to {most}")
+        object.__setattr__(self, "overlap", Overlap(self.overlap))  # it may come as a number
 
 
 OFF = Plan(depth=0, nodes=0, wait_us=0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,46 +116,43 @@ class ScaleFit:
         return scores
 
 
-def floor_score(plan: Plan, price: float) -> float:
+def floor_score(price: float, *, ahead: bool = False) -> float:
     """Path score below which a node is not worth drafting.
 
-    Without overlap that is the price. With it, nodes are also drafted for the step after the running one: those worth
-    the price below a node that is itself worth it, hence the price squared.
+    That is the price. Ahead, nodes are also drafted for the step after the running one: those worth the price below a
+    node that is itself worth it, hence the price squared.
     """
-    return max(price * price if plan.overlap else price, LOWEST_SCORE)
+    return max(price * price if ahead else price, LOWEST_SCORE)
 
 
-def frontier(tree: TokenTree, plan: Plan, price: float, limit: int) -> list[Node]:
+def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bool = False) -> list[Node]:
     """The nodes to expand next: the root if it is not expanded, and the best unexpanded ones worth it.
 
     Best first by path score (OPT-Tree, arXiv 2406.17276), hence parents before children; at most `limit`. A node at
-    the plan's depth is a leaf.
+    the plan's depth is a leaf. Only nodes that one step can hold are expanded, unless `ahead`.
     """
     if plan.depth == 0:
         return []
     first = [] if tree.root.expanded else [tree.root]
-    return first + list(islice(_open_nodes(tree, plan, floor_score(plan, price)), max(0, limit - len(first))))
-
-
-def _open_nodes(tree: TokenTree, plan: Plan, floor: float) -> Iterator[Node]:
-    for count, (score, node) in enumerate(tree.best_first(depth=plan.depth - 1, width=plan.width)):
-        if score < floor or (not plan.overlap and count >= plan.nodes):
-            return
-        if not node.expanded:
-            yield node
+    best = tree.best_first(depth=plan.depth - 1, width=plan.width)
+    worth = takewhile(lambda found: found[0] >= floor_score(price, ahead=ahead), best)
+    held = worth if ahead else islice(worth, plan.nodes)
+    return first + list(islice((node for _, node in held if not node.expanded), max(0, limit - len(first))))
 
 
 def propose(
-    tree: TokenTree, node: Node, row: Candidates, fits: Fits, plan: Plan, price: float, hint: Hint | None = None
+    tree: TokenTree, node: Node, row: Candidates, fits: Fits, width: int, floor: float, hint: Hint | None = None
 ) -> list[Node]:
-    """Expands `node`: adds the children whose path score is worth sending. Returns those to be told: new to the
-    upstream, or worth more than it was told. Children that were only guessed at, and turn out not to be worth it, go.
+    """Expands `node`: adds its best children, at most `width`, whose path score is at least `floor`.
+
+    Returns those to be told: new to the upstream, or worth more than it was told. Children that were only guessed at,
+    and turn out not to be worth it, go.
     """
     node.expanded = True
-    floor = math.log(floor_score(plan, price)) - (node.log_score - tree.root.log_score)
+    least = math.log(floor) - (node.log_score - tree.root.log_score)
     told = []
-    for token, edge in fits.edges(row, plan.width, hint):
-        if edge < floor:
+    for token, edge in fits.edges(row, width, hint):
+        if edge < least:
             break
         present = node.children.get(token)
         if present and not present.names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -27,41 +28,65 @@ class Speed:
         return self._done / self._seconds if self._seconds else 0.0
 
 
+class Way(Enum):
+    """How drafters work beside a verifier's steps."""
+
+    TURNS = "turns"  # a step is held back for them, and they are still while it runs
+    AHEAD = "ahead"  # they go on while it runs
+    REST = "rest"  # they do nothing
+
+
 class Rivals:
-    """Steps with drafters at work against steps while they rest: the faster way is taken, and the other is tried again,
-    ever more seldom while it loses."""
+    """Times steps under each way. The fastest is kept; the others are tried again, for a small share of the time."""
 
-    RESTING = (2, 16)  # steps after a change that do not count; that are a proof
-    FIRST, LAST = 128, 4096  # steps before the other way is tried again
+    PROOF = 24  # steps that count of a trial
+    SETTLING = 4  # steps after a change that do not
+    STARTING = 12  # likewise where drafters rested: they first read what they missed
+    LOSS = 0.01  # share of the time that trials of one way may cost
+    APART = 5.0  # and the least time between two, in their own
 
-    def __init__(self, *, resting: bool = False, drafting: tuple[int, int] = (12, 24), last: int = LAST) -> None:
-        """`drafting`: likewise, after drafters began, who first read what they missed. `last`: of those that rest."""
-        self.resting = resting
-        self._drafting = drafting
-        self._last = last
-        self._speeds = {False: Speed(), True: Speed()}
-        self._steps = 0  # since the last change
-        self._interval = self.FIRST
+    def __init__(self, way: Way) -> None:
+        self.way = way  # to be followed now
+        self._kept = way
+        self._speeds = {each: Speed() for each in Way}
+        self._due = dict.fromkeys(Way, 0.0)  # seconds until it is tried again
+        self._settling = self.STARTING
+        self._begin()
 
     def observe(self, done: float, seconds: float) -> None:
-        """A step did so much, `seconds` after the one before. May change `resting`."""
+        """A step did so much, `seconds` after the one before. May change the way."""
+        self._done += done
+        self._seconds += seconds
         self._steps += 1
-        unsettled, proof = self.RESTING if self.resting else self._drafting
-        here, other = self._speeds[self.resting], self._speeds[not self.resting]
-        if self._steps > unsettled:
-            here.observe(done, seconds)
-        if self._steps < unsettled + proof:
-            return
-        if other.steps and here.per_second < other.per_second:
-            lost = self._steps == unsettled + proof  # a trial, at once
-            self._interval = min(self.LAST, 2 * self._interval) if lost else self.FIRST
-            self._change()
-        elif not other.steps or self._steps >= min(self._interval, self._last if self.resting else self.LAST):
-            self._change()
+        if self._steps > self._settling:
+            self._speeds[self.way].observe(done, seconds)
+        for way in self._due:
+            self._due[way] -= seconds
+        if self._steps >= self._settling + self.PROOF:
+            self._judge()
 
-    def _change(self) -> None:
-        self.resting = not self.resting
-        self._steps = 0
+    def _judge(self) -> None:
+        if self.way is self._kept:
+            due = [way for way in Way if way is not self.way and self._due[way] <= 0.0]
+            if due:
+                self._speeds[due[0]] = Speed()
+                self._follow(due[0])
+            return
+        loser, winner = sorted((self.way, self._kept), key=lambda way: self._speeds[way].per_second)
+        usual = self._speeds[self._kept].per_second
+        lost = self._seconds - self._done / usual if usual else 0.0
+        self._due[loser] = max(lost / self.LOSS, self.APART * self._seconds)
+        self._kept = winner
+        self._follow(winner)
+
+    def _follow(self, way: Way) -> None:
+        if way is not self.way:
+            self._settling = self.STARTING if self.way is Way.REST else self.SETTLING
+            self.way = way
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._done, self._seconds = 0, 0.0, 0.0  # since the last change
 
 
 class Pattern:

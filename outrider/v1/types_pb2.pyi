@@ -3,9 +3,15 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Overlap(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OVERLAP_MEASURED: _ClassVar[Overlap]
+    OVERLAP_ALWAYS: _ClassVar[Overlap]
+    OVERLAP_NEVER: _ClassVar[Overlap]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -16,6 +22,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_DEADLINE: _ClassVar[FinishReason]
     FINISH_REASON_ABANDONED: _ClassVar[FinishReason]
     FINISH_REASON_FAILED: _ClassVar[FinishReason]
+OVERLAP_MEASURED: Overlap
+OVERLAP_ALWAYS: Overlap
+OVERLAP_NEVER: Overlap
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -59,8 +68,8 @@ class Plan(_message.Message):
     width: int
     nodes: int
     wait_us: int
-    overlap: bool
-    def __init__(self, version: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[int] = ..., wait_us: _Optional[int] = ..., overlap: _Optional[bool] = ...) -> None: ...
+    overlap: Overlap
+    def __init__(self, version: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[int] = ..., wait_us: _Optional[int] = ..., overlap: _Optional[_Union[Overlap, str]] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters")

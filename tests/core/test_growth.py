@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.core.budget import OVERHEAD_S, CostModel, choose_budget
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, frontier, propose
+from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, floor_score, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
-from outrider.core.waiting import Arrivals, Patterns, Rivals, Speed, Trials, patience, pays
+from outrider.core.waiting import Arrivals, Patterns, Rivals, Speed, Trials, Way, patience, pays
 
 SAMPLED = Contract(seed=3, max_tokens=9)
 
@@ -57,13 +57,14 @@ def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
     assert np.mean(believed) == pytest.approx(np.mean(said), abs=0.04)
 
 
-def grown(plan: Plan, levels: int, price: float = 0.0) -> TokenTree:
+def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -> TokenTree:
     generator = np.random.default_rng(7)
     tree, fit = TokenTree([1]), Fits()
     for _ in range(levels):
-        for node in frontier(tree, plan, price, 4):
+        for node in frontier(tree, plan, price, 4, ahead=ahead):
             logits = generator.normal(0, 2, 60).astype(np.float32)
-            propose(tree, node, candidates(logits, SAMPLED, gumbel_row(3, 0, node.position + 1, 60)), fit, plan, price)
+            row = candidates(logits, SAMPLED, gumbel_row(3, 0, node.position + 1, 60))
+            propose(tree, node, row, fit, plan.width, floor_score(price, ahead=ahead))
     return tree
 
 
@@ -79,9 +80,9 @@ def test_growth_obeys_depth_width_and_price() -> None:
     assert frontier(TokenTree([1]), Plan(depth=0), 0.0, 4) == []
 
 
-def test_without_overlap_growth_stops_at_what_a_step_can_hold() -> None:
+def test_unless_it_goes_ahead_growth_stops_at_what_a_step_can_hold() -> None:
     held = grown(Plan(depth=20, width=2, nodes=6), 60)
-    free = grown(Plan(depth=20, width=2, nodes=6, overlap=True), 60)
+    free = grown(Plan(depth=20, width=2, nodes=6), 60, ahead=True)
     assert held.size < free.size
     best = [node for _, node in itertools.islice(held.best_first(depth=19, width=2), 6)]
     assert all(node.expanded for node in best)
@@ -234,45 +235,45 @@ def test_a_speed_is_tokens_over_time_of_the_latest_steps() -> None:
     assert speed.steps == 210
 
 
-def run_rivals(rivals: Rivals, steps: int, drafting: float, resting: float) -> list[bool]:
-    """What it says over so many steps that do this much a second while drafters work, or rest."""
+def run_rivals(rivals: Rivals, seconds: float, speeds: dict[Way, float]) -> list[Way]:
+    """The way of each step for so long, if a step of a hundredth of a second does as much as these speeds say."""
     said = []
-    for _ in range(steps):
-        rivals.observe(resting if rivals.resting else drafting, 1.0)
-        said.append(rivals.resting)
+    for _ in range(round(seconds * 100)):
+        rivals.observe(speeds[rivals.way] / 100, 0.01)
+        said.append(rivals.way)
     return said
 
 
-def test_of_two_ways_the_faster_is_taken_and_the_other_is_tried_ever_more_seldom() -> None:
-    for drafting, resting in ((2.0, 1.0), (1.0, 1.1)):
-        said = run_rivals(Rivals(), 3000, drafting, resting)
-        loser = [one != (resting > drafting) for one in said]
-        begins = [step for step in range(1, len(loser)) if loser[step] and not loser[step - 1]]
-        apart = [later - earlier for earlier, later in itertools.pairwise(begins)]
-        assert all(later > 1.7 * earlier for earlier, later in itertools.pairwise(apart[1:]))
-        assert sum(loser[500:]) < 0.1 * len(loser[500:])
+@pytest.mark.parametrize("best", Way)
+@pytest.mark.parametrize("first", Way)
+def test_of_the_ways_the_fastest_is_kept_and_the_others_cost_a_small_share(first: Way, best: Way) -> None:
+    speeds = dict.fromkeys(Way, 70.0) | {best: 100.0}
+    rivals = Rivals(first)
+    run_rivals(rivals, 2.0, speeds)
+    said = run_rivals(rivals, 300.0, speeds)
+    assert set(said) == set(Way)
+    done = sum(speeds[way] for way in said)
+    assert done > (1 - 3 * Rivals.LOSS) * len(said) * 100.0
 
 
 def test_what_was_slower_is_taken_once_it_is_faster() -> None:
-    rivals = Rivals()
-    assert run_rivals(rivals, 400, 0.8, 1.0)[-1]
-    assert not run_rivals(rivals, 2 * Rivals.FIRST + 400, 1.5, 1.0)[-1]
-    assert run_rivals(rivals, 100, 0.5, 1.0)[-1]
-
-
-def test_one_that_is_alone_tries_drafting_as_often_as_ever() -> None:
-    rivals = Rivals(drafting=(4, 8), last=Rivals.FIRST)
-    run_rivals(rivals, 3000, 0.7, 1.0)
-    assert not all(run_rivals(rivals, Rivals.FIRST + 1, 0.7, 1.0))
-    assert not run_rivals(rivals, Rivals.FIRST + 20, 2.0, 1.0)[-1]
+    rivals = Rivals(Way.TURNS)
+    assert run_rivals(rivals, 5, {Way.TURNS: 100.0, Way.AHEAD: 80.0, Way.REST: 40.0})[-1] is Way.TURNS
+    assert run_rivals(rivals, 60, {Way.TURNS: 20.0, Way.AHEAD: 30.0, Way.REST: 50.0})[-1] is Way.REST
+    assert run_rivals(rivals, 60, {Way.TURNS: 20.0, Way.AHEAD: 70.0, Way.REST: 50.0})[-1] is Way.AHEAD
 
 
 def test_a_trial_does_not_count_while_drafters_read_what_they_missed() -> None:
-    rivals = Rivals(resting=True)
+    rivals = Rivals(Way.REST)
     for _ in range(1000):
-        begun = not rivals.resting and rivals._steps < 12
-        rivals.observe(0.1 if begun else 2.0 if not rivals.resting else 1.0, 1.0)
-    assert not rivals.resting
+        reading = rivals.way is not Way.REST and rivals._steps < Rivals.STARTING
+        rivals.observe(0.1 if reading else 1.0 if rivals.way is Way.REST else 2.0, 1.0)
+    assert rivals.way is not Way.REST
+
+
+def test_steps_that_bring_nothing_are_no_fault() -> None:
+    rivals = Rivals(Way.TURNS)
+    assert set(run_rivals(rivals, 20.0, dict.fromkeys(Way, 0.0))) == set(Way)
 
 
 def test_a_chunk_of_a_prompt_is_worth_the_tokens_that_could_be_decoded_meanwhile() -> None:

@@ -18,8 +18,9 @@ TERMS = Contract(seed=4, max_tokens=100)
 class Rig:
     """A session, a cache that holds tokens instead of KV, and the upstream's tree."""
 
-    def __init__(self, plan: Plan, seed: int, credit: int = 400) -> None:
-        self.session = DraftSession(Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit), 0, VOCABULARY)
+    def __init__(self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False) -> None:
+        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
+        self.session = DraftSession(snapshot, 0, VOCABULARY)
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
         self.fit = Fits()
@@ -111,7 +112,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 1000),
-    st.sampled_from([Plan(depth=6, width=3, nodes=8), Plan(depth=6, width=3, nodes=8, overlap=True)]),
+    st.booleans(),
     st.lists(
         st.one_of(
             st.integers(1, 4),  # levels
@@ -122,9 +123,9 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     st.sampled_from([400, 40]),
 )
 def test_rows_masks_and_both_trees_stay_in_step(
-    seed: int, plan: Plan, moves: list[int | tuple[int, int]], credit: int
+    seed: int, ahead: bool, moves: list[int | tuple[int, int]], credit: int
 ) -> None:
-    rig = Rig(plan, seed, credit)
+    rig = Rig(Plan(depth=6, width=3, nodes=8), seed, credit, ahead=ahead)
     for move in moves:
         if isinstance(move, int):
             for _ in range(move):
@@ -136,7 +137,7 @@ def test_rows_masks_and_both_trees_stay_in_step(
 
 
 def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=1)
+    rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=1)
     for _ in range(6):
         rig.level()
     held = len(rig.session.scratch)
@@ -146,7 +147,7 @@ def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:
 
 
 def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=3)
+    rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=3)
     rig.session.price = 0.35
     for _ in range(8):
         rig.level()
@@ -158,7 +159,7 @@ def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
 
 
 def test_a_refill_stays_within_the_credit() -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=8, overlap=True), seed=3)
+    rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=3)
     rig.session.price = 0.35
     for _ in range(8):
         rig.level()
@@ -173,7 +174,7 @@ def test_a_refill_stays_within_the_credit() -> None:
 
 
 def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=30, overlap=True), seed=2, credit=7)
+    rig = Rig(Plan(depth=6, width=3, nodes=30), ahead=True, seed=2, credit=7)
     for _ in range(10):
         rig.level()
     assert rig.largest_id <= 7
@@ -184,7 +185,7 @@ def test_nothing_is_sent_beyond_the_credit_and_more_credit_resumes() -> None:
 
 
 def test_what_the_upstream_dropped_is_abandoned_with_all_below_it() -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=30, overlap=True), seed=5)
+    rig = Rig(Plan(depth=6, width=3, nodes=30), ahead=True, seed=5)
     for _ in range(5):
         rig.level()
     session = rig.session

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from outrider.cli.cluster import LocalCluster
-from outrider.core.contract import OFF, Contract, Plan, StepReport
+from outrider.core.contract import OFF, Contract, Overlap, Plan, StepReport
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
@@ -20,7 +20,7 @@ from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was told of
 # With overlap time has no price: drafters draft however fast the target is.
-SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=True)
+SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
 _names = itertools.count(1)
 
 

@@ -18,14 +18,19 @@ async def test_greedy_text_is_what_transformers_says_under_every_policy(
     cluster: LocalCluster, prompts: list[str], reference: list[int], tokenizer: Tokenizer, policy: str
 ) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:
-        result = await client.generate(
-            prompts[0], temperature=0, max_tokens=256, ignore_eos=True, speculation=policy, timeout=60
-        )
-    assert list(result.token_ids) == reference
-    assert result.text == tokenizer.decode(reference)
-    assert result.usage.completion_tokens == 256
-    assert (result.usage.verified > 0) == (policy != "off")
-    assert result.usage.steps == 256 - result.usage.accepted
+        verified = 0
+        for _ in range(1 if policy == "off" else 20):  # a target so small is seldom worth drafting for
+            result = await client.generate(
+                prompts[0], temperature=0, max_tokens=256, ignore_eos=True, speculation=policy, timeout=60
+            )
+            assert list(result.token_ids) == reference
+            assert result.text == tokenizer.decode(reference)
+            assert result.usage.completion_tokens == 256
+            assert result.usage.steps == 256 - result.usage.accepted
+            verified += result.usage.verified
+            if verified:
+                break
+    assert (verified > 0) == (policy != "off")
 
 
 async def test_streamed_text_of_concurrent_seeded_sessions_is_that_of_each_alone(

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.cli.cluster import LocalCluster
-from outrider.core.contract import OFF, Contract, Plan
+from outrider.core.contract import OFF, Contract, Overlap, Plan
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust
@@ -84,7 +84,7 @@ async def test_a_drafter_equal_to_the_target_has_everything_accepted(
     cluster: LocalCluster, prompt: list[int], contract: Contract
 ) -> None:
     plain = await plain_answer(cluster, prompt, contract)
-    chain = Plan(version=1, depth=8, width=1, nodes=8, overlap=True)
+    chain = Plan(version=1, depth=8, width=1, nodes=8, overlap=Overlap.ALWAYS)
     twin = [drafter_of(cluster, 2)]
     answer = await decode(verifier_of(cluster), prompt, contract, plan=chain, drafters=twin, pace=0.08)
     assert answer.tokens == plain.tokens
@@ -134,7 +134,7 @@ async def test_gamma_changed_in_mid_stream_changes_nothing(
     async def each(answer: Answer) -> Plan | None:
         steps = len(answer.reports)
         depth, width, nodes = depths[steps % 5], 1 + steps % 4, 4 + steps % 13
-        return Plan(1 + steps, depth=depth, width=width, nodes=nodes, overlap=True) if steps else None
+        return Plan(1 + steps, depth=depth, width=width, nodes=nodes, overlap=Overlap.ALWAYS) if steps else None
 
     answer = await decode(
         verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], each=each, pace=0.02

@@ -29,7 +29,7 @@ plans = messages(
     width=unsigned,
     nodes=unsigned,
     wait_us=unsigned,
-    overlap=st.booleans(),
+    overlap=st.integers(-1, 4),
 )
 contracts = messages(
     types_pb2.Contract,

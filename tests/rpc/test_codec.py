@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.tree import Delta, edge_from_code
 from outrider.errors import InvalidRequest
 from outrider.rpc import codec
@@ -32,7 +32,7 @@ plans = st.builds(
     width=st.integers(0, 64),
     nodes=st.integers(0, 1024),
     wait_us=st.integers(0, 10_000_000),
-    overlap=st.booleans(),
+    overlap=st.sampled_from(Overlap),
 )
 reports = st.builds(StepReport, *[st.integers(0, 2**32 - 1)] * 8)
 

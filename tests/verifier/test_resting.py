@@ -1,9 +1,11 @@
-"""Sessions whose drafters rest."""
+"""How a session's drafters are to work."""
+
+import pytest
 
 from outrider.core.acceptance import Choice
 from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan, StepReport
-from outrider.core.waiting import Patterns
+from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.waiting import Patterns, Way
 from outrider.engine.slots import Taken
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.session import Session, Start
@@ -15,14 +17,18 @@ async def no_key() -> bytes:
     return b""
 
 
-async def test_their_commits_are_held_back_and_joined() -> None:
-    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
-    terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000)
+def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[Sink, Session]:
+    terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
     session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
+    return Sink("verifier", b"", 4096, Keyring(b"", no_key)), session
+
+
+async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
+    sink, session = sink_and_session()
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration()).plan_version = 1
     for resting in (True, True, False):
-        session.resting = resting
+        session.follow(Way.REST if resting else Way.TURNS)
         assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
         sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
         assert stream._wake.is_set() != resting
@@ -32,14 +38,34 @@ async def test_their_commits_are_held_back_and_joined() -> None:
 
 
 async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
-    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
-    terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000)
-    session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
+    sink, session = sink_and_session()
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
-    session.resting = True
+    session.follow(Way.REST)
     sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
     sink.refresh(session)
     frame = await stream.next()
     assert frame is not None
     assert (list(frame.commit.tokens), frame.commit.price, frame.commit.plan.version) == ([7], 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "followed"),
+    [
+        (Overlap.MEASURED, [Way.TURNS, Way.AHEAD, Way.REST]),
+        (Overlap.ALWAYS, [Way.AHEAD, Way.AHEAD, Way.AHEAD]),
+        (Overlap.NEVER, [Way.TURNS, Way.TURNS, Way.REST]),
+    ],
+)
+async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[Way]) -> None:
+    sink, session = sink_and_session(overlap)
+    stream = DraftStream("one", Heartbeat)
+    session.subscribe(stream, 1, Calibration())
+    for now, (way, kept) in enumerate(zip((Way.TURNS, Way.AHEAD, Way.REST), followed, strict=True), 1):
+        session.follow(way)
+        assert session.way is kept
+        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
+    sink.refresh(session)
+    frame = await stream.next()
+    assert frame is not None
+    assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.ahead, not session.ahead)

@@ -164,6 +164,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
         ceilings=SPECULATE,
         price=0.25,
         time_price=7.0,
+        ahead=True,
         wire_bytes=0,
         grant=lambda _: 512,
     )
@@ -179,7 +180,8 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     assert {(part.attachment, part.epoch) for part in parts} == {(3, 7)}
     assert not any(part.HasField("contract") or part.HasField("plan") or part.digest for part in parts[:2])
     last = parts[2]
-    assert (last.digest, last.credit, last.price, last.contract.seed) == (extend(EMPTY, tokens), 512, 0.25, 5)
+    assert (last.digest, last.credit, last.contract.seed) == (extend(EMPTY, tokens), 512, 5)
+    assert (last.price, last.time_price, last.ahead) == (0.25, 7.0, True)
     assert session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 

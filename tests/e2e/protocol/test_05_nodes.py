@@ -88,7 +88,7 @@ async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_
         for ago in range(Trials.LAST, -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
         _, budget = loop._select([session], 0.0)
-        return loop._pace.patience([session], budget, now=0.0)
+        return loop.pace.patience([session], budget, now=0.0)
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):

@@ -124,15 +124,15 @@ async def test_the_price_is_a_path_score_and_comes_with_every_commit(verifier: s
         assert all(0 <= commit.price <= 1 for commit in drafter.inbox.of("commit"))
 
 
-@pytest.mark.parametrize(("price", "overlap"), [(0.15, False), (0.4, True)])
+@pytest.mark.parametrize(("price", "ahead"), [(0.15, False), (0.4, True)])
 async def test_a_drafter_neither_expands_nor_sends_below_the_price(
-    drafter: str, text: Text, price: float, overlap: bool
+    drafter: str, text: Text, price: float, ahead: bool
 ) -> None:
-    floor = price * price if overlap else price
-    plan = plan_to_pb(Plan(version=1, depth=16, width=8, nodes=64, overlap=overlap))
+    floor = price * price if ahead else price
+    plan = plan_to_pb(Plan(version=1, depth=16, width=8, nodes=64))
     async with upstream_of(drafter) as peer:
         stream, copy = peer.stream, Copy()
-        stream.snapshot(text.prompt, plan=plan, price=price)
+        stream.snapshot(text.prompt, plan=plan, price=price, ahead=ahead)
         await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
         for frame in stream.inbox.of("delta"):
             copy.take(frame)
@@ -140,7 +140,8 @@ async def test_a_drafter_neither_expands_nor_sends_below_the_price(
         assert dear > 1
         assert all(math.exp(-score / 16) >= floor * 0.999 for score in copy.scores.values())
         stream.inbox.frames.clear()
-        stream.commit(text.prompt, len(text.prompt), price=0.02)  # what was not worth sending is now, without a commit
+        # What was not worth sending is now, without a new token.
+        stream.commit(text.prompt, len(text.prompt), price=0.02, ahead=ahead)
         await stream.inbox.until(lambda: any(frame.exhausted for frame in stream.inbox.of("delta")))
         for frame in stream.inbox.of("delta"):
             copy.take(frame)
