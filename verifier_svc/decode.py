@@ -90,6 +90,7 @@ class Decoder(VerifierServicer):
                 waited_us=round(times.waited * 1e6),
                 overhead_us=round(times.overhead * 1e6),
             ),
+            way=self._loop.pace.way.value,
         )
 
     def _check(self, start: pb.DecodeStart) -> Start:

@@ -27,6 +27,7 @@ CONTEXT = 256  # cache rows before them
 ROUNDS = 8
 REPEATS = 3  # in a round
 TIMEOUT_S = 5.0
+WAYS = {"turns": "take turns with the steps", "ahead": "draft on while a step runs", "rest": "rest"}
 
 
 class _Model(Protocol):
@@ -176,6 +177,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("numerics", it.numerics),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
+        ("drafters", WAYS.get(it.way, it.way)),
         ("steps", str(it.steps)),
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),
