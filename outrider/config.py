@@ -41,10 +41,10 @@ class RouterConfig(Section):
     listen: Address = "127.0.0.1:7070"
     models: dict[str, Path] = Field(min_length=1)  # model name -> folder that holds its tokenizer.json
     policy: Literal["ema", "fixed", "off"] = "ema"
-    depth: int = Field(default=8, ge=0, le=64)  # ceiling on gamma
+    depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
     width: int = Field(default=4, ge=1, le=64)
-    nodes: int = Field(default=16, ge=0, le=1024)  # ceiling on one session's nodes in a step
-    wait_us: int = Field(default=50_000, ge=0, le=10_000_000)
+    nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on one session's nodes in a step
+    wait_us: int = Field(default=500_000, ge=0, le=10_000_000)
     overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
     drafters_per_session: int = Field(default=1, ge=0, le=16)
     max_sessions: int = Field(default=256, ge=1)

@@ -144,7 +144,7 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        session = Session(start, place, self._engine.vocabulary, self.pace.patterns)
+        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract))
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
@@ -293,8 +293,9 @@ class StepLoop:
             self._keep(work, walked.path[:accepted])
         if step.follows and any(map(_teaches, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in said)
-            open_ = max(len(self.sessions), len(step.works))
-            self.pace.learn(open_, len(said), step.reads, committed, now - self._committed)
+            self.pace.learn(
+                self.sessions.values() or step.sessions, len(said), step.reads, committed, now - self._committed
+            )
         self._committed = now
         for session in self.sessions.values():
             session.follow(self.pace.way)

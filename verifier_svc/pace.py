@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from outrider.core.budget import Budget, CostModel
+from outrider.core.contract import Contract
 from outrider.core.waiting import Patterns, Rivals, Way, patience
 from verifier_svc.session import Session
 
@@ -17,15 +18,19 @@ class Pace:
 
     Where drafters compute on the verifier's own cores, every level takes time from the steps; where they are far away,
     a step must not wait for them; and with many sessions a step is long without them. So how they had better work is
-    measured, by how many sessions are open.
+    measured, by how many sessions are open, and whether they are greedy.
     """
 
     def __init__(self, cost: CostModel) -> None:
-        self.patterns = Patterns.unknown()
         self.way = Way.TURNS  # the one to follow now
         self._cost = cost
         self._open = 0.0  # sessions, on average: drafters that begin read what they missed, so it must not flap
-        self._rivals: dict[int, Rivals] = {}  # by the logarithm of the number of sessions
+        self._patterns: dict[bool, Patterns] = {}  # by whether a session is greedy: drafters guess better what it says
+        self._rivals: dict[tuple[int, frozenset[bool]], Rivals] = {}  # by the logarithm of the number, and who they are
+
+    def patterns(self, contract: Contract) -> Patterns:
+        """What deltas bring to sessions like this."""
+        return self._patterns.setdefault(contract.greedy, Patterns.unknown())
 
     def patience(self, sessions: Sequence[Session], budget: Budget, now: float) -> float:
         """Seconds to hold a step back; 0 unless the deltas that are coming are worth the time of all its sessions.
@@ -40,12 +45,13 @@ class Pace:
         arrivals = [session.arrivals for session in group]
         return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
 
-    def learn(self, sessions: int, decoding: int, read: int, committed: int, seconds: float) -> None:
-        """With so many sessions open, a step read so many tokens of prompts, and committed so many for those that were
+    def learn(self, sessions: Collection[Session], decoding: int, read: int, committed: int, seconds: float) -> None:
+        """With these sessions open, a step read so many tokens of prompts, and committed so many for those that were
         decoding, `seconds` after the step before."""
-        self._open += (sessions - self._open) * (FOLLOWING if self._open else 1.0)
+        self._open += (len(sessions) - self._open) * (FOLLOWING if self._open else 1.0)
         size = round(math.log2(max(1.0, self._open)))
-        rivals = self._rivals.get(size) or self._rivals.setdefault(size, Rivals(self.way))
+        kind = size, frozenset(session.contract.greedy for session in sessions)
+        rivals = self._rivals.get(kind) or self._rivals.setdefault(kind, Rivals(self.way))
         rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
         self.way = rivals.way
 

@@ -177,8 +177,13 @@ class Session:
 
     @property
     def price(self) -> float:
-        """Path score below which drafters need not draft: nothing while they are to rest."""
-        return RESTING_PRICE if self.resting else self.verified_price
+        """Path score below which drafters need not draft.
+
+        Nothing is worth it while they are to rest, or before their turn: until the prompt has been read here, for then
+        they would only delay the first token.
+        """
+        before = self.way is Way.TURNS and not self.committed_at
+        return RESTING_PRICE if self.resting or before else self.verified_price
 
     @property
     def time_price(self) -> float:

@@ -60,10 +60,10 @@ def router(
     models: Annotated[list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer; may be repeated.")],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
     policy: Annotated[str | None, typer.Option(help="ema, fixed or off. [default: ema]")] = None,
-    depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 8]")] = None,
+    depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 16]")] = None,
-    wait_us: Annotated[int | None, typer.Option(help="Longest hold of a step, µs. [default: 50000]")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 24]")] = None,
+    wait_us: Annotated[int | None, typer.Option(help="Longest hold of a step, µs. [default: 500000]")] = None,
     overlap: Annotated[
         bool | None, typer.Option(help="Draft on while a step runs. [default: as was measured best]")
     ] = None,

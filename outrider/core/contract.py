@@ -42,6 +42,11 @@ class Contract:
             if not holds:
                 raise InvalidRequest(field, f"is {getattr(self, field)!r}, must be {allowed}")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always the one."""
+        return self.temperature == 0.0
+
 
 class Overlap(IntEnum):
     """Whether drafters go on while a step runs."""
@@ -59,7 +64,7 @@ class Plan:
     depth: int = 0  # gamma: tokens beyond the root; 0 is no speculation
     width: int = 4  # children of one node
     nodes: int = 32  # nodes of the session in one verifier step
-    wait_us: int = 50_000  # longest deliberate hold of a step
+    wait_us: int = 500_000  # longest deliberate hold of a step
     overlap: Overlap = Overlap.MEASURED
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ def filtered(logits: NDArray[np.float32], contract: Contract) -> FloatRow:
     At temperature 0 the logits come back as they are: filters cannot change an argmax.
     """
     scores = logits.astype(np.float64)
-    if contract.temperature == 0.0:
+    if contract.greedy:
         return scores
     scores /= contract.temperature
     if 0 < contract.top_k < scores.size:

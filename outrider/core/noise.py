@@ -68,7 +68,7 @@ class NoiseRows:
     @classmethod
     def of(cls, contract: Contract, vocabulary: int) -> NoiseRows:
         """The rows that a contract names."""
-        return cls(contract.seed, contract.choice, vocabulary, greedy=contract.temperature == 0.0)
+        return cls(contract.seed, contract.choice, vocabulary, greedy=contract.greedy)
 
     def row(self, position: int) -> FloatRow | None:
         """Noise of `position`, [vocabulary] float64; None at temperature 0, where it is zero."""

@@ -39,7 +39,8 @@ class Way(Enum):
 class Rivals:
     """Times steps under each way. The fastest is kept; the others are tried again, for a small share of the time."""
 
-    PROOF = 24  # steps that count of a trial
+    PROOF = (8, 24)  # steps that count of a trial: if it is clear, and at the most
+    CLEAR = 1.3  # times as fast
     SETTLING = 4  # steps after a change that do not
     STARTING = 12  # likewise where drafters rested: they first read what they missed
     LOSS = 0.01  # share of the time that trials of one way may cost
@@ -50,7 +51,7 @@ class Rivals:
         self._kept = way
         self._speeds = {each: Speed() for each in Way}
         self._due = dict.fromkeys(Way, 0.0)  # seconds until it is tried again
-        self._settling = self.STARTING
+        self._settling = self.SETTLING
         self._begin()
 
     def observe(self, done: float, seconds: float) -> None:
@@ -62,8 +63,14 @@ class Rivals:
             self._speeds[self.way].observe(done, seconds)
         for way in self._due:
             self._due[way] -= seconds
-        if self._steps >= self._settling + self.PROOF:
+        proof = self._steps - self._settling
+        if proof >= self.PROOF[1] or (proof >= self.PROOF[0] and self._clear):
             self._judge()
+
+    @property
+    def _clear(self) -> bool:
+        speeds = sorted(self._speeds[way].per_second for way in (self.way, self._kept))
+        return speeds[1] > self.CLEAR * speeds[0]
 
     def _judge(self) -> None:
         if self.way is self._kept:
@@ -109,6 +116,12 @@ class Pattern:
             weight = max(0.15, 1 / self._lessons[index])
             self.delays[index] += weight * (delay - self.delays[index])
             self.gains[index] += weight * (gain - self.gains[index])
+
+    def end(self, index: int, delay: float) -> None:
+        """No delta came within `delay` where this one could have, hence none after it either."""
+        self.learn(index, delay, 0.0)
+        for later in range(index + 1, len(self.gains)):
+            self.learn(later, self.delays[later], 0.0)
 
     def forecast(self, index: int) -> tuple[float, float]:
         """Delay and gain. A delta that was never waited for is believed to bring half of the one before."""
@@ -183,7 +196,7 @@ class Arrivals:
     def restart(self, now: float, expected: float) -> None:
         """A commit went out; the tree that was left is worth `expected` tokens."""
         if self._waited and self._quiet:
-            self._pattern.learn(self._count, now - self._last, 0.0)
+            self._pattern.end(self._count, now - self._last)
         self._pattern = self._patterns.kept if expected > 1.0 else self._patterns.fresh
         self._patterns.trials.step(now)
         self._count = 0

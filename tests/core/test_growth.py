@@ -263,6 +263,31 @@ def test_what_was_slower_is_taken_once_it_is_faster() -> None:
     assert run_rivals(rivals, 60, {Way.TURNS: 20.0, Way.AHEAD: 70.0, Way.REST: 50.0})[-1] is Way.AHEAD
 
 
+def test_a_clear_trial_is_short() -> None:
+    for other, longest in ((50.0, Rivals.PROOF[0]), (90.0, Rivals.PROOF[1])):
+        rivals = Rivals(Way.TURNS)
+        said = run_rivals(rivals, 2.0, {Way.TURNS: 100.0, Way.AHEAD: other, Way.REST: other})
+        trial = list(
+            itertools.takewhile(
+                lambda way: way is Way.AHEAD, itertools.dropwhile(lambda way: way is not Way.AHEAD, said)
+            )
+        )
+        assert len(trial) == Rivals.SETTLING + longest
+
+
+def test_deltas_that_no_longer_come_are_no_longer_waited_for() -> None:
+    patterns = Patterns.unknown()
+    for deltas in [4] * 20 + [1] * 20:
+        arrivals = Arrivals(patterns)
+        arrivals.restart(0.0, 1.0)
+        for delta in range(deltas):
+            arrivals.arrived(0.01 * (delta + 1), 2.0 + delta, passing=False)
+        arrivals.wait(trial=False)
+        arrivals.restart(0.1, 1.0)
+    assert patterns.fresh.gains[0] == pytest.approx(1.0)
+    assert all(gain < 0.1 for gain in patterns.fresh.gains[1:])
+
+
 def test_a_trial_does_not_count_while_drafters_read_what_they_missed() -> None:
     rivals = Rivals(Way.REST)
     for _ in range(1000):

@@ -30,7 +30,7 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     for resting in (True, True, False):
         session.follow(Way.REST if resting else Way.TURNS)
         assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
-        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
+        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert stream._wake.is_set() != resting
     frame = await stream.next()
     assert frame is not None
@@ -42,11 +42,18 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
     session.follow(Way.REST)
-    sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=0.0))
+    sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
     sink.refresh(session)
     frame = await stream.next()
     assert frame is not None
     assert (list(frame.commit.tokens), frame.commit.price, frame.commit.plan.version) == ([7], 1.0, 1)
+
+
+async def test_drafters_do_not_delay_the_first_token() -> None:
+    _, session = sink_and_session()
+    assert (session.way, session.price) == (Way.TURNS, 1.0)
+    session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
+    assert session.price == 0.0
 
 
 @pytest.mark.parametrize(
