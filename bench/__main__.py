@@ -96,7 +96,7 @@ def main(
             profiled_steps=256,
             callers=tuple(callers or (1, 2, 4, 8, 16, 32)),
             load_s=load_seconds,
-            ramp_s=load_seconds / 4,
+            ramp_s=load_seconds / 2,
             round_trips_ms=tuple(round_trips or (0.0, 5.0, 20.0, 50.0, 200.0)),
         )
         options.cluster(models / "target")  # a wrong key is a mistake now, not after minutes
