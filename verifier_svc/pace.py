@@ -18,7 +18,7 @@ class Pace:
 
     Where drafters compute on the verifier's own cores, every level takes time from the steps; where they are far away,
     a step must not wait for them; and with many sessions a step is long without them. So how they had better work is
-    measured, by how many sessions are open, and whether they are greedy.
+    measured, by how many sessions are open, and whether one that is alone is greedy.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -26,7 +26,7 @@ class Pace:
         self._cost = cost
         self._open = 0.0  # sessions, on average: drafters that begin read what they missed, so it must not flap
         self._patterns: dict[bool, Patterns] = {}  # by whether a session is greedy: drafters guess better what it says
-        self._rivals: dict[tuple[int, frozenset[bool]], Rivals] = {}  # by the logarithm of the number, and who they are
+        self._rivals: dict[tuple[int, bool], Rivals] = {}  # by the logarithm of the number; whether one alone is greedy
 
     def patterns(self, contract: Contract) -> Patterns:
         """What deltas bring to sessions like this."""
@@ -50,10 +50,19 @@ class Pace:
         decoding, `seconds` after the step before."""
         self._open += (len(sessions) - self._open) * (FOLLOWING if self._open else 1.0)
         size = round(math.log2(max(1.0, self._open)))
-        kind = size, frozenset(session.contract.greedy for session in sessions)
-        rivals = self._rivals.get(kind) or self._rivals.setdefault(kind, Rivals(self.way))
+        rivals = self._rivals_of(size, size == 0 and all(session.contract.greedy for session in sessions))
         rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
         self.way = rivals.way
+
+    def _rivals_of(self, size: int, greedy: bool) -> Rivals:
+        """New ones believe at first what is known of the nearest other number of sessions."""
+        rivals = self._rivals.get((size, greedy))
+        if rivals is None:
+            others = [known for known in self._rivals if known[0] != size]
+            nearest = min(others, key=lambda known: abs(known[0] - size), default=None)
+            rivals = Rivals(Way.TURNS) if nearest is None else self._rivals[nearest].inherited()
+            self._rivals[size, greedy] = rivals
+        return rivals
 
     def forget(self) -> None:
         """Other drafters than those that were measured have come."""

@@ -54,6 +54,12 @@ class Rivals:
         self._settling = self.SETTLING
         self._begin()
 
+    def inherited(self) -> Rivals:
+        """For other circumstances: the same is kept, and as long until the others are tried."""
+        heir = Rivals(self._kept)
+        heir._due = dict(self._due)
+        return heir
+
     def observe(self, done: float, seconds: float) -> None:
         """A step did so much, `seconds` after the one before. May change the way."""
         self._done += done

@@ -1,13 +1,19 @@
 """How a session's drafters are to work."""
 
+from statistics import mode
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from outrider.core.acceptance import Choice
+from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.waiting import Patterns, Way
 from outrider.engine.slots import Taken
 from outrider.v1.types_pb2 import Heartbeat
+from verifier_svc.pace import Pace
 from verifier_svc.session import Session, Start
 from verifier_svc.sink import Keyring, Sink
 from verifier_svc.stream import DraftStream
@@ -54,6 +60,27 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
     assert (session.way, session.price) == (Way.TURNS, 1.0)
     session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
     assert session.price == 0.0
+
+
+def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many() -> None:
+    pace = Pace(CostModel([(1, 0.01), (64, 0.02)]))
+    speeds = {1: {Way.TURNS: 3.0, Way.AHEAD: 2.0, Way.REST: 1.0}, 8: {Way.TURNS: 5.0, Way.AHEAD: 6.0, Way.REST: 8.0}}
+
+    def steps(seconds: float, sessions: int, speed: dict[Way, float]) -> Way:
+        crowd: list[Any] = [SimpleNamespace(contract=Contract(seed=1, max_tokens=9))] * sessions
+        ways = []
+        for _ in range(round(seconds * 100)):
+            pace.learn(crowd, sessions, 0, round(100 * speed[pace.way]), 0.01)
+            ways.append(pace.way)
+        return mode(ways[len(ways) // 2 :])
+
+    assert steps(20.0, 1, speeds[1]) is Way.TURNS
+    assert steps(200.0, 8, speeds[8]) is Way.REST
+    assert steps(1.0, 1, speeds[1]) is Way.TURNS
+    assert steps(4.0, 8, speeds[8]) is Way.REST
+    assert steps(0.6, 16, dict.fromkeys(Way, 1.0)) is Way.REST  # no trial yet
+    pace.forget()
+    assert steps(0.1, 1, speeds[1]) is Way.TURNS
 
 
 @pytest.mark.parametrize(
