@@ -64,7 +64,7 @@ async def test_drafters_do_not_delay_the_first_token() -> None:
 
 def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many() -> None:
     pace = Pace(CostModel([(1, 0.01), (64, 0.02)]))
-    speeds = {1: {Way.TURNS: 3.0, Way.AHEAD: 2.0, Way.REST: 1.0}, 8: {Way.TURNS: 5.0, Way.AHEAD: 6.0, Way.REST: 8.0}}
+    speeds = {1: {Way.TURNS: 3.0, Way.AHEAD: 2.0, Way.REST: 1.0}, 8: {Way.TURNS: 2.0, Way.AHEAD: 3.0, Way.REST: 8.0}}
 
     def steps(seconds: float, sessions: int, speed: dict[Way, float]) -> Way:
         crowd: list[Any] = [SimpleNamespace(contract=Contract(seed=1, max_tokens=9))] * sessions
@@ -78,7 +78,7 @@ def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many()
     assert steps(200.0, 8, speeds[8]) is Way.REST
     assert steps(1.0, 1, speeds[1]) is Way.TURNS
     assert steps(4.0, 8, speeds[8]) is Way.REST
-    assert steps(0.6, 16, dict.fromkeys(Way, 1.0)) is Way.REST  # no trial yet
+    assert steps(0.4, 16, dict.fromkeys(Way, 1.0)) is Way.REST  # they are believed
     pace.forget()
     assert steps(0.1, 1, speeds[1]) is Way.TURNS
 
