@@ -39,8 +39,9 @@ class Way(Enum):
 class Rivals:
     """Times steps under each way. The fastest is kept; the others are tried again, for a small share of the time."""
 
-    PROOF = (8, 24)  # steps that count of a trial: if it is clear, and at the most
-    CLEAR = 1.3  # times as fast
+    PROOF = (8, 24)  # steps that count of a trial: at least, and at the most
+    CLEAR = 1.3  # times as fast, or
+    ENOUGH = 400  # tokens since the change: the least will do
     SETTLING = 4  # steps after a change that do not
     STARTING = 12  # likewise where drafters rested: they first read what they missed
     LOSS = 0.01  # share of the time that trials of one way may cost
@@ -70,7 +71,7 @@ class Rivals:
         for way in self._due:
             self._due[way] -= seconds
         proof = self._steps - self._settling
-        if proof >= self.PROOF[1] or (proof >= self.PROOF[0] and self._clear):
+        if proof >= self.PROOF[1] or (proof >= self.PROOF[0] and (self._clear or self._done >= self.ENOUGH)):
             self._judge()
 
     @property

@@ -265,16 +265,16 @@ def test_what_was_slower_is_taken_once_it_is_faster() -> None:
     assert run_rivals(rivals, 60, {Way.TURNS: 20.0, Way.AHEAD: 70.0, Way.REST: 50.0})[-1] is Way.AHEAD
 
 
-def test_a_clear_trial_is_short() -> None:
-    for other, longest in ((50.0, Rivals.PROOF[0]), (90.0, Rivals.PROOF[1])):
+def test_a_trial_is_short_when_it_is_clear_or_many_tokens_come_a_step() -> None:
+    for usual, other, longest in ((1.0, 0.5, 0), (1.0, 0.9, 1), (100.0, 90.0, 0)):
         rivals = Rivals(Way.TURNS)
-        said = run_rivals(rivals, 2.0, {Way.TURNS: 100.0, Way.AHEAD: other, Way.REST: other})
+        said = run_rivals(rivals, 2.0, {Way.TURNS: 100 * usual, Way.AHEAD: 100 * other, Way.REST: 100 * other})
         trial = list(
             itertools.takewhile(
                 lambda way: way is Way.AHEAD, itertools.dropwhile(lambda way: way is not Way.AHEAD, said)
             )
         )
-        assert len(trial) == Rivals.SETTLING + longest
+        assert len(trial) == Rivals.SETTLING + Rivals.PROOF[longest]
 
 
 def test_deltas_that_no_longer_come_are_no_longer_waited_for() -> None:
