@@ -38,7 +38,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, P
 async def small(checkpoints: tuple[Path, Path, Path]) -> AsyncIterator[LocalCluster]:
     _, target, drafter = checkpoints
     config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, overlap=True),
         verifier=[VerifierConfig(model=target, name="target", dtype="float32", slots=AT_ONCE)],
         drafter=[DrafterConfig(model=drafter, dtype="float32", slots=AT_ONCE)],
     )

@@ -387,10 +387,10 @@ async def test_plans_follow_acceptance(redis_url: str) -> None:
     async with running_router(redis_url, window=2) as rig, announced(verifier, rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask("x", max_tokens=CONTEXT - 1)))
         first = verifier.starts[0].plan
-        assert first.depth == 8
-        assert verifier.plans[-1].depth < 8
+        assert first.depth == 24
+        assert verifier.plans[-1].depth < 24
         assert verifier.plans[-1].version > first.version
-        assert (await rig.sessions.get(started.session_id)).plan.depth < 8
+        assert (await rig.sessions.get(started.session_id)).plan.depth < 24
 
 
 async def test_models_are_listed_while_a_verifier_serves_them(redis_url: str) -> None:
