@@ -12,7 +12,7 @@ demo: $(STAMP)
 test: lint
 	$(BIN)/pytest
 
-# A million frames, ten thousand sessions and their like: about half an hour.
+# A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
 
