@@ -25,6 +25,8 @@ from outrider.cli.samples import acceptance_length, percentile
 from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24
+LEARNING = ("in-process", "distributed")  # rows that find out how drafters had better work
+LEARNING_TOKENS = 512  # what that takes them
 SETTLING_TOKENS = 256  # after the distance changed
 SPARE_SLOTS = 4  # for sessions of the window before that have yet to end
 ANSWER_TOKENS = 48  # load suite
@@ -45,8 +47,9 @@ async def run_rows(options: Options, results: Results, say: Say) -> None:
             limit = await measure(options.threads)
             for row in rows:
                 say(f"{name}: warming {row.name} up")
+                warm_up = LEARNING_TOKENS if row.name in LEARNING else WARM_UP_TOKENS
                 for temperature in options.temperatures:
-                    await row.generate(Ask(prompts[0][1], temperature, SEED, WARM_UP_TOKENS))
+                    await row.generate(Ask(prompts[0][1], temperature, SEED, warm_up))
             async for take in _interleaved(options, rows, prompts, target, say):
                 results.takes.append(take)
             say(f"{name}: first tokens")
