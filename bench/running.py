@@ -27,7 +27,6 @@ from outrider.v1.verifier_pb2 import VerifierDescription
 WARM_UP_TOKENS = 24
 LEARNING = ("in-process", "distributed")  # rows that find out how drafters had better work
 LEARNING_TOKENS = 512  # what that takes them
-SETTLING_TOKENS = 256  # after the distance changed
 SPARE_SLOTS = 4  # for sessions of the window before that have yet to end
 ANSWER_TOKENS = 48  # load suite
 SALTS = 1000  # token ids that a prompt may be begun with, so that no KV of an earlier one fits
@@ -157,8 +156,9 @@ async def run_distance(options: Options, results: Results, say: Say) -> None:
                 for repetition in range(options.repetitions):
                     for trip in trips:
                         proxy.delay_s = trip / 2000
-                        for temperature in options.temperatures:  # the verifier learns anew what nodes are worth
-                            await distributed.generate(Ask(prompts[0][1], temperature, SEED, SETTLING_TOKENS))
+                        proxy.cut()  # a drafter that connects anew may be anywhere: what was learned is forgotten
+                        for temperature in options.temperatures:
+                            await distributed.generate(Ask(prompts[0][1], temperature, SEED, LEARNING_TOKENS))
                         for number, (prompt, tokens) in enumerate(prompts):
                             for temperature in options.temperatures:
                                 ask = Ask(tokens, temperature, SEED + number, options.max_tokens)
