@@ -134,8 +134,8 @@ def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bo
     if plan.depth == 0:
         return []
     first = [] if tree.root.expanded else [tree.root]
-    best = tree.best_first(depth=plan.depth - 1, width=plan.width)
-    worth = takewhile(lambda found: found[0] >= floor_score(price, ahead=ahead), best)
+    floor = floor_score(price, ahead=ahead)
+    worth = takewhile(lambda found: found[0] >= floor, tree.best_first(depth=plan.depth - 1, width=plan.width))
     held = worth if ahead else islice(worth, plan.nodes)
     return first + list(islice((node for _, node in held if not node.expanded), max(0, limit - len(first))))
 
