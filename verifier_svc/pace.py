@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 
 from outrider.core.budget import Budget, CostModel
 from outrider.core.contract import Contract
-from outrider.core.waiting import Patterns, Rivals, Way, patience
+from outrider.core.waiting import Patterns, patience
+from outrider.core.ways import Rivals, Way
 from verifier_svc.session import Session
 
 FOLLOWING = 0.05  # how far the average of open sessions follows one step

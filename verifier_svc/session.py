@@ -12,7 +12,8 @@ from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.noise import NoiseRows
 from outrider.core.tree import Delta, Node, TokenTree
-from outrider.core.waiting import Arrivals, Patterns, Speed, Way
+from outrider.core.waiting import Arrivals, Patterns
+from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
 from outrider.errors import InvalidRequest, Overloaded
 from verifier_svc.stream import DraftStream

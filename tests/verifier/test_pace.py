@@ -10,7 +10,8 @@ from outrider.core.acceptance import Choice
 from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.waiting import Patterns, Way
+from outrider.core.waiting import Patterns
+from outrider.core.ways import Way
 from outrider.engine.slots import Taken
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.pace import Pace
