@@ -155,6 +155,7 @@ class Pair:
                 session.grant(self._subscription),
                 session.price,
                 session.time_price,
+                answer_position=session.answer_position,
             ),
         )
 

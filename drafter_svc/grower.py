@@ -214,7 +214,7 @@ class Grower:
     def _prepare(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             for node in turn.nodes:
-                turn.session.noise.row(node.position + 1)
+                turn.session.sampler.prepare(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
 
     def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
@@ -244,4 +244,4 @@ class Grower:
 
 
 def _candidates(session: DraftSession, node: Node, row: NDArray[np.float32]) -> Candidates:
-    return candidates(row, session.contract, session.noise.row(node.position + 1))
+    return candidates(session.sampler.scores(row, session.tree.path(node)))

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from outrider.core.contract import Contract, Plan
 from outrider.core.growth import Candidates, Fits, floor_score, frontier, propose
-from outrider.core.noise import NoiseRows
 from outrider.core.repeats import Hint, RepeatFit, Repeats
+from outrider.core.sampler import Sampler
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.engine.batch import Segment
 
@@ -31,6 +31,7 @@ class Snapshot:
     price: float = 0.0
     time_price: float = 0.0
     ahead: bool = False
+    answer_position: int = 0  # where the contract's penalties and limits count from
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class DraftSession:
         self.cached = cached
         self.scratch: list[Node] = []
         self.next_id = first_id
-        self.noise = NoiseRows.of(contract, vocabulary)
+        self.sampler = Sampler(contract, vocabulary, self.tokens, snapshot.answer_position)
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
         self._repeats = Repeats(self.tokens)
         self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
@@ -72,7 +73,7 @@ class DraftSession:
         self.tokens.extend(tokens)
         self._repeats.extend(tokens)
         matched = self.tree.commit(tokens)
-        self.noise.forget_below(len(self.tokens))
+        self.sampler.extend(tokens)
         kept = [node for node in matched if node.expanded]
         survivors = kept + self._expanded_below(self.tree.root)
         rows = np.array([node.row for node in survivors], dtype=np.int64)

@@ -248,15 +248,20 @@ class Upstream:
         if part.last:
             if not attachment.parts:
                 raise InvalidRequest("tokens", "a snapshot needs at least one token")
+            if part.answer_position > len(attachment.parts):
+                raise InvalidRequest("answer_position", "lies beyond the snapshot's tokens")
+            contract = contract_from_pb(part.contract)
+            contract.check_vocabulary(self._vocabulary)
             snapshot = Snapshot(
                 tuple(attachment.parts),
                 part.digest,
-                contract_from_pb(part.contract),
+                contract,
                 plan_from_pb(part.plan),
                 part.credit,
                 part.price,
                 part.time_price,
                 part.ahead,
+                part.answer_position,
             )
             attachment.parts.clear()
             self._listener.opened(attachment, snapshot)

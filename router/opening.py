@@ -253,4 +253,5 @@ async def _encode(ask: Ask, *, first: bool) -> tuple[int, ...]:
 
 def _answer(model: ServedModel, prompt: Sequence[int], turn: Turn, figures: Figures) -> Answer:
     detokenizer = Detokenizer(model.tokenizer, prompt, silent=turn.contract.stop_ids)
-    return Answer(prompt, turn.contract, AnswerText(detokenizer, turn.stops), figures)
+    text = AnswerText(detokenizer, turn.stops, unstopped=turn.contract.min_tokens)
+    return Answer(prompt, turn.contract, text, figures)

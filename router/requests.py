@@ -80,7 +80,9 @@ def check_fits(
     `tokens`: the prompt, or with an `answer_position` the prompt and a part of the answer.
     """
     prompt = tokens[:answer_position]
-    check_tokens(prompt, max(worker.vocabulary for worker in verifiers), "prompt")
+    vocabulary = max(worker.vocabulary for worker in verifiers)
+    check_tokens(prompt, vocabulary, "prompt")
+    contract.check_vocabulary(vocabulary)
     needed = len(prompt) + contract.max_tokens
     context = max(worker.context for worker in verifiers)
     if len(prompt) >= context:
@@ -133,8 +135,16 @@ def _contract(sampling: inference_pb2.Sampling, model: ServedModel) -> Contract:
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_k=sampling.top_k,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        allowed_ids=tuple(sampling.allowed_ids),
+        banned_ids=tuple(sampling.banned_ids),
+        min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        stop_ids=() if sampling.ignore_eos else model.eos_ids,
+        stop_ids=(*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
 

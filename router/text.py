@@ -95,17 +95,25 @@ class Taken(NamedTuple):
 
 
 class AnswerText:
-    """The text of one answer. Where it stops does not depend on how the tokens came."""
+    """The text of one answer. Where it stops does not depend on how the tokens came.
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    A stop string counts if all of it is text of later tokens than the first `unstopped` ones.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, unstopped: int = 0) -> None:
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops)
+        self._unstopped = unstopped
 
     def feed(self, tokens: Sequence[int]) -> Taken:
         """Takes tokens up to the first that completes a stop string."""
         pieces: list[str] = []
         for count, token in enumerate(tokens, 1):
-            piece, stopped = self._stops.feed(self._detokenizer.feed(token))
+            piece, stopped = self._detokenizer.feed(token), False
+            if self._unstopped:
+                self._unstopped -= 1
+            else:
+                piece, stopped = self._stops.feed(piece)
             pieces.append(piece)
             if stopped:
                 return Taken("".join(pieces), count, True)

@@ -109,7 +109,7 @@ class Decoder(VerifierServicer):
             raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
         check_tokens(start.tokens, self._engine.vocabulary)
         contract = contract_from_pb(start.contract)
-        check_tokens(contract.stop_ids, self._engine.vocabulary, "contract.stop_ids")
+        contract.check_vocabulary(self._engine.vocabulary)
         if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:
             raise InvalidRequest("answer_position", "must be at most the number of tokens and leave one to say")
         if start.answer_position + contract.max_tokens > self._engine.context:

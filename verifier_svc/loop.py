@@ -19,9 +19,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.acceptance import Choice, Walk, choose, walk
+from outrider.core.acceptance import Walk, walk
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import Overlap, StepReport
+from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
@@ -324,7 +325,7 @@ def _make_noise(step: Step) -> None:
         if work.chooses:
             root = len(work.session.tokens)
             for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
-                work.session.noise.row(position)
+                work.session.sampler.prepare(position)
 
 
 def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:
@@ -342,5 +343,4 @@ def _score_of(offer: tuple[float, Work, Node]) -> float:
 
 
 def _choose_at(session: Session, work: Work, rows: NDArray[np.float32], row: int) -> Choice:
-    position = work.nodes[row - 1].position + 1 if row else len(session.tokens)
-    return choose(rows[row], session.contract, session.noise.row(position))
+    return session.sampler.choose(rows[row], session.tree.path(work.nodes[row - 1]) if row else ())

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outrider.core.acceptance import Choice
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.noise import NoiseRows
+from outrider.core.sampler import Choice, Sampler
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
@@ -69,6 +68,7 @@ class Session:
         self.tenant = start.tenant
         self.epoch = start.epoch
         self.contract = start.contract
+        self.answer_position = start.answer_position
         self.plan = start.plan
         self.place = place
         self.tokens = list(start.tokens)
@@ -76,7 +76,7 @@ class Session:
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
-        self.noise = NoiseRows.of(start.contract, vocabulary)
+        self.sampler = Sampler(start.contract, vocabulary, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
@@ -221,7 +221,7 @@ class Session:
         self.tree.commit(tokens)
         position = len(self.tokens)
         self.tokens.extend(tokens)
-        self.noise.forget_below(len(self.tokens))
+        self.sampler.extend(tokens)
         if self.committed_at:
             self.speed.observe(len(tokens), now - self.committed_at)
         self.committed_at = now

@@ -306,6 +306,7 @@ def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.credit = session.grant(subscription)
             part.price = session.price
             part.time_price, part.ahead = session.time_price, session.ahead
+            part.answer_position = session.answer_position
             subscription.plan_version = session.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -20,10 +21,21 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep what has this share of the likeliest token's probability.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="On prompt and answer; above 1 discourages.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Off the logits of what the answer holds.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, as often as it holds it.")] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be repeated.")
+    ] = None,
+    allow: Annotated[list[int] | None, typer.Option(help="The only token ids that may be said; repeat it.")] = None,
+    ban: Annotated[list[int] | None, typer.Option(help="A token id that may not be said; may be repeated.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Drawn and shown if left out.")] = None,
     choice: Annotated[int, typer.Option(help="Which of several samples of one prompt and seed.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
     speculation: Annotated[
         Literal["ema", "fixed", "off"] | None, typer.Option(help="Speed only. [default: the router's]")
@@ -49,10 +61,19 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=_biases(logit_bias or ()),
+            allowed_ids=allow or (),
+            banned_ids=ban or (),
+            min_tokens=min_tokens,
             seed=seed,
             choice=choice,
             max_tokens=max_tokens,
             stop=stop or (),
+            stop_ids=stop_id or (),
             ignore_eos=ignore_eos,
             speculation=speculation,
             depth=depth,
@@ -71,6 +92,14 @@ def generate(
         if logprobs is not None:
             _print_table(stream.result)
         print(_figures(stream.result), file=sys.stderr)
+
+
+def _biases(entries: Sequence[str]) -> dict[int, float]:
+    """Biases by id from ID=BIAS. Raises BadParameter, which typer reports."""
+    try:
+        return {int(token): float(bias) for token, _, bias in (entry.partition("=") for entry in entries)}
+    except ValueError:
+        raise typer.BadParameter("must be ID=BIAS, for example 42=-5", param_hint="--logit-bias") from None
 
 
 def _print_table(result: Generation) -> None:

@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cli.compare import Difference, Verdict
-from outrider.core.acceptance import choose
 from outrider.core.contract import Contract
-from outrider.core.filters import filtered
-from outrider.core.noise import NoiseRows
+from outrider.core.sampler import Sampler
 from outrider.errors import CheckpointError
 
 
@@ -50,20 +48,18 @@ class Reference:
         One pass over prompt and answer gives the logits at all positions, so a near tie leaves the rest to be judged.
         The gap is the lead of the reference's token over the one that was said: what rounding had to make up for.
         """
-        noise = NoiseRows.of(contract, self._vocabulary)
+        sampler = Sampler(contract, self._vocabulary, prompt, len(prompt))
         found: Difference | None = None
         for index, (token, logits) in enumerate(zip(said, self._logits(prompt, said), strict=True)):
-            row = noise.row(len(prompt) + index)
-            noise.forget_below(len(prompt) + index)
-            choice = choose(logits, contract, row)
-            if choice.token == token:
-                continue
-            scores = filtered(logits, contract) + (0.0 if row is None else row)
-            lead = float(scores[choice.token] - scores[token]) if 0 <= token < len(scores) else math.inf
-            parted = Difference(index, token, choice.token, lead)
-            if parted.judged(tolerance) is Verdict.BUG:
-                return parted
-            found = found or parted
+            scores = sampler.scores(logits)
+            choice = int(scores.argmax())
+            if choice != token:
+                lead = float(scores[choice] - scores[token]) if 0 <= token < len(scores) else math.inf
+                parted = Difference(index, token, choice, lead)
+                if parted.judged(tolerance) is Verdict.BUG:
+                    return parted
+                found = found or parted
+            sampler.extend([token])
         return found
 
     def _logits(self, prompt: Sequence[int], said: Sequence[int]) -> NDArray[np.float32]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, Unpack
@@ -11,7 +13,7 @@ from outrider.client._router import Router
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Generation, Model, Session
 from outrider.client._wire import Options
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 
 
@@ -40,6 +42,40 @@ class AsyncClient:
         async for _ in stream:
             pass
         return stream.result
+
+    async def samples(
+        self, prompt: str | Sequence[int], n: int, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> list[Generation]:
+        """`n` answers to one prompt: the choices 0 to n - 1 of one seed, each a session of its own.
+
+        The verifier reads the prompt once: the others begin when the first one has. When one fails, all end. `timeout`
+        holds for each.
+        """
+        for option in ("choice", "session", "idempotency_key"):
+            if option in options:
+                raise InvalidRequest(option, "is not for several samples; each has its own")
+        if n < 1:
+            raise InvalidRequest("n", f"is {n}, must be at least 1")
+        if options.get("seed") is None:
+            options["seed"] = secrets.randbits(64)
+        prompt_read = asyncio.Event()
+
+        async def one(choice: int) -> Generation:
+            if choice:
+                await prompt_read.wait()
+            own: Options = {**options, "choice": choice}
+            stream = self.stream(prompt, timeout=timeout, **own)
+            async for _ in stream:
+                prompt_read.set()
+            return stream.result
+
+        tasks = [asyncio.create_task(one(choice)) for choice in range(n)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]

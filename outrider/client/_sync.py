@@ -38,6 +38,16 @@ class Client:
         """The whole answer to a prompt, given as text or as token ids. See `Options` for the keywords."""
         return self._thread.run(self._client.generate(prompt, timeout=timeout, **options))
 
+    def samples(
+        self, prompt: str | Sequence[int], n: int, *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> list[Generation]:
+        """`n` answers to one prompt: the choices 0 to n - 1 of one seed, each a session of its own.
+
+        The verifier reads the prompt once: the others begin when the first one has. When one fails, all end. `timeout`
+        holds for each.
+        """
+        return self._thread.run(self._client.samples(prompt, n, timeout=timeout, **options))
+
     def stream(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
@@ -32,10 +32,19 @@ class Options(TypedDict, total=False):
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
     top_p: float  # nucleus, above 0 and at most 1; 1
+    min_p: float  # keep what has this share of the likeliest token's probability; 0 (the default) keeps all
+    repetition_penalty: float  # above 1: what the session holds, prompts included, becomes less likely; 1
+    presence_penalty: float  # taken off the logits of what the answer holds; 0
+    frequency_penalty: float  # taken off them as often as the answer holds it; 0
+    logit_bias: Mapping[int, float]  # added to the logits of these token ids, -100 to 100
+    allowed_ids: Sequence[int]  # the only token ids that may be said; none (the default): all
+    banned_ids: Sequence[int]  # token ids that may not be said
+    min_tokens: int  # of the answer, before a stop id or string can end it; 0
     seed: int | None  # 0 to 2**64 - 1; drawn by the router when left out, and part of the result
     choice: int  # which of several samples of one prompt and seed; 0
     max_tokens: int  # 128
     stop: str | Sequence[str]  # strings that end the text and are not part of it
+    stop_ids: Sequence[int]  # token ids that end the text, beside the model's own
     ignore_eos: bool  # go on after the model's end of text; False
     speculation: Policy | None  # changes the speed, never the text; None takes the router's default
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
@@ -53,10 +62,19 @@ def request_to_pb(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_ids: Sequence[int] = (),
+    banned_ids: Sequence[int] = (),
+    min_tokens: int = 0,
     seed: int | None = None,
     choice: int = 0,
     max_tokens: int = 128,
     stop: str | Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     speculation: Policy | None = None,
     depth: int | None = None,
@@ -67,15 +85,25 @@ def request_to_pb(
     idempotency_key: str = "",
 ) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
-    Contract(
+    checked = Contract(
         seed=0 if seed is None else seed,
         max_tokens=max_tokens,
         choice=choice,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=tuple((logit_bias or {}).items()),
+        allowed_ids=tuple(allowed_ids),
+        banned_ids=tuple(banned_ids),
+        min_tokens=min_tokens,
+        stop_ids=tuple(stop_ids),
         logprobs=logprobs,
     )
+    checked.check_vocabulary(2**32)
     if max_tokens >= 2**32:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
@@ -88,8 +116,17 @@ def request_to_pb(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=dict(checked.logit_bias),
+            allowed_ids=checked.allowed_ids,
+            banned_ids=checked.banned_ids,
+            min_tokens=min_tokens,
             max_tokens=max_tokens,
             stop=[encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
+            stop_ids=checked.stop_ids,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
         ),

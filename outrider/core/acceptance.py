@@ -9,21 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from outrider.core.contract import Contract
-from outrider.core.filters import filtered
-from outrider.core.logprobs import pack
-from outrider.core.noise import FloatRow
-
-
-class Choice(NamedTuple):
-    """The target's token, and by how much its log p + g leads the runner-up's (inf without one)."""
-
-    token: int
-    gap: float
-    logprobs: bytes = b""  # see outrider.core.logprobs; empty where the contract asks for none
+from outrider.core.sampler import Choice
 
 
 class Walk(NamedTuple):
@@ -31,18 +17,6 @@ class Walk(NamedTuple):
 
     path: list[int]  # rows of the accepted nodes, from the root's child down
     choices: list[Choice]  # the committed tokens: one for each accepted node, and the bonus
-
-
-def choose(logits: NDArray[np.float32], contract: Contract, noise: FloatRow | None) -> Choice:
-    """The target's token from one row of logits [vocabulary]. The lowest id wins a tie."""
-    scores = filtered(logits, contract)
-    if noise is not None:
-        scores += noise
-    token = int(scores.argmax())
-    best = scores[token]
-    scores[token] = -np.inf
-    gap = float(best - scores.max())
-    return Choice(token, gap, b"" if contract.logprobs is None else pack(logits, token, contract.logprobs))
 
 
 def walk(parents: Sequence[int], tokens: Sequence[int], choose_at: Callable[[int], Choice]) -> Walk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -9,12 +10,17 @@ from outrider.errors import InvalidRequest
 
 SHARED_NOISE = "shared-noise"
 MAX_STOP_IDS = 64
+MAX_LISTED = 4096  # ids that are allowed, banned or biased
+MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The immutable terms of one generation. Raises InvalidRequest, naming the field, when one is absurd."""
+    """The immutable terms of one generation. Raises InvalidRequest, naming the field, when one is absurd.
+
+    Lists may come as any sequence, `logit_bias` also as a mapping; they are kept as tuples, sorted.
+    """
 
     seed: int  # 0 .. 2**64 - 1
     max_tokens: int  # new tokens at most
@@ -22,11 +28,20 @@ class Contract:
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0  # 1 keeps all
+    min_p: float = 0.0  # 0 keeps all; of the likeliest token's probability
+    repetition_penalty: float = 1.0  # on what the session holds, prompts included; 1: none
+    presence_penalty: float = 0.0  # on what the answer holds
+    frequency_penalty: float = 0.0  # on that, times how often
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit)
+    allowed_ids: tuple[int, ...] = ()  # the only ids that may be said; none: all
+    banned_ids: tuple[int, ...] = ()  # ids that may not be said
+    min_tokens: int = 0  # of the answer, before a stop id may be said
     stop_ids: tuple[int, ...] = ()  # ids that end the generation
     rule: str = SHARED_NOISE
     logprobs: int | None = None  # alternatives whose log-probabilities go with each token's own; None: none at all
 
     def __post_init__(self) -> None:
+        biased = dict(self.logit_bias)
         checks = (
             ("seed", 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
             ("choice", 0 <= self.choice < 2**32, "an integer from 0 to 2**32 - 1"),
@@ -34,18 +49,50 @@ class Contract:
             ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
             ("top_k", 0 <= self.top_k < 2**31, "0 (all) or a positive integer"),
             ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
+            ("presence_penalty", -100.0 <= self.presence_penalty <= 100.0, "a number from -100 to 100"),
+            ("frequency_penalty", -100.0 <= self.frequency_penalty <= 100.0, "a number from -100 to 100"),
+            ("logit_bias", len(biased) <= MAX_LISTED, f"at most {MAX_LISTED} entries"),
+            (
+                "logit_bias",
+                all(abs(by) <= MAX_BIAS for by in biased.values()),
+                f"-{MAX_BIAS:g} to {MAX_BIAS:g} for each",
+            ),
+            ("banned_ids", len(self.banned_ids) <= MAX_LISTED, f"at most {MAX_LISTED} ids"),
+            ("allowed_ids", len(self.allowed_ids) <= MAX_LISTED, f"at most {MAX_LISTED} ids"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
             ("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
             ("rule", self.rule == SHARED_NOISE, f"'{SHARED_NOISE}'"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
         )
         for field, holds, allowed in checks:
             if not holds:
-                raise InvalidRequest(field, f"is {getattr(self, field)!r}, must be {allowed}")
+                raise InvalidRequest(field, f"is {reprlib.repr(getattr(self, field))}, must be {allowed}")
+        object.__setattr__(self, "logit_bias", tuple(sorted(biased.items())))
+        for listed in ("allowed_ids", "banned_ids", "stop_ids"):
+            object.__setattr__(self, listed, tuple(sorted(set(getattr(self, listed)))))
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raises InvalidRequest for an id that a vocabulary of that size lacks, or when nothing of it may be said."""
+        for field in ("logit_bias", "allowed_ids", "banned_ids", "stop_ids"):
+            ids = [id_ for id_, _ in self.logit_bias] if field == "logit_bias" else getattr(self, field)
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                worst = max(ids) if max(ids) >= vocabulary else min(ids)
+                raise InvalidRequest(field, f"token id {worst} is outside the vocabulary (0 to {vocabulary - 1})")
+        unsayable = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
+        if all(id_ in unsayable for id_ in self.allowed_ids or range(vocabulary)):
+            raise InvalidRequest("allowed_ids", "and banned_ids (and, with min_tokens, stop ids) leave nothing to say")
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always the one."""
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what may be said next depends on how often it was said before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 class Overlap(IntEnum):

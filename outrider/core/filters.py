@@ -1,6 +1,10 @@
-"""What turns logits into the distribution to sample from: temperature, then top-k, then top-p."""
+"""What turns logits into the distribution to sample from, in the order of `transformers`: bias, penalties, bans; then,
+unless greedy, temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,20 +14,53 @@ from outrider.core.contract import Contract
 FloatRow = NDArray[np.float64]
 
 
-def filtered(logits: NDArray[np.float32], contract: Contract) -> FloatRow:
-    """Log-probabilities up to a constant; tokens that the filters exclude are -inf. [vocabulary] float64
+class History:
+    """How often each token was said: what penalties go by."""
 
-    At temperature 0 the logits come back as they are: filters cannot change an argmax.
+    def __init__(self, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
+        """`tokens`: of the session so far, the answer's beginning at that position."""
+        self.session = np.bincount(np.asarray(tokens, np.int64), minlength=vocabulary)  # [vocabulary]
+        self.answer = np.bincount(np.asarray(tokens[answer_position:], np.int64), minlength=vocabulary)  # likewise
+
+    def extend(self, tokens: Sequence[int], times: int = 1) -> None:
+        """The answer goes on."""
+        for counts in (self.session, self.answer):
+            np.add.at(counts, np.asarray(tokens, np.int64), times)
+
+    @contextmanager
+    def following(self, path: Sequence[int]) -> Iterator[None]:
+        """As if the answer went on with these tokens."""
+        self.extend(path)
+        try:
+            yield
+        finally:
+            self.extend(path, -1)
+
+
+def penalize(scores: FloatRow, contract: Contract, history: History) -> None:
+    """Lowers, in place, the logits of what was said.
+
+    Sources: Keskar et al., "CTRL", arXiv 1909.05858, section 4.1 (repetition; negative logits are multiplied, as in
+    `transformers`); presence and frequency as OpenAI's API documents them.
     """
-    scores = logits.astype(np.float64)
-    if contract.greedy:
-        return scores
+    if contract.repetition_penalty != 1.0:
+        said = np.flatnonzero(history.session)
+        logits = scores[said]
+        scores[said] = np.where(logits < 0, logits * contract.repetition_penalty, logits / contract.repetition_penalty)
+    if contract.presence_penalty or contract.frequency_penalty:
+        said = np.flatnonzero(history.answer)
+        scores[said] -= contract.presence_penalty + contract.frequency_penalty * history.answer[said]
+
+
+def keep_sampled(scores: FloatRow, contract: Contract) -> None:
+    """Divides by the temperature and excludes, in place, what is not to be sampled."""
     scores /= contract.temperature
     if 0 < contract.top_k < scores.size:
         keep_top_k(scores, contract.top_k)
     if contract.top_p < 1.0:
         keep_top_p(scores, contract.top_p)
-    return scores
+    if contract.min_p > 0.0:
+        keep_min_p(scores, contract.min_p)
 
 
 def keep_top_k(scores: FloatRow, k: int) -> None:
@@ -42,3 +79,11 @@ def keep_top_p(scores: FloatRow, p: float) -> None:
     cumulative = np.cumsum(probability)
     kept = int(np.searchsorted(cumulative, p * cumulative[-1])) + 1
     scores[order[kept:]] = -np.inf
+
+
+def keep_min_p(scores: FloatRow, p: float) -> None:
+    """Keeps, in place, tokens with at least a share p of the likeliest one's probability.
+
+    Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", arXiv 2407.01082, section 3.
+    """
+    scores[scores < scores.max() + np.log(p)] = -np.inf

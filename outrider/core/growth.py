@@ -10,9 +10,8 @@ from itertools import islice, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.contract import Contract, Plan
-from outrider.core.filters import filtered
-from outrider.core.noise import FloatRow
+from outrider.core.contract import Plan
+from outrider.core.filters import FloatRow
 from outrider.core.repeats import Hint, RepeatFit
 from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
 
@@ -32,11 +31,8 @@ class Candidates:
     scores: FloatRow  # [c] log q + g up to a constant, falling
 
 
-def candidates(logits: NDArray[np.float32], contract: Contract, noise: FloatRow | None) -> Candidates:
-    """The leading tokens by log q + g from one row of the draft's logits [vocabulary]."""
-    scores = filtered(logits, contract)
-    if noise is not None:
-        scores += noise
+def candidates(scores: FloatRow) -> Candidates:
+    """The leading tokens of a row of log q + g [vocabulary]."""
     count = min(CANDIDATES, scores.size)
     best = np.argpartition(scores, scores.size - count)[scores.size - count :]
     best = best[np.argsort(-scores[best], kind="stable")]

@@ -134,6 +134,10 @@ class TokenTree:
         """The node's path score, 0 to 1."""
         return math.exp(node.log_score - self.root.log_score)
 
+    def path(self, node: Node) -> list[int]:
+        """The tokens below the root, down to the node's own."""
+        return [above.token for above in node.ancestors(self.root)][::-1]
+
     def depth(self, node: Node) -> int:
         """How far below the root the node is."""
         return node.position - self.root.position

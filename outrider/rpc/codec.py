@@ -24,14 +24,14 @@ _CONTRACT, _PLAN, _REPORT = _names(Contract), _names(Plan), _names(StepReport)
 
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
     """The contract's message."""
-    return types_pb2.Contract(**{name: getattr(contract, name) for name in _CONTRACT})
+    values = {name: getattr(contract, name) for name in _CONTRACT}
+    return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias)})
 
 
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
     """The contract. Raises InvalidRequest naming the field that is absurd."""
     values = {name: getattr(message, name) for name in _CONTRACT}
-    wanted = message.logprobs if message.HasField("logprobs") else None
-    return Contract(**values | {"stop_ids": tuple(message.stop_ids), "logprobs": wanted})
+    return Contract(**values | {"logprobs": message.logprobs if message.HasField("logprobs") else None})
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:

@@ -100,9 +100,8 @@ def load_turn(blob: bytes) -> Turn | None:
     if not blob:
         return None
     values = loads(blob, "a session's turn")
-    contract = values["contract"]
     return Turn(
-        contract=Contract(**contract | {"stop_ids": tuple(contract["stop_ids"])}),
+        contract=Contract(**values["contract"]),
         stops=tuple(values["stops"]),
         answer_position=values["answer_position"],
         deadline=values["deadline"],

@@ -94,7 +94,7 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class Snapshot(_message.Message):
     PRICE_FIELD_NUMBER: _ClassVar[int]
     TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_POSITION_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -119,7 +120,8 @@ class Snapshot(_message.Message):
     price: float
     time_price: float
     ahead: bool
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ...) -> None: ...
+    answer_position: int
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price", "ahead")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from outrider.core.acceptance import Choice, choose, walk
+from outrider.core.acceptance import walk
 from outrider.core.contract import Contract
-from outrider.core.noise import gumbel_row
+from outrider.core.sampler import Choice, Sampler
 
 Path = tuple[int, ...]
 
@@ -86,8 +86,7 @@ def test_speculation_over_a_toy_target_says_what_plain_decoding_says() -> None:
         contract = Contract(seed=seed, max_tokens=length, temperature=temperature, top_k=5, top_p=0.95)
 
         def say(history: list[int], contract: Contract = contract) -> Choice:
-            noise = gumbel_row(contract.seed, 0, len(history), vocabulary) if contract.temperature else None
-            return choose(table[history[-2], history[-1]], contract, noise)
+            return Sampler(contract, vocabulary, history, 2).choose(table[history[-2], history[-1]])
 
         plain = [0, 1]
         while len(plain) < length:

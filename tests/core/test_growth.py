@@ -9,22 +9,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outrider.core.budget import OVERHEAD_S, CostModel, choose_budget
-from outrider.core.contract import Contract, Plan
+from outrider.core.contract import Plan
 from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, floor_score, frontier, propose
 from outrider.core.noise import gumbel_row
 from outrider.core.tree import TokenTree
 from outrider.core.waiting import Arrivals, Patterns, Trials, patience, pays
 
-SAMPLED = Contract(seed=3, max_tokens=9)
-
 
 def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
     logits = np.random.default_rng(0).normal(0, 2, 500).astype(np.float32)
     noise = gumbel_row(3, 0, 4, 500)
-    row = candidates(logits, SAMPLED, noise)
+    row = candidates(logits + noise)
     assert row.tokens.tolist() == np.argsort(-(logits + noise))[:64].tolist()
-    masked = candidates(logits, Contract(seed=3, max_tokens=9, top_k=5), noise)
-    assert len(masked.tokens) == 5
+    noise[5:] = -np.inf
+    assert len(candidates(logits + noise).tokens) == 5
 
 
 def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:
@@ -33,7 +31,7 @@ def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_
     for position in range(300):
         q = generator.normal(0, 2, 100).astype(np.float32)
         noise = gumbel_row(5, 0, position, 100)
-        row = candidates(q, SAMPLED, noise)
+        row = candidates(q + noise)
         good.observe(row, int((q + noise + generator.normal(0, 0.1, 100)).argmax()))
         bad.observe(row, int((q + noise + generator.normal(0, 2.0, 100)).argmax()))
     assert good.scale < bad.scale
@@ -48,7 +46,7 @@ def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
     for position in range(1500):
         q = generator.normal(0, 2, 50).astype(np.float32)
         noise = gumbel_row(9, 0, position, 50)
-        row = candidates(q, SAMPLED, noise)
+        row = candidates(q + noise)
         truth = int((q + noise + 0.5 * generator.gumbel(size=50)).argmax())
         if position >= 300:
             said.append(int(row.tokens[0]) == truth)
@@ -63,7 +61,7 @@ def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -
     for _ in range(levels):
         for node in frontier(tree, plan, price, 4, ahead=ahead):
             logits = generator.normal(0, 2, 60).astype(np.float32)
-            row = candidates(logits, SAMPLED, gumbel_row(3, 0, node.position + 1, 60))
+            row = candidates(logits + gumbel_row(3, 0, node.position + 1, 60))
             propose(tree, node, row, fit, plan.width, floor_score(price, ahead=ahead))
     return tree
 
@@ -199,7 +197,7 @@ def test_the_first_delta_after_a_subscription_teaches_nothing() -> None:
 
 def test_a_level_s_gain_is_what_usual_children_add_beyond_their_price() -> None:
     fits = Fits()
-    row = candidates(np.array([3.0, 2.0, 0.0, -9.0], np.float32), Contract(seed=1, max_tokens=9, temperature=0.0), None)
+    row = candidates(np.array([3.0, 2.0, 0.0, -9.0]))
     for _ in range(400):
         usual = [math.exp(edge) for _, edge in fits.edges(row, 3, None)]
     scores, price = [1.0, 0.3], 0.05

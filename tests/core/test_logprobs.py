@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from outrider.core.acceptance import choose
 from outrider.core.contract import Contract
 from outrider.core.logprobs import pack, stride, unpack
-from outrider.core.noise import gumbel_row
+from outrider.core.sampler import Sampler
 
 LOGITS = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
 
@@ -24,9 +23,9 @@ def test_they_are_log_softmax_of_the_raw_logits_best_first() -> None:
 
 def test_a_choice_carries_them_whatever_temperature_and_filters_were() -> None:
     contract = Contract(seed=1, max_tokens=1, temperature=0.3, top_k=2, logprobs=1)
-    choice = choose(LOGITS, contract, gumbel_row(1, 0, 5, 50))
+    choice = Sampler(contract, 50, [0] * 5, 0).choose(LOGITS)
     assert choice.logprobs == pack(LOGITS, choice.token, 1)
-    assert choose(LOGITS, Contract(seed=1, max_tokens=1), None).logprobs == b""
+    assert Sampler(Contract(seed=1, max_tokens=1), 50, [0], 0).choose(LOGITS).logprobs == b""
 
 
 def test_more_alternatives_than_tokens_are_filled_with_impossible_ones() -> None:

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.core.acceptance import choose
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
-from outrider.core.filters import filtered
 from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+from outrider.core.sampler import Sampler
 
 
 def plain_bits(seed: int, choice: int, position: int, token: int) -> int:
@@ -67,21 +66,23 @@ def test_greedy_has_no_noise_and_rows_are_computed_once() -> None:
 def test_choices_follow_the_distribution() -> None:
     """Chi-square of the step from noise to choice; fixed seeds, so it either holds or it does not."""
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.07, 0.03], dtype=np.float32))
-    contract = Contract(seed=11, max_tokens=1)
+    sampler = Sampler(Contract(seed=11, max_tokens=1), 5, [0], 1)
     counts = np.zeros(5)
-    for position in range(20_000):
-        counts[choose(logits, contract, gumbel_row(11, 0, position, 5)).token] += 1
+    for _ in range(20_000):
+        token = sampler.choose(logits).token
+        sampler.extend([token])
+        counts[token] += 1
     assert stats.chisquare(counts, np.exp(logits.astype(np.float64)) / np.exp(logits).sum() * 20_000).pvalue > 0.01
 
 
 @pytest.mark.parametrize("axis", ["position", "choice", "seed"])
 def test_choices_along_each_axis_are_independent(axis: str) -> None:
     logits = np.zeros(4, dtype=np.float32)
-    contract = Contract(seed=0, max_tokens=1)
     said = []
     for i in range(8_000):
-        arguments = {"seed": 5, "choice": 0, "position": 9} | {axis: i}
-        said.append(choose(logits, contract, gumbel_row(**arguments, vocabulary=4)).token)
+        place = {"seed": 5, "choice": 0, "position": 9} | {axis: i}
+        contract = Contract(seed=place["seed"], choice=place["choice"], max_tokens=1)
+        said.append(Sampler(contract, 4, [0] * place["position"], 0).choose(logits).token)
     pairs = np.zeros((4, 4))
     for a, b in itertools.pairwise(said):
         pairs[a, b] += 1
@@ -104,41 +105,3 @@ def test_digest_vectors() -> None:
     assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])
     assert extend(EMPTY, [1, 3, 2]) != extend(EMPTY, [1, 2, 3])
     assert extend(EMPTY, [0]) != EMPTY
-
-
-def slow_filter(logits: list[float], contract: Contract) -> list[float]:
-    """The filters one token at a time."""
-    scores = [logit / contract.temperature for logit in logits]
-    if contract.top_k:
-        kth = sorted(scores, reverse=True)[min(contract.top_k, len(scores)) - 1]
-        scores = [score if score >= kth else -math.inf for score in scores]
-    if contract.top_p < 1:
-        total = math.fsum(math.exp(score) for score in scores)
-        order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
-        reached, kept = 0.0, set()
-        for token in order:
-            kept.add(token)
-            reached += math.exp(scores[token]) / total
-            if reached >= contract.top_p:
-                break
-        scores = [score if token in kept else -math.inf for token, score in enumerate(scores)]
-    return scores
-
-
-@pytest.mark.parametrize("top_k", [0, 1, 3, 50])
-@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-def test_filters_equal_the_slow_reference(top_k: int, top_p: float, temperature: float) -> None:
-    contract = Contract(seed=0, max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p)
-    generator = np.random.default_rng(top_k + int(100 * top_p))
-    for _ in range(20):
-        logits = generator.normal(0, 3, 20).astype(np.float32)
-        assert filtered(logits, contract) == pytest.approx(slow_filter([float(x) for x in logits], contract))
-
-
-def test_the_lowest_id_wins_a_tie_and_the_gap_is_the_lead() -> None:
-    contract = Contract(seed=0, max_tokens=1, temperature=0.0)
-    assert choose(np.array([1, 3, 3, 0], dtype=np.float32), contract, None)[:2] == (1, 0.0)
-    assert choose(np.array([1, 3, 2.5, 0], dtype=np.float32), contract, None)[:2] == (1, 0.5)
-    only = Contract(seed=0, max_tokens=1, top_k=1)
-    assert choose(np.array([1, 3, 2.5, 0], dtype=np.float32), only, gumbel_row(0, 0, 0, 4))[:2] == (1, math.inf)

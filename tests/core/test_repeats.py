@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.contract import Contract
 from outrider.core.growth import Fits, candidates
 from outrider.core.repeats import LONGEST, REMEMBERED, SHORTEST, Hint, Repeat, Repeats
 
@@ -41,8 +40,7 @@ def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
 
 
 def test_a_repetition_that_beats_the_model_is_believed_and_one_that_does_not_is_not() -> None:
-    contract = Contract(seed=1, max_tokens=9, temperature=0.0)
-    row = candidates(np.array([4.0, 1.0, 0.0, 0.0], np.float32), contract, None)
+    row = candidates(np.array([4.0, 1.0, 0.0, 0.0]))
     hint = Hint(1, 6)
     right, wrong = Fits(), Fits()
     before = dict(right.edges(row, 4, hint))
@@ -56,10 +54,9 @@ def test_a_repetition_that_beats_the_model_is_believed_and_one_that_does_not_is_
 
 def test_a_model_that_is_always_right_is_never_overruled() -> None:
     """Agreement must not make repetitions look better than the model."""
-    contract = Contract(seed=1, max_tokens=9, temperature=0.0)
     fits = Fits()
-    agreed = candidates(np.array([1.0, 0.9, 0.0], np.float32), contract, None)
+    agreed = candidates(np.array([1.0, 0.9, 0.0]))
     for _ in range(50):
         fits.observe(agreed, 0, Hint(0, 12))
-    other = candidates(np.array([1.0, 0.9, 0.0], np.float32), contract, None)
+    other = candidates(np.array([1.0, 0.9, 0.0]))
     assert fits.edges(other, 1, Hint(1, 12))[0][0] == 0

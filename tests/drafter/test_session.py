@@ -53,7 +53,7 @@ class Rig:
         if nodes:
             logits = self._random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
             found = [
-                candidates(row, TERMS, session.noise.row(node.position + 1))
+                candidates(session.sampler.scores(row, session.tree.path(node)))
                 for node, row in zip(nodes, logits, strict=True)
             ]
             self.deliver(session.expand(nodes, found, self.fit))

@@ -40,6 +40,14 @@ contracts = messages(
     top_p=st.floats(),
     rule=st.sampled_from(["shared-noise", "", "x"]),
     max_tokens=unsigned,
+    min_p=st.floats(),
+    repetition_penalty=st.floats(),
+    presence_penalty=st.floats(),
+    frequency_penalty=st.floats(),
+    logit_bias=st.dictionaries(tokens, st.floats(), max_size=3),
+    allowed_ids=st.lists(tokens, max_size=3),
+    banned_ids=st.lists(tokens, max_size=3),
+    min_tokens=unsigned,
     stop_ids=st.lists(tokens, max_size=3),
     logprobs=unsigned,
 )
@@ -109,6 +117,7 @@ def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]
         plan=plans,
         credit=huge,
         price=floats,
+        answer_position=positions,
     )
     commits = messages(
         drafter_pb2.Commit,

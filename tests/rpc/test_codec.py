@@ -22,7 +22,15 @@ contracts = st.builds(
     temperature=st.floats(0, 100),
     top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
-    stop_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64).map(tuple),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=st.floats(-100, 100),
+    frequency_penalty=st.floats(-100, 100),
+    logit_bias=st.dictionaries(st.integers(0, 2**32 - 1), st.floats(-100, 100), max_size=5),
+    allowed_ids=st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    banned_ids=st.lists(st.integers(0, 2**32 - 1), max_size=5),
+    min_tokens=st.integers(0, 1),
+    stop_ids=st.lists(st.integers(0, 2**32 - 1), max_size=64),
     logprobs=st.none() | st.integers(0, 20),
 )
 plans = st.builds(
@@ -123,6 +131,17 @@ def test_arbitrary_bytes_are_refused_or_decoded_and_never_crash(data: bytes) -> 
         ({"max_tokens": 0}, "max_tokens"),
         ({"rule": "typical"}, "rule"),
         ({"stop_ids": [1] * 65}, "stop_ids"),
+        ({"banned_ids": [1] * 4097}, "banned_ids"),
+        ({"allowed_ids": [1] * 4097}, "allowed_ids"),
+        ({"logit_bias": {3: 101.0}}, "logit_bias"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(4097), 0.5)}, "logit_bias"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty"),
+        ({"presence_penalty": float("inf")}, "presence_penalty"),
+        ({"frequency_penalty": -101.0}, "frequency_penalty"),
+        ({"min_tokens": 3}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
     ],
 )
@@ -130,7 +149,9 @@ def test_an_absurd_contract_is_refused_by_its_field(change: dict[str, Any], fiel
     message = codec.contract_to_pb(Contract(seed=1, max_tokens=2))
     for name, value in change.items():
         if isinstance(value, list):
-            message.stop_ids.extend(value)
+            getattr(message, name).extend(value)
+        elif isinstance(value, dict):
+            getattr(message, name).update(value)
         else:
             setattr(message, name, value)
     with pytest.raises(InvalidRequest) as refusal:

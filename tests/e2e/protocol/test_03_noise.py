@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from outrider.core.acceptance import choose
 from outrider.core.contract import Contract
 from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+from outrider.core.sampler import Sampler
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
 from tests.e2e.protocol.peers import decoding, delta, drafting
@@ -39,10 +39,20 @@ def noise_by_the_page(key: int, x: int) -> float:
     return -math.log(-math.log1p(-u))
 
 
-def choice_by_the_page(logits: list[float], contract: Contract, t: int) -> int:
-    """argmax over x of log p_t(x) + g_t(x), p after temperature, then top-k, then top-p."""
-    scaled = [value / (contract.temperature or 1.0) for value in logits]
-    kept = sorted(range(len(scaled)), key=lambda x: (-scaled[x], x))
+def choice_by_the_page(logits: list[float], contract: Contract, said: list[int], answer: int) -> int:
+    """argmax over x of log p_t(x) + g_t(x), p as steps 1 to 5 have it."""
+    t, z = len(said), list(logits)
+    for x, bias in contract.logit_bias:
+        z[x] += bias
+    for x in set(said):
+        z[x] = z[x] / contract.repetition_penalty if z[x] > 0 else z[x] * contract.repetition_penalty
+    for x in set(said[answer:]):
+        z[x] -= contract.presence_penalty + contract.frequency_penalty * said[answer:].count(x)
+    sayable = set(contract.allowed_ids or range(len(z))) - set(contract.banned_ids)
+    if t - answer < contract.min_tokens:
+        sayable -= set(contract.stop_ids)
+    scaled = [value / (contract.temperature or 1.0) for value in z]
+    kept = sorted(sayable, key=lambda x: (-scaled[x], x))
     if contract.temperature:
         kept = kept[: contract.top_k or len(kept)]
         total, reached, nucleus = sum(math.exp(scaled[x]) for x in kept), 0.0, []
@@ -51,7 +61,7 @@ def choice_by_the_page(logits: list[float], contract: Contract, t: int) -> int:
                 break
             nucleus.append(x)
             reached += math.exp(scaled[x])
-        kept = nucleus
+        kept = [x for x in nucleus if math.exp(scaled[x] - scaled[nucleus[0]]) >= contract.min_p]
     key = key_by_the_page(contract.seed, contract.choice, t)
     gumbel = {x: noise_by_the_page(key, x) if contract.temperature else 0.0 for x in kept}
     return max(kept, key=lambda x: (scaled[x] + gumbel[x], -x))
@@ -90,24 +100,30 @@ def test_there_is_no_noise_at_temperature_0() -> None:
         Contract(seed=2, max_tokens=1, temperature=0.7, top_k=20),
         Contract(seed=3, max_tokens=1, temperature=1.3, top_p=0.8),
         Contract(seed=4, max_tokens=1, temperature=1.5, top_k=30, top_p=0.9, choice=5),
+        Contract(seed=5, max_tokens=1, min_p=0.1, logit_bias=((3, 4.0), (9, -5.0)), banned_ids=(7, 8)),
+        Contract(seed=6, max_tokens=90, temperature=0.0, min_tokens=60, stop_ids=tuple(range(60))),
+        Contract(seed=7, max_tokens=1, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.4),
+        Contract(seed=8, max_tokens=1, temperature=0.0, repetition_penalty=0.8, allowed_ids=tuple(range(20, 150))),
     ],
-    ids=["greedy", "whole", "top-k", "top-p", "both"],
+    ids=["greedy", "whole", "top-k", "top-p", "both", "biased", "not to stop", "penalized", "allowed"],
 )
-def test_the_target_s_token_is_the_argmax_after_temperature_top_k_and_top_p(contract: Contract) -> None:
+def test_the_target_s_token_is_the_argmax_after_the_page_s_five_steps(contract: Contract) -> None:
     random = np.random.default_rng(8)
-    rows = NoiseRows.of(contract, 200)
-    said = []
-    for t in range(100):
+    said = [11, 12, 13, 11]
+    sampler = Sampler(contract, 200, said, len(said))
+    for _ in range(100):
         logits = random.normal(scale=3.0, size=200).astype(np.float32)
-        said.append(choose(logits, contract, rows.row(t)).token)
-        assert said[-1] == choice_by_the_page(logits.tolist(), contract, t)
+        token = sampler.choose(logits).token
+        assert token == choice_by_the_page(logits.tolist(), contract, said, 4)
+        said.append(token)
+        sampler.extend([token])
     assert len(set(said)) > 50
 
 
 def test_the_lowest_id_wins_a_tie() -> None:
     logits = np.zeros(50, np.float32)
     logits[[7, 31, 44]] = 2.0
-    assert choose(logits, Contract(seed=1, max_tokens=1, temperature=0.0), None).token == 7
+    assert Sampler(Contract(seed=1, max_tokens=1, temperature=0.0), 50, [0], 1).choose(logits).token == 7
 
 
 @pytest.mark.asyncio(loop_scope="session")

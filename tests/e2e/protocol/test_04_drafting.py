@@ -156,6 +156,7 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
 async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_terms() -> None:
     tokens = [position % 4096 for position in range(2 * SNAPSHOT_TOKENS + 5)]
     session = SimpleNamespace(
+        answer_position=7,
         tokens=tokens,
         tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
         epoch=7,

@@ -1,0 +1,97 @@
+"""From logits to tokens, for one generation: its contract's penalties and filters, and its noise.
+
+Verifier and drafters have one each, over the same tokens. At a node of a tree, what counts as said includes the node's
+own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.contract import Contract
+from outrider.core.filters import FloatRow, History, keep_sampled, penalize
+from outrider.core.logprobs import pack
+from outrider.core.noise import NoiseRows
+
+
+class Choice(NamedTuple):
+    """The target's token, and by how much its log p + g leads the runner-up's (inf without one)."""
+
+    token: int
+    gap: float
+    logprobs: bytes = b""  # see outrider.core.logprobs; empty where the contract asks for none
+
+
+class Sampler:
+    """All methods take the tokens between the last committed one and the row in question as `path`."""
+
+    def __init__(self, contract: Contract, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
+        """`tokens`: what is committed, prompt included; the answer begins at `answer_position`."""
+        self.contract = contract
+        self._length = len(tokens)
+        self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be said
+        self._noise = NoiseRows.of(contract, vocabulary)
+        self._history = History(vocabulary, tokens, answer_position) if contract.penalizes else None
+        self._bias = np.array([by for _, by in contract.logit_bias])
+        self._biased = np.array([token for token, _ in contract.logit_bias], np.int64)
+        self._stops = np.array(contract.stop_ids, np.int64)
+        self._banned = self._unsayable(vocabulary)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens were committed."""
+        self._length += len(tokens)
+        self._noise.forget_below(self._length)
+        if self._history is not None:
+            self._history.extend(tokens)
+
+    def prepare(self, position: int) -> None:
+        """Computes what `scores` will need there beside the logits."""
+        self._noise.row(position)
+
+    def log_weights(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """log p up to a constant, after all filters; -inf for what may not be said: [vocabulary].
+
+        `logits`: after the path's last token. At temperature 0 temperature, top-k, top-p and min-p are left out: they
+        cannot change an argmax.
+        """
+        scores = logits.astype(np.float64)
+        if self._biased.size:
+            scores[self._biased] += self._bias
+        if self._history is not None:
+            with self._history.following(path):
+                penalize(scores, self.contract, self._history)
+        if self._banned.size:
+            scores[self._banned] = -np.inf
+        if self._stops.size and self._length + len(path) < self._first_stop:
+            scores[self._stops] = -np.inf
+        if not self.contract.greedy:
+            keep_sampled(scores, self.contract)
+        return scores
+
+    def scores(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """log p + g up to a constant: [vocabulary]. The token to be said is the first with the most."""
+        scores = self.log_weights(logits, path)
+        noise = self._noise.row(self._length + len(path))
+        if noise is not None:
+            scores += noise
+        return scores
+
+    def choose(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> Choice:
+        """The token that the target says. The lowest id wins a tie."""
+        scores = self.scores(logits, path)
+        token = int(scores.argmax())
+        best = scores[token]
+        scores[token] = -np.inf
+        wanted = self.contract.logprobs
+        return Choice(token, float(best - scores.max()), b"" if wanted is None else pack(logits, token, wanted))
+
+    def _unsayable(self, vocabulary: int) -> NDArray[np.int64]:
+        """Ids that are banned or not among those allowed."""
+        banned = np.array(self.contract.banned_ids, np.int64)
+        if not self.contract.allowed_ids:
+            return banned
+        return np.union1d(banned, np.setdiff1d(np.arange(vocabulary), self.contract.allowed_ids))

@@ -1,0 +1,196 @@
+"""Every sampling parameter means what `transformers` and OpenAI's API say, at every node of a tree."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation import logits_process as theirs
+
+from outrider.core.contract import Contract
+from outrider.core.sampler import Sampler
+from outrider.errors import InvalidRequest
+
+V = 24
+PLAIN = Contract(seed=5, max_tokens=50)
+tokens = st.integers(0, V - 1)
+
+contracts = st.builds(
+    Contract,
+    seed=st.integers(0, 5),
+    max_tokens=st.just(50),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 50]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.6, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.8, -0.4]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 3.0]), max_size=3),
+    allowed_ids=st.just(()) | st.lists(tokens, min_size=12, unique=True),
+    banned_ids=st.lists(tokens, max_size=4),
+    min_tokens=st.integers(0, 8),
+    stop_ids=st.lists(tokens, max_size=3),
+)
+
+
+def slow_weights(logits: list[float], contract: Contract, prompt: list[int], answer: list[int]) -> list[float]:
+    """log p up to a constant, one token at a time, as docs/protocol.md has it."""
+    bias, everywhere, own = dict(contract.logit_bias), Counter(prompt + answer), Counter(answer)
+    scores = []
+    for token, logit in enumerate(logits):
+        score = logit + bias.get(token, 0.0)
+        if everywhere[token]:
+            score = score * contract.repetition_penalty if score < 0 else score / contract.repetition_penalty
+        if own[token]:
+            score -= contract.presence_penalty + contract.frequency_penalty * own[token]
+        banned = token in contract.banned_ids or (contract.allowed_ids and token not in contract.allowed_ids)
+        if banned or (token in contract.stop_ids and len(answer) < contract.min_tokens):
+            score = -math.inf
+        scores.append(score)
+    if contract.greedy:
+        return scores
+    scores = [score / contract.temperature for score in scores]
+    if contract.top_k:
+        kth = sorted(scores, reverse=True)[min(contract.top_k, len(scores)) - 1]
+        scores = [score if score >= kth else -math.inf for score in scores]
+    if contract.top_p < 1:
+        best = max(scores)
+        total = math.fsum(math.exp(score - best) for score in scores)
+        reached, kept = 0.0, set()
+        for token in sorted(range(len(scores)), key=lambda token: (-scores[token], token)):
+            kept.add(token)
+            reached += math.exp(scores[token] - best) / total
+            if reached >= contract.top_p:
+                break
+        scores = [score if token in kept else -math.inf for token, score in enumerate(scores)]
+    least = max(scores) + (math.log(contract.min_p) if contract.min_p else -math.inf)
+    return [score if score >= least else -math.inf for score in scores]
+
+
+@given(contracts, st.lists(tokens, min_size=1, max_size=12), st.lists(tokens, max_size=12), st.integers(0, 2**32 - 1))
+def test_filters_equal_the_slow_reference(contract: Contract, prompt: list[int], answer: list[int], draw: int) -> None:
+    logits = np.random.default_rng(draw).normal(0, 3, V).astype(np.float32)
+    slow = slow_weights([float(x) for x in logits], contract, prompt, answer)
+    assert Sampler(contract, V, prompt + answer, len(prompt)).log_weights(logits) == pytest.approx(slow, abs=1e-9)
+
+
+@given(contracts, st.lists(tokens, min_size=1, max_size=9), st.lists(tokens, max_size=9), st.lists(tokens, max_size=9))
+def test_a_node_is_sampled_as_if_its_path_had_been_said(
+    contract: Contract, prompt: list[int], answer: list[int], path: list[int]
+) -> None:
+    logits = np.random.default_rng(len(path)).normal(0, 3, V).astype(np.float32)
+    sampler = Sampler(contract, V, prompt + answer, len(prompt))
+    at_node = sampler.scores(logits, path)
+    assert np.array_equal(sampler.scores(logits, path), at_node)  # asking changes nothing
+    sampler.extend(path)
+    assert np.array_equal(sampler.scores(logits), at_node)
+    afresh = Sampler(contract, V, prompt + answer + path, len(prompt))
+    assert np.array_equal(afresh.scores(logits), at_node)
+
+
+PROMPT, ANSWER = [3, 7, 7, 11, 2], [7, 5, 5, 19]
+TEXT = torch.tensor([PROMPT + ANSWER])
+
+
+@pytest.mark.parametrize(
+    ("change", "processors"),
+    [
+        ({"repetition_penalty": 1.4}, [theirs.RepetitionPenaltyLogitsProcessor(1.4)]),
+        ({"repetition_penalty": 0.6}, [theirs.RepetitionPenaltyLogitsProcessor(0.6)]),
+        ({"logit_bias": {4: 2.5, 9: -3.0}}, [theirs.SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -3.0]])]),
+        ({"banned_ids": (1, 6, 8)}, [theirs.SuppressTokensLogitsProcessor([1, 6, 8])]),
+        (
+            {"allowed_ids": (0, 2, 5, 9, 12, 21)},
+            [theirs.PrefixConstrainedLogitsProcessor(lambda *_: [0, 2, 5, 9, 12, 21], 1)],
+        ),
+        (
+            {"min_tokens": 5, "stop_ids": (6, 20)},
+            [theirs.MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, [6, 20])],
+        ),
+        (
+            {"min_tokens": 4, "stop_ids": (6, 20)},
+            [theirs.MinNewTokensLengthLogitsProcessor(len(PROMPT), 4, [6, 20])],
+        ),
+        (
+            {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.15},
+            [
+                theirs.TemperatureLogitsWarper(0.7),
+                theirs.TopKLogitsWarper(9),
+                theirs.TopPLogitsWarper(0.8),
+                theirs.MinPLogitsWarper(0.15),
+            ],
+        ),
+        (
+            {
+                "logit_bias": {4: 2.5, 7: -3.0},
+                "repetition_penalty": 1.3,
+                "banned_ids": (1,),
+                "min_tokens": 9,
+                "stop_ids": (6,),
+                "temperature": 1.2,
+                "top_k": 12,
+                "top_p": 0.9,
+                "min_p": 0.02,
+            },
+            [
+                theirs.SequenceBiasLogitsProcessor([[[4], 2.5], [[7], -3.0]]),
+                theirs.RepetitionPenaltyLogitsProcessor(1.3),
+                theirs.SuppressTokensLogitsProcessor([1]),
+                theirs.MinNewTokensLengthLogitsProcessor(len(PROMPT), 9, [6]),
+                theirs.TemperatureLogitsWarper(1.2),
+                theirs.TopKLogitsWarper(12),
+                theirs.TopPLogitsWarper(0.9),
+                theirs.MinPLogitsWarper(0.02),
+            ],
+        ),
+    ],
+    ids=["repetition", "encouraged", "bias", "banned", "allowed", "too short", "long enough", "warpers", "all"],
+)
+def test_what_transformers_has_says_the_same(change: dict[str, Any], processors: list[Any]) -> None:
+    sampler = Sampler(replace(PLAIN, **change), V, PROMPT + ANSWER, len(PROMPT))
+    generator = np.random.default_rng(3)
+    for _ in range(50):
+        logits = generator.normal(0, 3, V).astype(np.float32)
+        expected = torch.from_numpy(logits.astype(np.float64))[None]
+        for processor in processors:
+            expected = processor(TEXT, expected)
+        assert sampler.log_weights(logits) == pytest.approx(expected[0].numpy(), abs=1e-6)
+
+
+def test_presence_counts_once_and_frequency_each_time_in_the_answer_alone() -> None:
+    logits = np.zeros(V, np.float32)
+    contract = replace(PLAIN, presence_penalty=0.5, frequency_penalty=0.2)
+    scores = Sampler(contract, V, PROMPT + ANSWER, len(PROMPT)).log_weights(logits)
+    assert scores[[7, 5, 19, 3, 0]] == pytest.approx([-0.7, -0.9, -0.7, 0.0, 0.0])
+
+
+def test_the_lowest_id_wins_a_tie_and_the_gap_is_the_lead() -> None:
+    greedy = Sampler(Contract(seed=0, max_tokens=1, temperature=0.0), 4, [0], 1)
+    assert greedy.choose(np.array([1, 3, 3, 0], dtype=np.float32))[:2] == (1, 0.0)
+    assert greedy.choose(np.array([1, 3, 2.5, 0], dtype=np.float32))[:2] == (1, 0.5)
+    only = Sampler(Contract(seed=0, max_tokens=1, top_k=1), 4, [0], 1)
+    assert only.choose(np.array([1, 3, 2.5, 0], dtype=np.float32))[:2] == (1, math.inf)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"allowed_ids": (1, 2), "banned_ids": (2, 1)},
+        {"banned_ids": tuple(range(V))},
+        {"allowed_ids": (3,), "stop_ids": (3,), "min_tokens": 1},
+        {"allowed_ids": (V,)},
+        {"banned_ids": (V,)},
+        {"logit_bias": {V: 1.0}},
+        {"stop_ids": (V,)},
+    ],
+)
+def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest):
+        replace(PLAIN, **change).check_vocabulary(V)
+    replace(PLAIN, allowed_ids=(3,), stop_ids=(3,)).check_vocabulary(V)
