@@ -156,6 +156,7 @@ class Pair:
                 session.price,
                 session.time_price,
                 answer_position=session.answer_position,
+                epoch=session.epoch,
             ),
         )
 

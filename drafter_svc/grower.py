@@ -12,10 +12,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_svc.drawn import DrawnSession
+from drafter_svc.ranked import RankedSession
 from drafter_svc.session import DraftSession, Snapshot
 from drafter_svc.upstream import Attachment, Update
 from outrider.core.contract import Contract
-from outrider.core.growth import Candidates, Fits, candidates
+from outrider.core.growth import Fits
+from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
@@ -75,7 +78,7 @@ class Grower:
         self._prefill_chunk = prefill_chunk
         self._send = send
         self._resync = resync
-        self._fits: dict[str, Fits] = {}
+        self._fits: dict[tuple[str, str], Fits] = {}
         self._changed = asyncio.Event()
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
@@ -177,7 +180,8 @@ class Grower:
             self._give_back(key, member)
             member.place = self._place(key, snapshot)
         place = member.place
-        return DraftSession(snapshot, place.slot, self._engine.vocabulary, first_id=first_id, cached=place.cached)
+        kind = DrawnSession if rule_of(snapshot.contract).drawn is Drawn.SAMPLED else RankedSession
+        return kind(snapshot, place.slot, self._engine.vocabulary, first_id=first_id, cached=place.cached)
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant)
@@ -226,8 +230,7 @@ class Grower:
             if member is None or member.session is not turn.session:
                 continue  # it ended while the pass ran
             turn.session.advance(turn.segment, turn.nodes)
-            found = [_candidates(turn.session, node, row) for node, row in zip(turn.nodes, rows, strict=True)]
-            delta = turn.session.expand(turn.nodes, found, self._fit(turn.session.contract))
+            delta = turn.session.expand(turn.nodes, rows, self._fit(turn.session.contract))
             member.next = self._next(turn.session)
             self._deliver(turn.key, turn.session, delta, exhausted=member.next is None)
 
@@ -237,11 +240,7 @@ class Grower:
             self._send(key, delta, session.plan.version, exhausted)
 
     def _fit(self, contract: Contract) -> Fits:
-        """Scores are fitted per class of temperature; greedy has its own."""
+        """Scores are fitted per rule and class of temperature; greedy has its own."""
         heat = contract.temperature
         name = "greedy" if heat == 0 else "cool" if heat <= 0.5 else "warm" if heat <= 0.8 else "hot"
-        return self._fits.setdefault(name, Fits())
-
-
-def _candidates(session: DraftSession, node: Node, row: NDArray[np.float32]) -> Candidates:
-    return candidates(session.sampler.scores(row, session.tree.path(node)))
+        return self._fits.setdefault((contract.rule, name), Fits())

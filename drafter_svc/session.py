@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Candidates, Fits, floor_score, frontier, propose
-from outrider.core.repeats import Hint, RepeatFit, Repeats
+from outrider.core.growth import Fits
 from outrider.core.sampler import Sampler
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.engine.batch import Segment
@@ -32,6 +31,7 @@ class Snapshot:
     time_price: float = 0.0
     ahead: bool = False
     answer_position: int = 0  # where the contract's penalties and limits count from
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,12 @@ class Move:
     target: NDArray[np.int64]
 
 
-class DraftSession:
-    """Grows one session's tree. Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the
-    rows behind them hold, oldest first. A node has KV if and only if it is expanded."""
+class DraftSession(ABC):
+    """One session's tree and KV; how the tree grows is left to its kinds.
+
+    Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the rows behind them hold, oldest
+    first. A node has KV if and only if it is expanded.
+    """
 
     def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
         contract = snapshot.contract
@@ -61,18 +64,11 @@ class DraftSession:
         self.scratch: list[Node] = []
         self.next_id = first_id
         self.sampler = Sampler(contract, vocabulary, self.tokens, snapshot.answer_position)
-        self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
-        self._repeats = Repeats(self.tokens)
-        self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
-        self._looked_up = -1  # position of that root
-        self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
-        self._note_lessons(tokens)
+        matched = self._re_root(tokens)
         self.tokens.extend(tokens)
-        self._repeats.extend(tokens)
-        matched = self.tree.commit(tokens)
         self.sampler.extend(tokens)
         kept = [node for node in matched if node.expanded]
         survivors = kept + self._expanded_below(self.tree.root)
@@ -82,14 +78,13 @@ class DraftSession:
             node.row = int(row)
         self.cached += len(kept)
         self.scratch = survivors[len(kept) :]
-        self._keep_rows({self.tree.root, *self.scratch})
         moved = rows != target
         return Move(rows[moved], target[moved]) if moved.any() else None
 
     def next_segment(
         self, fits: Fits, *, chunk: int, limit: int, context: int, rows: int, level_s: float = 0.0
     ) -> tuple[Segment, list[Node]] | None:
-        """What to run next: a chunk of committed tokens, or the rest of them with the root and the best of the tree.
+        """What to run next: a chunk of committed tokens, or the rest of them with the nodes to expand.
 
         Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing: nothing that
         is worth its price, or, while the upstream waits, the `level_s` seconds that it takes. At a price of 1 not even
@@ -103,12 +98,35 @@ class DraftSession:
         limit = min(limit, self._room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
-        nodes = frontier(self.tree, self.plan, self.price, limit, ahead=self.ahead)
-        nodes = [node for node in nodes if node.position + 1 < context]
-        gain = fits.gain(map(self.tree.score, nodes), self.plan.width, self.price)
-        if gain < self.time_price * level_s:
+        nodes = [node for node in self.frontier(fits, limit) if node.position + 1 < context]
+        if not nodes or self.gain(fits, nodes) < self.time_price * level_s:
             return None
-        return (self._level(pending, nodes), nodes) if nodes else None
+        return self._level(pending, nodes), nodes
+
+    @abstractmethod
+    def frontier(self, fits: Fits, limit: int) -> list[Node]:
+        """The nodes to expand next, at most `limit`, parents before children; the root first if it is one of them."""
+
+    @abstractmethod
+    def gain(self, fits: Fits, nodes: Sequence[Node]) -> float:
+        """Tokens that expanding these nodes is expected to bring, less what verifying their children costs."""
+
+    @abstractmethod
+    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
+        """Proposes the children of `nodes`, from the draft's logits after each: [nodes, vocabulary]. Returns what is
+        new, as the upstream is to hear it."""
+
+    @abstractmethod
+    def refill(self, fits: Fits) -> Delta:
+        """What can be proposed without a pass, after a commit or new terms."""
+
+    @abstractmethod
+    def learn(self, fits: Fits) -> None:
+        """Fits the scores to what the target said."""
+
+    @abstractmethod
+    def _re_root(self, tokens: Sequence[int]) -> list[Node]:
+        """Follows the target in the tree. Returns the nodes that were on the path; they keep their KV if expanded."""
 
     def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:
         """The pass over `segment` is done: its rows hold KV now."""
@@ -117,30 +135,6 @@ class DraftSession:
         for node in added:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
-
-    def expand(self, nodes: Sequence[Node], rows: Sequence[Candidates], fits: Fits) -> Delta:
-        """Proposes the children of `nodes`. Returns what is new, as the upstream is to hear it."""
-        added: list[Node] = []
-        for node, row in zip(nodes, rows, strict=True):
-            node.expanded = True
-            if node is not self.tree.root and not node.names and node not in added:
-                continue  # it was guessed at, and has just been found not to be worth it
-            self._rows[node] = row
-            added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
-        return self.announce(added)
-
-    def refill(self, fits: Fits) -> Delta:
-        """Proposes again from rows that are known already: after a commit or new terms, children that were not worth
-        sending may have become so. It takes no pass. Also guesses at what to run next."""
-        self._look_up(fits.repeats)
-        added: list[Node] = []
-        for node, row in self._rows.items():
-            if len(added) + self.plan.width > self._room:
-                break
-            open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
-            if open_ and self.tree.score(node) > self._floor:
-                added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
-        return self.announce(added)
 
     def announce(self, added: Sequence[Node]) -> Delta:
         """Names new nodes, parents before children, and puts them as a delta. It may be empty."""
@@ -155,6 +149,7 @@ class DraftSession:
             parents=tuple(self._identity(node.parent) for node in added if node.parent),
             tokens=tuple(node.token for node in added),
             edges=tuple(node.edge for node in added),
+            drawn=tuple(parent.q for parent in dict.fromkeys(node.parent for node in added) if parent and parent.q),
         )
 
     def abandon(self, identities: Sequence[int]) -> None:
@@ -163,67 +158,14 @@ class DraftSession:
             node = self.tree.node(OWN, identity)
             if node is not None:
                 self.tree.remove(node)
-        if identities:
-            self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
-
-    def learn(self, fits: Fits) -> None:
-        """Fits the scores to what the target said."""
-        for row, token, hint in self._lessons:
-            if hint is not None:
-                fits.repeats.observe(hint.length, hint.token == token)
-            if row is not None:
-                fits.observe(row, token, hint)
-        self._lessons.clear()
-
-    @property
-    def _floor(self) -> float:
-        """Path score below which a node is not worth sending."""
-        return floor_score(self.price, ahead=self.ahead)
 
     @property
     def _room(self) -> int:
         """Nodes that the upstream's credit still allows."""
         return max(0, self.credit - self.next_id + 1)
 
-    def _keep_rows(self, alive: set[Node]) -> None:
-        self._rows = {node: row for node, row in self._rows.items() if node in alive}
-
     def _identity(self, node: Node) -> int:
         return 0 if node is self.tree.root else node.names[0][1]
-
-    def _look_up(self, fit: RepeatFit) -> None:
-        """Once for each root, adds what followed before as a chain, as far as it is worth running.
-
-        The upstream hears of a node of the chain when the model has judged it.
-        """
-        if self._looked_up == self.tree.root.position or not self.plan.depth:
-            return
-        self._looked_up = self.tree.root.position
-        self._hints.clear()
-        found = self._repeats.find(self.plan.depth)
-        if found is None:
-            return
-        node = self.tree.root
-        for length, token in enumerate(found.tokens, found.length):
-            self._hints[node] = Hint(token, length)
-            child = node.children.get(token)
-            if child is None:
-                edge = math.log(fit.chance(length))
-                if node.expanded or self.tree.score(node) * math.exp(edge) < self._floor:
-                    break
-                child = self.tree.add(node, token, edge)
-            node = child
-
-    def _note_lessons(self, tokens: Sequence[int]) -> None:
-        node: Node | None = self.tree.root
-        for token in tokens:
-            if node is None:
-                return
-            row, hint = self._rows.get(node), self._hints.get(node)
-            if row is None and hint is None:
-                return
-            self._lessons.append((row, token, hint))
-            node = node.children.get(token)
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Expanded nodes of the kept subtree in the order of their cache rows: ancestors come before descendants."""

@@ -262,6 +262,7 @@ class Upstream:
                 part.time_price,
                 part.ahead,
                 part.answer_position,
+                part.epoch,
             )
             attachment.parts.clear()
             self._listener.opened(attachment, snapshot)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from outrider.core.rules import Drawn, rule_of
 from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -230,6 +231,8 @@ class Generation:
 
     def _draft(self, ledger: Ledger, stream: DecodeStream) -> Drafters:
         wanted = self._cluster.config.drafters_per_session if self._plan.depth else 0
+        if rule_of(self._opened.turn.contract).drawn is Drawn.SAMPLED:
+            wanted = min(wanted, 1)  # what is drawn beside another's draws is not drawn from one q
         post = Post(
             session_id=self.session_id,
             tenant=self._opened.record.tenant,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.config import RouterConfig
-from outrider.core.contract import Contract, Overlap, Plan
+from outrider.core.contract import SHARED_NOISE, Contract, Overlap, Plan
 from outrider.core.control import GammaPolicy, policy
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens
@@ -63,7 +63,7 @@ def parse(
     return Ask(
         model=model,
         prompt=_prompt(request, model),
-        contract=_contract(request.sampling, model),
+        contract=_contract(request.sampling, request.acceptance, model),
         stops=_stops(request.sampling.stop),
         policy=_policy(request.speculation, config),
         whole_history=request.whole_history,
@@ -128,8 +128,12 @@ def empty_prompt() -> InvalidRequest:
     return InvalidRequest("prompt", "is empty, must be text or token_ids with at least one token")
 
 
-def _contract(sampling: inference_pb2.Sampling, model: ServedModel) -> Contract:
+def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:
+    names = ("lenience", "typical_epsilon", "typical_delta")
+    parameters = {name: getattr(acceptance, name) for name in names if acceptance.HasField(name)}
     return Contract(
+        rule=acceptance.rule or SHARED_NOISE,
+        **parameters,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         choice=sampling.choice,
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,

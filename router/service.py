@@ -199,6 +199,8 @@ def _event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
                     generation=event.generation,
                     cached_tokens=event.cached_tokens,
                     forked_from=event.forked_from,
+                    rule=contract.rule,
+                    lossy=contract.lossy,
                 )
             )
         case Part():

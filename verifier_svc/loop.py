@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,9 +20,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.acceptance import Walk, walk
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import Overlap, StepReport
+from outrider.core.filters import FloatRow
+from outrider.core.logprobs import pack
+from outrider.core.rules import VERIFY, Drawn, Rows, SeededChance, Walk
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
@@ -206,18 +209,42 @@ class StepLoop:
     def _select(self, ready: Sequence[Session], now: float) -> tuple[Step, Budget]:
         works = self._base_works(ready)
         base = sum(work.end - work.start for work in works)
-        deciding = [work for work in works if work.chooses]
+        rows: dict[Node, int] = {}
+        everyone = [work for work in works if work.chooses]
+        certain = len(everyone) + self._take_drawn(everyone, rows)
+        base += len(rows)
+        deciding = [work for work in everyone if work.session.rule.drawn is not Drawn.SAMPLED]
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
         waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
-        reads = base - len(deciding)
-        certain = len(deciding) + self.cost.in_tokens(len(deciding), reads)
+        reads = base - len(everyone) - len(rows)
+        certain += self.cost.in_tokens(len(everyone), reads)
         budget = choose_budget([-cost for cost, _, _ in ranked], base, certain, self.cost, waited)
-        rows: dict[Node, int] = {}
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
         return Step(works, budget.price, reads), budget
+
+    def _take_drawn(self, works: Sequence[Work], rows: dict[Node, int]) -> float:
+        """Takes the trees that were drawn as they are, level by level: choosing by what was drawn would bias the text.
+
+        For the same reason a session is held to what its plan allows it and not to what it has. Returns the tokens that
+        are expected of them.
+        """
+        expected, left = 0.0, self._max_nodes
+        for work in works:
+            session = work.session
+            allowed = session.ceilings.nodes
+            if session.rule.drawn is not Drawn.SAMPLED or allowed > left:
+                continue
+            left -= allowed
+            for level in itertools.islice(session.tree.levels(), min(session.ceilings.depth, session.room - 1)):
+                if len(work.nodes) + len(level) > allowed:
+                    break
+                for node in level:
+                    expected += session.tree.score(node)
+                    work.add(node, rows)
+        return expected
 
     def _base_works(self, ready: Sequence[Session]) -> list[Work]:
         """The roots of all sessions that decode, and a chunk of what others have to read first."""
@@ -253,10 +280,10 @@ class StepLoop:
             if not work.chooses:
                 walks.append(None)
                 continue
-            rows = logits[first : first + len(work.nodes) + 1]
-            first += len(rows)
-            tokens = [node.token for node in work.nodes]
-            walks.append(walk([-1, *work.parents], [-1, *tokens], partial(_choose_at, work.session, work, rows)))
+            judge = Verdicts(work, logits[first : first + len(work.nodes) + 1])
+            first += len(work.nodes) + 1
+            rows = Rows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
+            walks.append(work.session.rule.walk(rows, judge, judge.chance()))
         return walks
 
     def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
@@ -342,5 +369,40 @@ def _score_of(offer: tuple[float, Work, Node]) -> float:
     return offer[0]
 
 
-def _choose_at(session: Session, work: Work, rows: NDArray[np.float32], row: int) -> Choice:
-    return session.sampler.choose(rows[row], session.tree.path(work.nodes[row - 1]) if row else ())
+class Verdicts:
+    """What target and draft say after the rows of one session's part of a step."""
+
+    def __init__(self, work: Work, logits: NDArray[np.float32]) -> None:
+        self._work = work
+        self._session = work.session
+        self._logits = logits  # [1 + nodes, vocabulary]
+
+    def chance(self) -> SeededChance:
+        """For the rules that leave something to it: other draws for whoever owns the session, wherever it stands."""
+        contract = self._session.contract
+        return SeededChance(contract.seed, contract.choice, self._session.epoch, len(self._session.tokens), VERIFY)
+
+    def choose(self, row: int) -> Choice:
+        """The target's token under shared noise."""
+        return self._session.sampler.choose(self._logits[row], self._path(row))
+
+    def p(self, row: int) -> FloatRow:
+        """The target's distribution."""
+        return self._session.sampler.probabilities(self._logits[row], self._path(row))
+
+    def q(self, row: int) -> FloatRow:
+        """The distribution that the row's children were drawn from."""
+        q = self._node(row).q
+        assert q is not None  # a node without has no children
+        return q.dense(self._logits.shape[1])
+
+    def said(self, row: int, token: int) -> Choice:
+        """A token that the rule chose."""
+        wanted = self._session.contract.logprobs
+        return Choice(token, math.nan, b"" if wanted is None else pack(self._logits[row], token, wanted))
+
+    def _path(self, row: int) -> Sequence[int]:
+        return self._session.tree.path(self._work.nodes[row - 1]) if row else ()
+
+    def _node(self, row: int) -> Node:
+        return self._work.nodes[row - 1] if row else self._session.tree.root

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Choice, Sampler
 from outrider.core.tree import Delta, Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
@@ -69,6 +70,7 @@ class Session:
         self.epoch = start.epoch
         self.contract = start.contract
         self.answer_position = start.answer_position
+        self.rule = rule_of(start.contract)
         self.plan = start.plan
         self.place = place
         self.tokens = list(start.tokens)
@@ -111,9 +113,8 @@ class Session:
         """Has its drafters work in this way, as far as the plan allows."""
         if self.plan.overlap is Overlap.ALWAYS:
             way = Way.AHEAD
-        elif self.plan.overlap is Overlap.NEVER and way is Way.AHEAD:
-            way = Way.TURNS
-        self.way = way
+        useless = self.plan.overlap is Overlap.NEVER or self.rule.drawn is Drawn.SAMPLED  # no draw outlives a commit
+        self.way = Way.TURNS if way is Way.AHEAD and useless else way
 
     def worth(self) -> float:
         """Expected tokens of a step that verifies the best of the tree within the plan, less what verifying costs."""
@@ -130,8 +131,9 @@ class Session:
     def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
         self.unsubscribe(stream)
-        if len(self.subscriptions) >= MAX_DRAFTERS:
-            raise Overloaded(f"a session has at most {MAX_DRAFTERS} drafters")
+        most = 1 if self.rule.drawn is Drawn.SAMPLED else MAX_DRAFTERS
+        if len(self.subscriptions) >= most:
+            raise Overloaded(f"a session under {self.rule.name} has at most {most} drafter{"s" * (most > 1)}")
         self._senders += 1
         subscription = Subscription(self, stream, attachment, self._senders, calibration)
         self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
@@ -156,7 +158,8 @@ class Session:
         last = delta.first_id + len(delta.tokens) - 1
         if last > subscription.granted:
             raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
-        grafted = self.tree.graft(subscription.sender, delta, subscription.calibration.corrected)
+        graft = self.tree.graft_drawn if self.rule.drawn is Drawn.SAMPLED else self.tree.graft
+        grafted = graft(subscription.sender, delta, subscription.calibration.corrected)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
         theirs = {other.sender: other for other in self.subscriptions.values()} if grafted.dropped else {}
@@ -219,6 +222,8 @@ class Session:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
+        if self.rule.drawn is Drawn.SAMPLED:
+            self.tree.clear()  # what is there is there by chance, that of what was said: a further draw must be fresh
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)

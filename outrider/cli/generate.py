@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.core.contract import RuleName
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -41,6 +42,8 @@ def generate(
         Literal["ema", "fixed", "off"] | None, typer.Option(help="Speed only. [default: the router's]")
     ] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma. [default: the router's]")] = None,
+    rule: Annotated[RuleName, typer.Option(help="Of acceptance; see docs/protocol.md.")] = "shared-noise",
+    lenience: Annotated[float, typer.Option(help="Of lenient-speculative-sampling, which is lossy.")] = 1.0,
     logprobs: Annotated[
         int | None, typer.Option(help="Show each token's log-probability and those of this many likely ones.")
     ] = None,
@@ -77,6 +80,8 @@ def generate(
             ignore_eos=ignore_eos,
             speculation=speculation,
             depth=depth,
+            rule=rule,
+            lenience=lenience,
             logprobs=logprobs,
             session=session,
             whole_history=whole_history,

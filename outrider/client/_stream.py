@@ -240,4 +240,6 @@ class AsyncStream:
             cached_tokens=self._started.cached_tokens,
             forked_from=self._started.forked_from,
             resumes=self._resumes,
+            rule=self._started.rule,
+            lossy=self._started.lossy,
         )

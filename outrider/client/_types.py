@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from outrider.core.contract import SHARED_NOISE
+
 
 class FinishReason(StrEnum):
     """Why a generation ended."""
@@ -73,7 +75,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished generation. The same seed, prompt and parameters give the same text again."""
+    """A finished generation. The same seed, prompt and parameters give the same text again under the rule
+    "shared-noise"; under the others the text also depends on what was drafted."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -88,6 +91,8 @@ class Generation:
     cached_tokens: int = 0  # of the prompt, whose KV was there already
     forked_from: str = ""  # the session that this one forked from
     resumes: int = 0  # times that the call broke off and went on
+    rule: str = SHARED_NOISE  # by which drafted tokens were accepted
+    lossy: bool = False  # whether that rule lets the text be other than the model's own: asked for by name only
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
-from outrider.core.contract import Contract
+from outrider.core.contract import SHARED_NOISE, Contract, RuleName
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -48,6 +48,10 @@ class Options(TypedDict, total=False):
     ignore_eos: bool  # go on after the model's end of text; False
     speculation: Policy | None  # changes the speed, never the text; None takes the router's default
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
+    rule: RuleName  # of acceptance; "shared-noise". The last two are lossy: the text is not distributed as the model's
+    lenience: float  # of "lenient-speculative-sampling": above 0 and at most 1, which is lossless
+    typical_epsilon: float  # of "typical-acceptance": 0.09
+    typical_delta: float  # likewise: 0.3
     tokenizer_digest: bytes  # with a prompt of token ids: refuse them if the model's tokenizer is another
     logprobs: int | None  # give each token's log-probability and those of this many most likely ones, 0 to 20
     session: str  # the session that this is a turn of; the prompt is what follows its tokens
@@ -78,6 +82,10 @@ def request_to_pb(
     ignore_eos: bool = False,
     speculation: Policy | None = None,
     depth: int | None = None,
+    rule: RuleName = SHARED_NOISE,
+    lenience: float = 1.0,
+    typical_epsilon: float = 0.09,
+    typical_delta: float = 0.3,
     tokenizer_digest: bytes = b"",
     logprobs: int | None = None,
     session: str = "",
@@ -102,6 +110,10 @@ def request_to_pb(
         min_tokens=min_tokens,
         stop_ids=tuple(stop_ids),
         logprobs=logprobs,
+        rule=rule,
+        lenience=lenience,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
     )
     checked.check_vocabulary(2**32)
     if max_tokens >= 2**32:
@@ -131,6 +143,9 @@ def request_to_pb(
             logprobs=logprobs,
         ),
         speculation=pb.Speculation(policy=speculation or "", depth=depth or 0),
+        acceptance=pb.Acceptance(
+            rule=rule, lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta
+        ),
         session_id=encodable("session", session),
         whole_history=whole_history,
         idempotency_key=encodable("idempotency_key", idempotency_key) or secrets.token_hex(16),

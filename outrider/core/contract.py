@@ -5,10 +5,24 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final, Literal, get_args
 
 from outrider.errors import InvalidRequest
 
-SHARED_NOISE = "shared-noise"
+SHARED_NOISE: Final = "shared-noise"
+RuleName = Literal[  # of acceptance; see outrider.core.rules
+    "shared-noise",
+    "target-match",
+    "speculative-sampling",
+    "recursive-rejection",
+    "block-verification",
+    "traversal-verification",
+    "lenient-speculative-sampling",
+    "typical-acceptance",
+]
+RULES: tuple[str, ...] = get_args(RuleName)
+LENIENT = "lenient-speculative-sampling"
+LOSSY = (LENIENT, "typical-acceptance")  # the text is not distributed as the target's own
 MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # ids that are allowed, banned or biased
 MAX_BIAS = 100.0
@@ -38,6 +52,9 @@ class Contract:
     min_tokens: int = 0  # of the answer, before a stop id may be said
     stop_ids: tuple[int, ...] = ()  # ids that end the generation
     rule: str = SHARED_NOISE
+    lenience: float = 1.0  # of lenient speculative sampling; 1 is lossless
+    typical_epsilon: float = 0.09  # of typical acceptance: its thresholds
+    typical_delta: float = 0.3
     logprobs: int | None = None  # alternatives whose log-probabilities go with each token's own; None: none at all
 
     def __post_init__(self) -> None:
@@ -63,7 +80,11 @@ class Contract:
             ("allowed_ids", len(self.allowed_ids) <= MAX_LISTED, f"at most {MAX_LISTED} ids"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
             ("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
-            ("rule", self.rule == SHARED_NOISE, f"'{SHARED_NOISE}'"),
+            ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
+            ("lenience", 0.0 < self.lenience <= 1.0, "a number above 0 and at most 1"),
+            ("lenience", self.lenience == 1.0 or self.rule == LENIENT, f"1, unless the rule is {LENIENT}: it is lossy"),
+            ("typical_epsilon", 0.0 <= self.typical_epsilon <= 1.0, "a number from 0 to 1"),
+            ("typical_delta", 0.0 <= self.typical_delta <= 1.0, "a number from 0 to 1"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
         )
         for field, holds, allowed in checks:
@@ -88,6 +109,11 @@ class Contract:
     def greedy(self) -> bool:
         """Whether the likeliest token is always the one."""
         return self.temperature == 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text is not distributed as the target's own, as its rule wants it."""
+        return self.rule in LOSSY
 
     @property
     def penalizes(self) -> bool:

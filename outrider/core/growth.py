@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.contract import Plan
 from outrider.core.filters import FloatRow
 from outrider.core.repeats import Hint, RepeatFit
+from outrider.core.shapes import RankRates
 from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
 
 CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
@@ -46,6 +47,7 @@ class Fits:
     def __init__(self) -> None:
         self.scale = ScaleFit()
         self.repeats = RepeatFit()
+        self.ranks = RankRates()
         self._usual: list[float] = []  # chance of the children of a node, best first
 
     def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:

@@ -72,6 +72,15 @@ class Sampler:
             keep_sampled(scores, self.contract)
         return scores
 
+    def probabilities(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """p: [vocabulary], sum 1. At temperature 0 all of it is the likeliest token's, the lowest id's on a tie."""
+        weights = self.log_weights(logits, path)
+        if self.contract.greedy:
+            weights = np.where(np.arange(weights.size) == weights.argmax(), 0.0, -np.inf)
+        p: FloatRow = np.exp(weights - weights.max())
+        p /= p.sum()
+        return p
+
     def scores(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
         """log p + g up to a constant: [vocabulary]. The token to be said is the first with the most."""
         scores = self.log_weights(logits, path)

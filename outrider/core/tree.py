@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.core.digest import EMPTY, extend
+from outrider.core.rules.drawing import SparseRow
 from outrider.errors import InvalidRequest
 
 ALIAS_SPAN = 256  # positions for which late nodes may still turn out to be committed tokens
@@ -35,7 +36,19 @@ def edge_from_code(code: int) -> float:
 class Node:
     """One token that may come next. Compared by identity."""
 
-    __slots__ = ("children", "claim", "edge", "expanded", "log_score", "names", "parent", "position", "row", "token")
+    __slots__ = (
+        "children",
+        "claim",
+        "edge",
+        "expanded",
+        "log_score",
+        "names",
+        "parent",
+        "position",
+        "q",
+        "row",
+        "token",
+    )
 
     def __init__(self, token: int, position: int, parent: Node | None, edge: float) -> None:
         self.token = token
@@ -46,6 +59,7 @@ class Node:
         self.children: dict[int, Node] = {}
         self.names: list[tuple[int, int]] = []  # (sender, id): one for each drafter that sent it
         self.claim: tuple[int, float] | None = None  # the sender whose edge score counts, and what it said
+        self.q: SparseRow | None = None  # that its children were drawn from, where the rule needs that
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
 
@@ -68,6 +82,7 @@ class Delta:
     parents: tuple[int, ...]  # id of each node's parent; 0 is the root
     tokens: tuple[int, ...]
     edges: tuple[float, ...]  # logarithms, each a multiple of 1/16
+    drawn: tuple[SparseRow, ...] = ()  # from which each parent's children were drawn, in order of their first child
 
 
 class Grafted(NamedTuple):
@@ -216,6 +231,47 @@ class TokenTree:
                 dropped.append((sender, identity))
         return Grafted(added, dropped)
 
+    def graft_drawn(self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe) -> Grafted:
+        """Adds children that were drawn, with the q of each parent: all children of a node at once, in order.
+
+        What was drawn under a root that has been left behind is passed over. Raises as `graft`, and InvalidRequest for
+        children that cannot have been drawn from their q, or that come in several parts.
+        """
+        self._check_root(delta)
+        entry = self._sender(sender)
+        ids = range(delta.first_id, delta.first_id + len(delta.tokens))
+        if delta.first_id <= entry.last_id:
+            return Grafted(0, [])
+        entry.last_id = max(entry.last_id, delta.first_id + len(delta.tokens) - 1)
+        if delta.root_position != self.root.position:
+            return Grafted(0, [])
+        rows = iter(delta.drawn)
+        opened: set[int] = set()
+        for identity, parent_id, token, edge in zip(ids, delta.parents, delta.tokens, delta.edges, strict=True):
+            parent = entry.nodes.get(parent_id) if parent_id else self.root
+            if parent is None:
+                raise InvalidRequest("parents", f"node {identity} names parent {parent_id}, which is not there")
+            if parent_id not in opened:
+                if parent.children:
+                    raise InvalidRequest("parents", f"node {parent_id} gets more children; they must come at once")
+                opened.add(parent_id)
+                parent.q = next(rows, None)
+            if parent.q is None or token not in parent.q.tokens or token in parent.children:
+                raise InvalidRequest("drawn", f"node {identity} cannot have been drawn from its parent's distribution")
+            if self.size >= self.capacity:
+                raise InvalidRequest("tokens", f"the tree is full; it holds {self.capacity} nodes")
+            self._put(sender, identity, parent, token, edge, judge(edge))
+        if next(rows, None) is not None:
+            raise InvalidRequest("drawn", "has more rows than the delta's nodes have parents")
+        return Grafted(len(delta.tokens), [])
+
+    def clear(self) -> None:
+        """Drops all nodes below the root."""
+        for child in self.root.children.values():
+            self._bury(child)
+        self.root.children.clear()
+        self.root.q = None
+
     def commit(self, tokens: Sequence[int]) -> list[Node]:
         """Re-roots at the last of `tokens`, which follow the present root. Returns the nodes that were on the path.
 
@@ -279,6 +335,13 @@ class TokenTree:
             cost, _, node = heapq.heappop(heap)
             yield math.exp(-cost), node
             push(node)
+
+    def levels(self) -> Iterator[list[Node]]:
+        """The nodes at depth 1, 2, and so on; siblings side by side, in the order in which they came."""
+        level = list(self.root.children.values())
+        while level:
+            yield level
+            level = [child for node in level for child in node.children.values()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tree's own books disagree. For tests."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 
 from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
 from outrider.core.tree import Delta, edge_code, edge_from_code
 from outrider.errors import InvalidRequest
 from outrider.v1 import drafter_pb2, types_pb2
@@ -67,6 +69,7 @@ def delta_to_pb(
         parents=[identity - parent if parent else 0 for identity, parent in enumerate(delta.parents, delta.first_id)],
         tokens=delta.tokens,
         edges=bytes(edge_code(edge) for edge in delta.edges),
+        drawn=[drafter_pb2.DrawnFrom(tokens=row.tokens, weights=row.weights) for row in delta.drawn],
         plan_version=plan_version,
         exhausted=exhausted,
     )
@@ -81,6 +84,8 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         raise InvalidRequest(
             "parents", f"{len(message.parents)} parents and {len(message.edges)} edges for {count} tokens"
         )
+    if len(message.drawn) > count:
+        raise InvalidRequest("drawn", f"has {len(message.drawn)} rows for {count} nodes")
     if message.first_id < 1:
         raise InvalidRequest("first_id", "must be at least 1: id 0 is the root")
     tokens = tuple(message.tokens)
@@ -97,7 +102,19 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         parents=tuple(parents),
         tokens=tokens,
         edges=tuple(map(edge_from_code, message.edges)),
+        drawn=tuple(_drawn_from_pb(row, vocabulary) for row in message.drawn),
     )
+
+
+def _drawn_from_pb(message: drafter_pb2.DrawnFrom, vocabulary: int) -> SparseRow:
+    tokens, weights = tuple(message.tokens), tuple(message.weights)
+    check_tokens(tokens, vocabulary, "drawn")
+    rising = all(one < other for one, other in itertools.pairwise(tokens))
+    if not 1 <= len(tokens) <= MOST_TOKENS or len(weights) != len(tokens) or not rising:
+        raise InvalidRequest("drawn", f"a row must have 1 to {MOST_TOKENS} tokens, ascending, and a weight for each")
+    if not 1 <= min(weights) <= max(weights) <= LARGEST_WEIGHT:
+        raise InvalidRequest("drawn", f"a weight must be 1 to {LARGEST_WEIGHT}")
+    return SparseRow(tokens, weights)
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, field: str = "tokens") -> None:

@@ -50,7 +50,7 @@ class Unsubscribe(_message.Message):
     def __init__(self, attachment: _Optional[int] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted")
+    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted", "drawn")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class TreeDelta(_message.Message):
     EDGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    DRAWN_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     root_position: int
@@ -71,7 +72,16 @@ class TreeDelta(_message.Message):
     edges: bytes
     plan_version: int
     exhausted: bool
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ...) -> None: ...
+    drawn: _containers.RepeatedCompositeFieldContainer[DrawnFrom]
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ..., drawn: _Optional[_Iterable[_Union[DrawnFrom, _Mapping]]] = ...) -> None: ...
+
+class DrawnFrom(_message.Message):
+    __slots__ = ("tokens", "weights")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftDown(_message.Message):
     __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat")

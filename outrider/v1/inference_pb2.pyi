@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key")
+    __slots__ = ("model", "text", "token_ids", "sampling", "speculation", "session_id", "whole_history", "idempotency_key", "acceptance")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     WHOLE_HISTORY_FIELD_NUMBER: _ClassVar[int]
     IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -25,7 +26,8 @@ class GenerateRequest(_message.Message):
     session_id: str
     whole_history: bool
     idempotency_key: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+    acceptance: Acceptance
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., session_id: _Optional[str] = ..., whole_history: _Optional[bool] = ..., idempotency_key: _Optional[str] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids", "tokenizer_digest")
@@ -82,6 +84,18 @@ class Sampling(_message.Message):
     stop_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, seed: _Optional[int] = ..., choice: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_ids: _Optional[_Iterable[int]] = ..., banned_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., stop_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Acceptance(_message.Message):
+    __slots__ = ("rule", "lenience", "typical_epsilon", "typical_delta")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    LENIENCE_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    TYPICAL_DELTA_FIELD_NUMBER: _ClassVar[int]
+    rule: str
+    lenience: float
+    typical_epsilon: float
+    typical_delta: float
+    def __init__(self, rule: _Optional[str] = ..., lenience: _Optional[float] = ..., typical_epsilon: _Optional[float] = ..., typical_delta: _Optional[float] = ...) -> None: ...
+
 class Speculation(_message.Message):
     __slots__ = ("policy", "depth")
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -101,7 +115,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("session_id", "model", "seed", "prompt_tokens", "generation", "cached_tokens", "forked_from")
+    __slots__ = ("session_id", "model", "seed", "prompt_tokens", "generation", "cached_tokens", "forked_from", "rule", "lossy")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +123,8 @@ class Started(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORKED_FROM_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     model: str
     seed: int
@@ -116,7 +132,9 @@ class Started(_message.Message):
     generation: int
     cached_tokens: int
     forked_from: str
-    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_from: _Optional[str] = ...) -> None: ...
+    rule: str
+    lossy: bool
+    def __init__(self, session_id: _Optional[str] = ..., model: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forked_from: _Optional[str] = ..., rule: _Optional[str] = ..., lossy: _Optional[bool] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("text", "token_ids", "gaps", "next_position", "text_offset", "logprobs")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"\xbc\x03\n\x08\x43ontract\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12\x38\n\nlogit_bias\x18\x0e \x03(\x0b\x32$.outrider.v1.Contract.LogitBiasEntry\x12\x13\n\x0b\x61llowed_ids\x18\x0f \x03(\r\x12\x12\n\nbanned_ids\x18\x10 \x03(\r\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x12\x0c\n\x04rule\x18\x06 \x01(\t\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x10\n\x08stop_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"|\n\x04Plan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0f\n\x07wait_us\x18\x05 \x01(\r\x12%\n\x07overlap\x18\x06 \x01(\x0e\x32\x14.outrider.v1.Overlap\"\xab\x01\n\nStepReport\x12\x10\n\x08verified\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x16\n\x0everified_depth\x18\x03 \x01(\r\x12\x11\n\twaited_us\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\r\x12\x12\n\nwire_bytes\x18\x06 \x01(\r\x12\x14\n\x0cplan_version\x18\x07 \x01(\x04\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\".\n\tHeartbeat\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x12\n\nrunning_ms\x18\x02 \x01(\r\"x\n\x06Ticket\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\ndrafter_id\x18\x03 \x01(\t\x12\x13\n\x0bupstream_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nexpires_ms\x18\x06 \x01(\x04\"+\n\x0cSignedTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0b\n\x03mac\x18\x02 \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest*F\n\x07Overlap\x12\x14\n\x10OVERLAP_MEASURED\x10\x00\x12\x12\n\x0eOVERLAP_ALWAYS\x10\x01\x12\x11\n\rOVERLAP_NEVER\x10\x02*\xcf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x1b\n\x17\x46INISH_REASON_ABANDONED\x10\x05\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/types.proto\x12\x0boutrider.v1\"\xfe\x03\n\x08\x43ontract\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12\x38\n\nlogit_bias\x18\x0e \x03(\x0b\x32$.outrider.v1.Contract.LogitBiasEntry\x12\x13\n\x0b\x61llowed_ids\x18\x0f \x03(\r\x12\x12\n\nbanned_ids\x18\x10 \x03(\r\x12\x12\n\nmin_tokens\x18\x11 \x01(\r\x12\x0c\n\x04rule\x18\x06 \x01(\t\x12\x10\n\x08lenience\x18\x12 \x01(\x01\x12\x17\n\x0ftypical_epsilon\x18\x13 \x01(\x01\x12\x15\n\rtypical_delta\x18\x14 \x01(\x01\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x10\n\x08stop_ids\x18\x08 \x03(\r\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"|\n\x04Plan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0f\n\x07wait_us\x18\x05 \x01(\r\x12%\n\x07overlap\x18\x06 \x01(\x0e\x32\x14.outrider.v1.Overlap\"\xab\x01\n\nStepReport\x12\x10\n\x08verified\x18\x01 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\r\x12\x16\n\x0everified_depth\x18\x03 \x01(\r\x12\x11\n\twaited_us\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\r\x12\x12\n\nwire_bytes\x18\x06 \x01(\r\x12\x14\n\x0cplan_version\x18\x07 \x01(\x04\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\".\n\tHeartbeat\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x12\n\nrunning_ms\x18\x02 \x01(\r\"x\n\x06Ticket\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\ndrafter_id\x18\x03 \x01(\t\x12\x13\n\x0bupstream_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nexpires_ms\x18\x06 \x01(\x04\"+\n\x0cSignedTicket\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x0b\n\x03mac\x18\x02 \x01(\x0c\"\x11\n\x0f\x44\x65scribeRequest*F\n\x07Overlap\x12\x14\n\x10OVERLAP_MEASURED\x10\x00\x12\x12\n\x0eOVERLAP_ALWAYS\x10\x01\x12\x11\n\rOVERLAP_NEVER\x10\x02*\xcf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x1b\n\x17\x46INISH_REASON_ABANDONED\x10\x05\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONTRACT_LOGITBIASENTRY']._loaded_options = None
   _globals['_CONTRACT_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_OVERLAP']._serialized_start=1021
-  _globals['_OVERLAP']._serialized_end=1091
-  _globals['_FINISHREASON']._serialized_start=1094
-  _globals['_FINISHREASON']._serialized_end=1301
+  _globals['_OVERLAP']._serialized_start=1087
+  _globals['_OVERLAP']._serialized_end=1157
+  _globals['_FINISHREASON']._serialized_start=1160
+  _globals['_FINISHREASON']._serialized_end=1367
   _globals['_CONTRACT']._serialized_start=41
-  _globals['_CONTRACT']._serialized_end=485
-  _globals['_CONTRACT_LOGITBIASENTRY']._serialized_start=424
-  _globals['_CONTRACT_LOGITBIASENTRY']._serialized_end=472
-  _globals['_PLAN']._serialized_start=487
-  _globals['_PLAN']._serialized_end=611
-  _globals['_STEPREPORT']._serialized_start=614
-  _globals['_STEPREPORT']._serialized_end=785
-  _globals['_HEARTBEAT']._serialized_start=787
-  _globals['_HEARTBEAT']._serialized_end=833
-  _globals['_TICKET']._serialized_start=835
-  _globals['_TICKET']._serialized_end=955
-  _globals['_SIGNEDTICKET']._serialized_start=957
-  _globals['_SIGNEDTICKET']._serialized_end=1000
-  _globals['_DESCRIBEREQUEST']._serialized_start=1002
-  _globals['_DESCRIBEREQUEST']._serialized_end=1019
+  _globals['_CONTRACT']._serialized_end=551
+  _globals['_CONTRACT_LOGITBIASENTRY']._serialized_start=490
+  _globals['_CONTRACT_LOGITBIASENTRY']._serialized_end=538
+  _globals['_PLAN']._serialized_start=553
+  _globals['_PLAN']._serialized_end=677
+  _globals['_STEPREPORT']._serialized_start=680
+  _globals['_STEPREPORT']._serialized_end=851
+  _globals['_HEARTBEAT']._serialized_start=853
+  _globals['_HEARTBEAT']._serialized_end=899
+  _globals['_TICKET']._serialized_start=901
+  _globals['_TICKET']._serialized_end=1021
+  _globals['_SIGNEDTICKET']._serialized_start=1023
+  _globals['_SIGNEDTICKET']._serialized_end=1066
+  _globals['_DESCRIBEREQUEST']._serialized_start=1068
+  _globals['_DESCRIBEREQUEST']._serialized_end=1085
 # @@protoc_insertion_point(module_scope)

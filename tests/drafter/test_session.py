@@ -4,10 +4,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.ranked import RankedSession
+from drafter_svc.session import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import Fits, candidates
+from outrider.core.growth import Fits
 from outrider.core.tree import Delta, Node, TokenTree
 
 VOCABULARY = 12
@@ -20,7 +21,7 @@ class Rig:
 
     def __init__(self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False) -> None:
         snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
-        self.session = DraftSession(snapshot, 0, VOCABULARY)
+        self.session = RankedSession(snapshot, 0, VOCABULARY)
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
         self.fit = Fits()
@@ -52,11 +53,7 @@ class Rig:
         session.advance(segment, nodes)
         if nodes:
             logits = self._random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
-            found = [
-                candidates(session.sampler.scores(row, session.tree.path(node)))
-                for node, row in zip(nodes, logits, strict=True)
-            ]
-            self.deliver(session.expand(nodes, found, self.fit))
+            self.deliver(session.expand(nodes, logits, self.fit))
         return True
 
     def deliver(self, delta: Delta) -> None:
@@ -209,7 +206,9 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
 
 def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
-    session = rig.session = DraftSession(Snapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12)
+    session = rig.session = RankedSession(
+        Snapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12
+    )
     rig.upstream = TokenTree(session.tokens)
     assert session.refill(rig.fit).tokens == ()
     assert session.tree.size > 1

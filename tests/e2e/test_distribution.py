@@ -5,6 +5,7 @@ import warnings
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 import outrider
 from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.core.contract import LOSSY, RULES, SHARED_NOISE
 from outrider.engine.padding import pad_checkpoint
+from outrider.errors import InvalidRequest
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.tiny import make_tiny
 
@@ -61,6 +64,70 @@ def law(checkpoint: Path, texts: NDArray[np.int64]) -> NDArray[np.float64]:
     return p
 
 
+async def said(cluster: LocalCluster, count: int, **options: Any) -> list[outrider.Generation]:
+    """So many texts of the cluster, each with a seed of its own."""
+    room = asyncio.Semaphore(AT_ONCE)
+    async with outrider.AsyncClient(cluster.router_address) as client:
+
+        async def text(seed: int) -> outrider.Generation:
+            async with room:
+                return await client.generate(
+                    PROMPT, temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, timeout=600, **options
+                )
+
+        results = await asyncio.gather(*map(text, range(count)))
+    assert sum(result.usage.accepted for result in results) > count
+    return results
+
+
+def sample_of(results: list[outrider.Generation], checkpoints: tuple[Path, Path, Path]) -> Sample:
+    texts = np.array([result.token_ids for result in results])
+    assert texts.size == len(results) * TOKENS
+    target, _, drafter = checkpoints
+    p, q = law(target, texts), law(drafter, texts)
+    second = law(target, np.array([[token, 0] for token in range(p.shape[-1])]))[:, 1]
+    return Sample(texts, p, q, p[0, 0][:, None] * second)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rule if rule == "traversal-verification" else pytest.param(rule, marks=pytest.mark.long)
+        for rule in RULES
+        if rule not in (*LOSSY, SHARED_NOISE)
+    ],
+)
+async def test_and_so_they_do_under_every_lossless_rule(
+    small: LocalCluster, checkpoints: tuple[Path, Path, Path], rule: str
+) -> None:
+    results = await said(small, 100, rule=rule)
+    found = p_values(sample_of(results, checkpoints), SEED)
+    assert corrected(found) > LEVEL, found
+    assert {(result.rule, result.lossy) for result in results} == {(rule, False)}
+
+
+LENIENT = {"rule": "lenient-speculative-sampling", "lenience": 0.1}
+
+
+@pytest.mark.long
+@pytest.mark.asyncio(loop_scope="session")
+async def test_and_under_a_lossy_one_they_do_not(small: LocalCluster, checkpoints: tuple[Path, Path, Path]) -> None:
+    results = await said(small, 200, **LENIENT)
+    assert corrected(p_values(sample_of(results, checkpoints), SEED)) < LEVEL
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_says_so(small: LocalCluster) -> None:
+    async with outrider.AsyncClient(small.router_address) as client:
+        result = await client.generate(PROMPT, max_tokens=4, **LENIENT)
+        assert (result.rule, result.lossy) == ("lenient-speculative-sampling", True)
+        with pytest.raises(InvalidRequest, match="lossy"):
+            await client.generate(PROMPT, max_tokens=4, rule="speculative-sampling", lenience=0.1)
+        with pytest.raises(InvalidRequest, match="one of shared-noise"):
+            await client.generate(PROMPT, max_tokens=4, rule="hopeful")  # type: ignore[arg-type]
+
+
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(
     ("count", "share", "power"),
@@ -72,23 +139,8 @@ def law(checkpoint: Path, texts: NDArray[np.int64]) -> NDArray[np.float64]:
 async def test_tokens_over_the_wire_follow_the_exact_distribution(
     small: LocalCluster, checkpoints: tuple[Path, Path, Path], count: int, share: float, power: float
 ) -> None:
-    room = asyncio.Semaphore(AT_ONCE)
-    async with outrider.AsyncClient(small.router_address) as client:
-
-        async def text(seed: int) -> outrider.Generation:
-            async with room:
-                return await client.generate(
-                    PROMPT, temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, timeout=600
-                )
-
-        results = await asyncio.gather(*map(text, range(count)))
-    assert sum(result.usage.accepted for result in results) > count
-    texts = np.array([result.token_ids for result in results])
-    assert texts.size == count * TOKENS
-    target, _, drafter = checkpoints
-    p, q = law(target, texts), law(drafter, texts)
-    second = law(target, np.array([[token, 0] for token in range(p.shape[-1])]))[:, 1]
-    sample = Sample(texts, p, q, p[0, 0][:, None] * second)
+    sample = sample_of(await said(small, count), checkpoints)
+    p, q = sample.law, sample.draft
     found = p_values(sample, SEED)
     assert corrected(found) > LEVEL, found
     # The same tokens are not what a model says that takes a few drafts too many, or that is a little sharper.

@@ -38,7 +38,10 @@ contracts = messages(
     temperature=st.floats(),
     top_k=unsigned,
     top_p=st.floats(),
-    rule=st.sampled_from(["shared-noise", "", "x"]),
+    rule=st.sampled_from(["shared-noise", "recursive-rejection", "block-verification", "typical-acceptance", "", "x"]),
+    lenience=st.floats(),
+    typical_epsilon=st.floats(),
+    typical_delta=st.floats(),
     max_tokens=unsigned,
     min_p=st.floats(),
     repetition_penalty=st.floats(),
@@ -52,6 +55,11 @@ contracts = messages(
     logprobs=unsigned,
 )
 heartbeats = messages(types_pb2.Heartbeat, steps=huge, running_ms=st.one_of(small, st.just(0)))
+
+
+drawn_rows = messages(
+    drafter_pb2.DrawnFrom, tokens=st.lists(small, max_size=4), weights=st.lists(st.integers(0, 70000), max_size=4)
+)
 
 
 @st.composite
@@ -70,6 +78,7 @@ def deltas(draw: st.DrawFn) -> drafter_pb2.TreeDelta:
         edges=draw(st.binary(min_size=count, max_size=count) if honest else st.binary(max_size=15)),
         plan_version=draw(huge),
         exhausted=draw(st.booleans()),
+        drawn=draw(st.lists(drawn_rows, max_size=3)),
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.ranked import RankedSession
+from drafter_svc.session import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import extend
 from outrider.core.tree import Delta, Node
@@ -54,7 +55,7 @@ class _Attachment:
     upstream: str
     number: int = 0
     parts: list[int] = field(default_factory=list)
-    draft: DraftSession | None = None
+    draft: RankedSession | None = None
 
 
 class Drafter:
@@ -180,11 +181,11 @@ class Drafter:
             first = at.draft.next_id if at.draft is not None else 1
             snapshot = Snapshot(tuple(at.parts), part.digest, _CONTRACT, PLAN, part.credit)
             at.parts.clear()
-            at.draft = DraftSession(snapshot, 0, VOCABULARY, first_id=first)
+            at.draft = RankedSession(snapshot, 0, VOCABULARY, first_id=first)
             if at.draft.tree.digest != part.digest:
                 self._subscribe(at)
 
-    def _apply(self, draft: DraftSession, commit: pb.Commit) -> bool:
+    def _apply(self, draft: RankedSession, commit: pb.Commit) -> bool:
         if commit.position != len(draft.tokens):
             return False
         if commit.tokens:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from outrider.core.acceptance import Choice
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Plan, StepReport
 from outrider.core.digest import EMPTY, extend
+from outrider.core.sampler import Choice
 from outrider.core.tree import Delta, Drifted, Node
 from outrider.core.waiting import Patterns
 from outrider.engine.slots import Taken

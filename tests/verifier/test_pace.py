@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from outrider.core.acceptance import Choice
 from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.sampler import Choice
 from outrider.core.waiting import Patterns
 from outrider.core.ways import Way
 from outrider.engine.slots import Taken

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from outrider.core.acceptance import Choice
 from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.sampler import Choice
 from outrider.core.tree import edge_code, edge_from_code
 from outrider.core.waiting import Patterns, Trials
 from outrider.engine.slots import Taken

@@ -1,13 +1,15 @@
 """The default rule is lossless: whatever the tree, the commit is the target's own text."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-from outrider.core.acceptance import walk
 from outrider.core.contract import Contract
+from outrider.core.rules import Rows, SeededChance, Walk
+from outrider.core.rules.matching import SharedNoise
+from outrider.core.rules.rule import Judge
 from outrider.core.sampler import Choice, Sampler
 
 Path = tuple[int, ...]
@@ -30,6 +32,17 @@ def rows_of(tree: frozenset[Path]) -> tuple[list[Path], list[int], list[int]]:
     paths: list[Path] = [(), *sorted(tree, key=lambda path: (len(path), path))]
     row = {path: i for i, path in enumerate(paths)}
     return paths, [-1] + [row[path[:-1]] for path in paths[1:]], [-1] + [path[-1] for path in paths[1:]]
+
+
+class Chosen(Judge):
+    """Says what a function says."""
+
+    def __init__(self, choose_at: Callable[[int], Choice]) -> None:
+        self.choose = choose_at  # type: ignore[method-assign]
+
+
+def walk(parents: list[int], tokens: list[int], choose_at: Callable[[int], Choice]) -> Walk:
+    return SharedNoise().walk(Rows(parents, tokens), Chosen(choose_at), SeededChance())
 
 
 def commit_of(tree: frozenset[Path], truth: Path) -> Path:

@@ -1,0 +1,94 @@
+"""A tree whose nodes are drawn from q, in a shape that was fixed before, for rules that hold p against q."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.session import DraftSession, Snapshot
+from outrider.core.digest import extend
+from outrider.core.growth import Fits
+from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
+from outrider.core.shapes import Shape, best_shape
+from outrider.core.tree import Delta, Node, edge_code, edge_from_code
+
+
+class DrawnSession(DraftSession):
+    """Draws level by level; a level goes up whole. Nothing that was drawn decides what is drawn or sent beside it, and
+    nothing outlives a commit: both would bias the text (DESIGN: rules for the p/q family on a streamed tree)."""
+
+    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
+        super().__init__(snapshot, slot, vocabulary, first_id=first_id, cached=cached)
+        self._epoch = snapshot.epoch
+        self._chain_only = rule_of(snapshot.contract).chain
+        self._edges: list[float] = []  # of this root's shape, by rank
+        self._rates: list[float] = []  # the chances that they stand for
+        self._shapes: dict[Node, Shape] = {}  # of what is to be drawn below each node
+        self._lessons: list[tuple[int, int | None]] = []  # of each reached node: children, and which was accepted
+
+    def frontier(self, fits: Fits, limit: int) -> list[Node]:
+        """The next level, if there is room for all of it."""
+        root = self.tree.root
+        if root not in self._shapes:
+            width = 1 if self._chain_only else self.plan.width
+            rates = fits.ranks.rates(width)
+            self._edges = [edge_from_code(edge_code(math.log(rate))) for rate in rates]  # as the wire can carry them
+            self._rates = [math.exp(edge) for edge in self._edges]
+            self._shapes = {
+                root: best_shape(
+                    self._rates, nodes=self.plan.nodes, depth=self.plan.depth, least=self.price, expanded=limit
+                )
+            }
+        level = [node for node, below in self._shapes.items() if below and not node.expanded]
+        return level if len(level) <= limit else []
+
+    def gain(self, fits: Fits, nodes: Sequence[Node]) -> float:
+        """By the rates alone."""
+        return sum(
+            self.tree.score(node) * rate - self.price
+            for node in nodes
+            for rate, _ in zip(self._rates, self._shapes[node], strict=False)
+        )
+
+    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
+        """Draws the children of each node, by chance that nothing else has."""
+        added: list[Node] = []
+        for node, row in zip(nodes, logits, strict=True):
+            node.expanded = True
+            path = self.tree.path(node)
+            node.q = SparseRow.of(self.sampler.probabilities(row, path))
+            place = extend(self.tree.digest, path)
+            chance = SeededChance(self.contract.seed, self.contract.choice, self._epoch, place, DRAFT)
+            below = self._shapes[node]
+            for token, edge, shape in zip(node.q.draw(len(below), chance), self._edges, below, strict=False):
+                child = self.tree.add(node, token, edge)
+                self._shapes[child] = shape
+                added.append(child)
+        return self.announce(added)
+
+    def refill(self, fits: Fits) -> Delta:
+        """Nothing: what was not drawn yet takes a pass."""
+        return self.announce(())
+
+    def learn(self, fits: Fits) -> None:
+        """What became of the children of each rank."""
+        for offered, accepted in self._lessons:
+            fits.ranks.observe(offered, accepted)
+        self._lessons.clear()
+
+    def _re_root(self, tokens: Sequence[int]) -> list[Node]:
+        node: Node | None = self.tree.root
+        for token in tokens:
+            if node is None or not node.children:
+                break
+            drawn = list(node.children)
+            self._lessons.append((len(drawn), drawn.index(token) if token in drawn else None))
+            node = node.children.get(token)
+        matched = self.tree.commit(tokens)
+        self.tree.clear()
+        self.tree.root.expanded = False  # what is drawn below it must be drawn afresh, so its row is wanted again
+        self._shapes.clear()
+        return matched

@@ -1,0 +1,130 @@
+"""A tree that goes where the target is likely to go, for rules that take any tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.session import DraftSession, Move, Snapshot
+from outrider.core.growth import Candidates, Fits, candidates, floor_score, frontier, propose
+from outrider.core.repeats import Hint, RepeatFit, Repeats
+from outrider.core.rules import Drawn, rule_of
+from outrider.core.tree import Delta, Node
+
+
+class RankedSession(DraftSession):
+    """Candidates are ranked by log q, plus the noise where the target shares it; best path score first."""
+
+    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
+        super().__init__(snapshot, slot, vocabulary, first_id=first_id, cached=cached)
+        shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
+        self._scores = self.sampler.scores if shared else self.sampler.log_weights
+        self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
+        self._repeats = Repeats(self.tokens)
+        self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
+        self._looked_up = -1  # position of that root
+        self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
+
+    def frontier(self, fits: Fits, limit: int) -> list[Node]:
+        """The best of the tree."""
+        return frontier(self.tree, self.plan, self.price, limit, ahead=self.ahead)
+
+    def gain(self, fits: Fits, nodes: Sequence[Node]) -> float:
+        """By what children usually are worth."""
+        return fits.gain(map(self.tree.score, nodes), self.plan.width, self.price)
+
+    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
+        """Proposes the best candidates of each row."""
+        added: list[Node] = []
+        for node, row in zip(nodes, logits, strict=True):
+            node.expanded = True
+            if node is not self.tree.root and not node.names and node not in added:
+                continue  # it was guessed at, and has just been found not to be worth it
+            self._rows[node] = candidates(self._scores(row, self.tree.path(node)))
+            hint = self._hints.get(node)
+            added += propose(self.tree, node, self._rows[node], fits, self.plan.width, self._floor, hint)
+        return self.announce(added)
+
+    def refill(self, fits: Fits) -> Delta:
+        """Proposes again from rows that are known already: children that were not worth sending may have become so.
+        Also guesses at what to run next."""
+        self._look_up(fits.repeats)
+        added: list[Node] = []
+        for node, row in self._rows.items():
+            if len(added) + self.plan.width > self._room:
+                break
+            open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
+            if open_ and self.tree.score(node) > self._floor:
+                added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
+        return self.announce(added)
+
+    def learn(self, fits: Fits) -> None:
+        """Fits the scores to what the target said."""
+        for row, token, hint in self._lessons:
+            if hint is not None:
+                fits.repeats.observe(hint.length, hint.token == token)
+            if row is not None:
+                fits.observe(row, token, hint)
+        self._lessons.clear()
+
+    def commit(self, tokens: Sequence[int]) -> Move | None:
+        """Also forgets the rows of what is gone."""
+        move = super().commit(tokens)
+        self._repeats.extend(tokens)
+        self._keep_rows({self.tree.root, *self.scratch})
+        return move
+
+    def abandon(self, identities: Sequence[int]) -> None:
+        """Also forgets the rows of what is gone."""
+        super().abandon(identities)
+        if identities:
+            self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
+
+    @property
+    def _floor(self) -> float:
+        """Path score below which a node is not worth sending."""
+        return floor_score(self.price, ahead=self.ahead)
+
+    def _re_root(self, tokens: Sequence[int]) -> list[Node]:
+        self._note_lessons(tokens)
+        return self.tree.commit(tokens)
+
+    def _keep_rows(self, alive: set[Node]) -> None:
+        self._rows = {node: row for node, row in self._rows.items() if node in alive}
+
+    def _look_up(self, fit: RepeatFit) -> None:
+        """Once for each root, adds what followed before as a chain, as far as it is worth running.
+
+        The upstream hears of a node of the chain when the model has judged it.
+        """
+        if self._looked_up == self.tree.root.position or not self.plan.depth:
+            return
+        self._looked_up = self.tree.root.position
+        self._hints.clear()
+        found = self._repeats.find(self.plan.depth)
+        if found is None:
+            return
+        node = self.tree.root
+        for length, token in enumerate(found.tokens, found.length):
+            self._hints[node] = Hint(token, length)
+            child = node.children.get(token)
+            if child is None:
+                edge = math.log(fit.chance(length))
+                if node.expanded or self.tree.score(node) * math.exp(edge) < self._floor:
+                    break
+                child = self.tree.add(node, token, edge)
+            node = child
+
+    def _note_lessons(self, tokens: Sequence[int]) -> None:
+        node: Node | None = self.tree.root
+        for token in tokens:
+            if node is None:
+                return
+            row, hint = self._rows.get(node), self._hints.get(node)
+            if row is None and hint is None:
+                return
+            self._lessons.append((row, token, hint))
+            node = node.children.get(token)

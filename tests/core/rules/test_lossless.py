@@ -1,0 +1,332 @@
+"""The rules that hold p against q are lossless: exact joint distributions, by enumeration, to 1e-9."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.core.contract import LOSSY, RULES, Contract
+from outrider.core.filters import FloatRow
+from outrider.core.rules import Chance, Drawn, Rows, Rule, SparseRow, Walk, rule_of
+from outrider.core.rules.joint import TraversalVerification
+from outrider.core.rules.rejection import RecursiveRejection, without
+from outrider.core.rules.rule import Judge, accepted
+from tests.core.rules.enumeration import (
+    JudgeOf,
+    Language,
+    Path,
+    Shape,
+    Tape,
+    Tree,
+    chain,
+    cut,
+    distance,
+    drawn,
+    law_of,
+    outcomes,
+    shapes,
+    size,
+)
+
+PLAIN = Contract(seed=0, max_tokens=9)
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "greedy": {"temperature": 0.0},
+    "cool": {"temperature": 0.4},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.6},
+    "min-p": {"min_p": 0.5},
+    "penalties": {"repetition_penalty": 1.7, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+    "bans": {"banned_ids": (1,), "min_tokens": 2, "stop_ids": (0,)},
+    "bias": {"logit_bias": ((0, 1.5),), "allowed_ids": (0, 2)},
+}
+TREES = ("recursive-rejection", "traversal-verification")
+CHAINS = ("speculative-sampling", "block-verification")
+
+
+def rule(name: str) -> Rule:
+    return rule_of(Contract(seed=0, max_tokens=1, rule=name))
+
+
+def error(rule: Rule, language: Language, shape: Shape, length: int) -> float:
+    return distance(law_of(rule, language, length, lambda chance: drawn(language, shape, chance)), language.law(length))
+
+
+def test_outcomes_are_all_there_are() -> None:
+    def run(chance: Chance) -> tuple[int, bool]:
+        first = chance.pick(np.array([2.0, 0.0, 1.0]))
+        return first, first == 2 and chance.happens(0.25)
+
+    assert {result: weight for weight, result in outcomes(run)} == pytest.approx(
+        {(0, False): 2 / 3, (2, False): 0.25, (2, True): 1 / 12}
+    )
+
+
+def test_every_rule_of_the_contract_is_known_and_says_whether_it_is_lossy() -> None:
+    for name in RULES:
+        assert rule(name).name == name
+        assert rule(name).lossy == (name in LOSSY)
+
+
+def cases() -> Iterator[Any]:
+    for name in TREES:
+        yield pytest.param(name, 2, 3, shapes(2, 3, 7), id=f"{name}-2")
+        yield pytest.param(name, 3, 3, shapes(3, 3, 5), id=f"{name}-3")
+    for name in CHAINS:
+        yield pytest.param(name, 3, 3, [chain(length) for length in range(4)], id=f"{name}-3")
+
+
+@pytest.mark.parametrize(("name", "vocabulary", "depth", "every"), [*cases()])
+def test_the_text_is_distributed_as_the_target_s_for_every_shape(
+    name: str, vocabulary: int, depth: int, every: list[Shape]
+) -> None:
+    for seed, shape in enumerate(every):
+        assert error(rule(name), Language(vocabulary, PLAIN, seed=seed), shape, depth + 1) < 1e-9, shape
+
+
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("name", [*TREES, *CHAINS])
+def test_and_under_every_filter(name: str, filters: str) -> None:
+    contract = Contract(seed=0, max_tokens=9, **FILTERS[filters])
+    shape = chain(3) if name in CHAINS else (((), ()), ((),))
+    for seed in range(4):
+        assert error(rule(name), Language(3, contract, seed=seed), shape, size(chain(3)) + 1) < 1e-9
+
+
+@pytest.mark.parametrize("name", [*TREES, *CHAINS])
+def test_and_for_whatever_levels_had_been_streamed(name: str) -> None:
+    whole = chain(3) if name in CHAINS else ((((),), ()), ((),))
+    for levels in range(4):
+        assert error(rule(name), Language(2, PLAIN, seed=levels), cut(whole, levels), 4) < 1e-9
+
+
+@pytest.mark.parametrize("name", [*TREES, *CHAINS])
+def test_where_draft_and_target_agree_everything_is_accepted(name: str) -> None:
+    language = Language(3, PLAIN)
+    language.p = lambda path: language.q(path).dense(3)  # type: ignore[method-assign]
+    for chance, walked in outcomes(lambda chance: walk_of(rule(name), language, chain(3), chance)):
+        assert len(walked.path) == 3 or chance < 1e-12
+
+
+def walk_of(rule: Rule, language: Language, shape: Shape, chance: Chance) -> Walk:
+    tree = drawn(language, shape, chance)
+    return rule.walk(tree.rows, JudgeOf(language, tree), chance)
+
+
+def expected(rule: Rule, language: Language, shape: Shape) -> float:
+    return sum(chance * len(walked.choices) for chance, walked in outcomes(lambda c: walk_of(rule, language, shape, c)))
+
+
+def test_judging_jointly_accepts_no_less_than_token_by_token() -> None:
+    """The papers' claims: block and traversal verification are never worse, and somewhere better."""
+    gains = []
+    for seed in range(12):
+        language = Language(3, PLAIN, seed=seed)
+        gains.append(
+            expected(rule("block-verification"), language, chain(3))
+            - expected(rule("speculative-sampling"), language, chain(3))
+        )
+        shape = (((), ()), ((),))
+        gains.append(
+            expected(rule("traversal-verification"), language, shape)
+            - expected(rule("recursive-rejection"), language, shape)
+        )
+    assert min(gains) > -1e-12
+    assert max(gains) > 0.02
+
+
+def test_any_tree_of_top_tokens_is_lossless_under_target_match() -> None:
+    for seed, paths in enumerate([[()], [(), (0,)], [(), (0,), (1,), (1, 0)], [(), (2,), (2, 2), (2, 1), (2, 2, 0)]]):
+        language = Language(3, PLAIN, seed=seed)
+        tree = Tree(paths, [-1, *(paths.index(path[:-1]) for path in paths[1:])])
+        assert distance(law_of(rule("target-match"), language, 4, lambda _, t=tree: t), language.law(4)) < 1e-9
+
+
+class Forgetful(RecursiveRejection):
+    """Draws the correction from p itself."""
+
+    def _try_children(self, rows: Rows, judge: Judge, chance: Chance, row: int) -> tuple[FloatRow, int | None]:
+        _, child = super()._try_children(rows, judge, chance, row)
+        return judge.p(row), child
+
+
+class WithReplacement(RecursiveRejection):
+    """Leaves what was drawn in q."""
+
+    def _try_children(self, rows: Rows, judge: Judge, chance: Chance, row: int) -> tuple[FloatRow, int | None]:
+        p = judge.p(row)
+        for child in rows.children[row]:
+            token, q = rows.tokens[child], judge.q(row)
+            if chance.happens(min(1.0, float(p[token] / q[token]))):
+                return p, child
+            rest = (p - q).clip(min=0)
+            p = rest / rest.sum()
+        return p, None
+
+
+class NoTally(TraversalVerification):
+    """Leaves alpha as it was when a child is rejected."""
+
+    def _visit(self, rows: Rows, judge: Judge, chance: Chance, row: int, alpha: float) -> Any:
+        first, p = alpha, judge.p(row)
+        q = judge.q(row).copy() if rows.children[row] else p
+        for child in rows.children[row]:
+            token = rows.tokens[child]
+            found = self._visit(rows, judge, chance, child, min(1.0, alpha * float(p[token]) / float(q[token])))
+            if found:
+                return found._replace(path=[*found.path, child])
+            rest = (alpha * p - q).clip(min=0.0)
+            if rest.sum() <= 0:
+                return None
+            p = rest / rest.sum()
+            without(q, token)
+        return super()._visit(Rows([-1], [0]), _Only(p), chance, 0, first)
+
+
+class _Only(JudgeOf):
+    def __init__(self, p: FloatRow) -> None:
+        self._p = p
+
+    def p(self, row: int) -> FloatRow:
+        return self._p
+
+
+@pytest.mark.parametrize("wrong", [Forgetful(), WithReplacement(), NoTally()], ids=lambda rule: type(rule).__name__)
+def test_a_rule_that_forgets_a_step_is_caught(wrong: Rule) -> None:
+    shape = (((),), ((),))
+    assert max(error(wrong, Language(3, PLAIN, seed=seed), shape, 3) for seed in range(5)) > 0.01
+
+
+def kept(tree: Tree, keep: Any) -> Tree:
+    """Only the nodes that a drafter or a wire lets through, and what hangs on them."""
+    rows = [0]
+    for row in range(1, len(tree.paths)):
+        if tree.parents[row] in rows and keep(tree.paths[row]):
+            rows.append(row)
+    return Tree([tree.paths[row] for row in rows], [-1, *(rows.index(tree.parents[row]) for row in rows[1:])])
+
+
+@pytest.mark.parametrize("name", [*TREES, *CHAINS])
+@pytest.mark.parametrize("mistake", ["pruned by q", "late by value"])
+def test_a_drawn_token_that_is_dropped_for_what_it_is_biases_the_text(name: str, mistake: str) -> None:
+    shape = chain(2) if name in CHAINS else ((), ())
+
+    def keep(path: Path, language: Language) -> bool:
+        if mistake == "pruned by q":
+            return float(language.q(path[:-1]).dense(3)[path[-1]]) > 0.3
+        return path[-1] != 1
+
+    worst = 0.0
+    for seed in range(5):
+        language = Language(3, PLAIN, seed=seed)
+        law = law_of(
+            rule(name),
+            language,
+            3,
+            lambda chance, lang=language: kept(drawn(lang, shape, chance), lambda path: keep(path, lang)),
+        )
+        worst = max(worst, distance(law, language.law(3)))
+    assert worst > 0.01
+
+
+def test_another_q_than_was_drawn_from_biases_the_text() -> None:
+    """As if the whole distribution were shipped and the rounded one drawn from."""
+
+    class Shipped(JudgeOf):
+        def q(self, row: int) -> FloatRow:
+            q = super().q(row) ** 0.8
+            return q / q.sum()
+
+    language = Language(3, PLAIN, seed=1)
+    for name in (*TREES, *CHAINS):
+        draw = lambda chance: drawn(language, chain(2), chance)  # noqa: E731
+        assert distance(law_of(rule(name), language, 3, draw, judge=Shipped), language.law(3)) > 1e-3
+
+
+def test_noise_that_draft_and_verdict_share_biases_the_text() -> None:
+    """One uniform number for both draws, over a fine grid of its values."""
+
+    class Shared(Tape):
+        def __init__(self, u: float) -> None:
+            super().__init__([])
+            self._u = u
+
+        def happens(self, probability: float) -> bool:
+            return self._u < probability
+
+        def pick(self, weights: FloatRow) -> int:
+            return int(np.searchsorted(np.cumsum(weights) / weights.sum(), self._u))
+
+    language, grid = Language(3, PLAIN, seed=2), 2000
+    for name in ("recursive-rejection", "traversal-verification"):
+        counts = np.zeros(3)
+        for step in range(grid):
+            walked = walk_of(rule(name), language, chain(1), Shared((step + 0.5) / grid))
+            counts[walked.choices[0].token] += 1 / grid
+        assert abs(counts - language.p(())).sum() / 2 > 0.02
+
+
+def test_top_tokens_are_not_draws() -> None:
+    """Rejection over a tree of the likeliest tokens, as some implementations do it, is biased."""
+
+    def top(language: Language) -> Tree:
+        best = int(np.argmax(language.q(()).dense(3)))
+        return Tree([(), (best,)], [-1, 0])
+
+    worst = max(
+        distance(law_of(rule("recursive-rejection"), language, 2, lambda _, lang=language: top(lang)), language.law(2))
+        for language in (Language(3, PLAIN, seed=seed) for seed in range(4))
+    )
+    assert worst > 0.02
+    assert rule("recursive-rejection").drawn is Drawn.SAMPLED
+
+
+@pytest.mark.parametrize("lenience", [0.8, 0.3])
+def test_lenience_accepts_more_and_makes_no_token_more_than_that_much_likelier(lenience: float) -> None:
+    lenient = rule_of(Contract(seed=0, max_tokens=1, rule="lenient-speculative-sampling", lenience=lenience))
+    strict = rule("speculative-sampling")
+    lossy = 0.0
+    for seed in range(6):
+        language = Language(3, PLAIN, seed=seed)
+        law = law_of(lenient, language, 1, lambda chance, lang=language: drawn(lang, chain(1), chance))
+        lossy = max(lossy, distance(law, language.law(1)))
+        for path, chance in language.law(1).items():
+            assert law[path] < chance / lenience + 1e-12
+        assert expected(lenient, language, chain(2)) >= expected(strict, language, chain(2)) - 1e-12
+    assert lossy > 0.01
+    same = rule_of(Contract(seed=0, max_tokens=1, rule="lenient-speculative-sampling", lenience=1.0))
+    assert error(same, Language(3, PLAIN, seed=3), chain(3), 4) < 1e-9
+
+
+def test_typical_acceptance_takes_the_longest_path_of_what_is_likely_enough_and_is_lossy() -> None:
+    typical = rule("typical-acceptance")
+    assert typical.lossy
+    language = Language(3, PLAIN, seed=4)
+    paths: list[Path] = [(), (0,), (1,), (2,), (0, 0), (1, 1), (2, 0), (2, 0, 1)]
+    tree = Tree(paths, [-1, *(paths.index(path[:-1]) for path in paths[1:])])
+
+    def good(path: Path) -> bool:
+        p = language.p(path[:-1])
+        return bool(p[path[-1]] > min(0.09, 0.3 * np.exp((p * np.log(p)).sum())))
+
+    longest = max(len(path) for path in paths if all(good(path[:end]) for end in range(1, len(path) + 1)))
+    for _, walked in outcomes(lambda chance: typical.walk(tree.rows, JudgeOf(language, tree), chance)):
+        assert len(walked.path) == longest
+    assert distance(law_of(typical, language, 2, lambda _: tree), language.law(2)) > 0.05
+
+
+def test_what_is_drawn_from_is_what_is_shipped() -> None:
+    p = np.array([0.5, 0.25, 0.2, 0.05 - 1e-7, 1e-7])
+    row = SparseRow.of(p, most=4)
+    assert row.tokens == (0, 1, 2, 3)
+    assert row.weights[0] == 65535
+    assert row.dense(5) == pytest.approx([0.5, 0.25, 0.2, 0.05, 0.0], abs=1e-4)
+    law = dict.fromkeys(range(4), 0.0)
+    for chance, tokens in outcomes(lambda chance: row.draw(3, chance)):
+        assert len(set(tokens)) == 3
+        law[tokens[0]] += chance
+    assert list(law.values()) == pytest.approx(row.dense(5)[:4], abs=1e-12)
+    assert accepted(Rows([-1], [0]), JudgeOf(Language(2, PLAIN), Tree([()], [-1])), [], 1).choices[0].token == 1

@@ -1,0 +1,160 @@
+"""What is drawn keeps to its shape, comes level by level, and begins anew with every commit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from drafter_svc.drawn import DrawnSession
+from drafter_svc.session import Snapshot
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.growth import Fits
+from outrider.core.shapes import RankRates, Shape, best_shape
+from outrider.core.tree import Delta, Drifted, TokenTree
+from outrider.errors import InvalidRequest
+from outrider.rpc.codec import delta_from_pb, delta_to_pb
+from tests.core.rules.enumeration import shapes, size
+
+VOCABULARY = 30
+PROMPT = (4, 9, 2)
+PLAN = Plan(depth=5, width=3, nodes=12)
+
+
+class Rig:
+    """A session, an upstream's copy of its tree, and a model that makes logits up."""
+
+    def __init__(self, rule: str = "recursive-rejection", *, epoch: int = 1) -> None:
+        contract = Contract(seed=4, max_tokens=100, rule=rule)
+        self.fits = Fits()
+        self.upstream = TokenTree(PROMPT)
+        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, 10_000, epoch=epoch)
+        self.session = DrawnSession(snapshot, 0, VOCABULARY)
+
+    def level(self) -> Delta | None:
+        """Runs a level and sends it up."""
+        chosen = self.session.next_segment(self.fits, chunk=64, limit=8, context=500, rows=600)
+        if chosen is None:
+            return None
+        segment, nodes = chosen
+        self.session.advance(segment, nodes)
+        logits = [self.logits(self.session.tokens + self.session.tree.path(node)) for node in nodes]
+        delta = self.session.expand(nodes, np.array(logits), self.fits)
+        message = delta_to_pb(delta, attachment=1, epoch=1, plan_version=0)
+        assert delta_from_pb(message, VOCABULARY) == delta
+        self.upstream.graft_drawn(1, delta)
+        self.upstream.check_integrity()
+        return delta
+
+    def logits(self, text: list[int]) -> np.ndarray:
+        return np.random.default_rng(text[-3:]).normal(0, 2, VOCABULARY).astype(np.float32)
+
+    def commit(self, tokens: list[int]) -> None:
+        self.session.commit(tokens)
+        self.upstream.commit(tokens)
+        self.upstream.clear()
+        self.session.learn(self.fits)
+        assert (self.session.tree.digest, self.session.tree.size) == (self.upstream.digest, 0)
+
+    def paths(self) -> list[tuple[int, ...]]:
+        return [tuple(self.upstream.path(node)) for level in self.upstream.levels() for node in level]
+
+
+def shape_of(tree: TokenTree) -> Shape:
+    def below(node) -> Shape:
+        return tuple(below(child) for child in node.children.values())
+
+    return below(tree.root)
+
+
+def test_the_shape_is_the_best_for_the_rates_and_every_level_comes_whole() -> None:
+    rig = Rig()
+    deltas = list(iter(rig.level, None))
+    rates = rig.session._rates
+    assert shape_of(rig.upstream) == best_shape(rates, nodes=PLAN.nodes, depth=PLAN.depth, expanded=8)
+    depths = [{len(path) for path in rig.paths()[: sum(len(d.tokens) for d in deltas[:end])]} for end in (1, 2, 3)]
+    assert depths == [{1}, {1, 2}, {1, 2, 3}]
+    for level in rig.upstream.levels():
+        for node in level:
+            assert node.token in node.parent.q.tokens
+
+
+def test_after_a_commit_draws_are_fresh_and_the_kv_of_what_was_accepted_is_kept() -> None:
+    rig = Rig()
+    list(iter(rig.level, None))
+    path = max(rig.paths(), key=len)
+    rig.commit([*path, 7])
+    assert rig.session.cached == len(PROMPT) + len(path) - 1  # a leaf was never run
+    list(iter(rig.level, None))
+    assert rig.upstream.size == PLAN.nodes
+    assert rig.session.cached == len(rig.session.tokens)
+    # Even where the bonus is what had been drafted below the accepted path.
+    longest = max(rig.paths(), key=len)
+    rig.commit(list(longest[:2]))
+    assert rig.level() is not None
+    assert rig.session.cached == len(rig.session.tokens)
+
+
+def test_draws_are_the_same_for_one_epoch_and_others_for_the_next() -> None:
+    one, same, other = Rig(), Rig(), Rig(epoch=2)
+    for rig in (one, same, other):
+        list(iter(rig.level, None))
+    assert one.paths() == same.paths() != other.paths()
+
+
+def test_a_chain_is_drawn_for_rules_of_chains() -> None:
+    rig = Rig("block-verification")
+    list(iter(rig.level, None))
+    assert [len(level) for level in rig.upstream.levels()] == [1] * PLAN.depth
+
+
+def test_the_rates_follow_what_is_accepted() -> None:
+    rates = RankRates()
+    generator = np.random.default_rng(0)
+    for _ in range(2000):
+        accepted = int(generator.choice(4, p=[0.5, 0.3, 0.1, 0.1]))
+        rates.observe(3, accepted if accepted < 3 else None)
+    assert rates.rates(3) == pytest.approx([0.5, 0.3, 0.1], abs=0.12)
+    falling = rates.rates(9)
+    assert all(one >= other > 0 for one, other in itertools.pairwise(falling))
+
+
+def worth(shape: Shape, rates: list[float]) -> float:
+    return sum(rate * (1 + worth(child, rates)) for rate, child in zip(rates, shape, strict=False))
+
+
+@pytest.mark.parametrize("nodes", range(6))
+def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
+    for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5], [0.3, 0.29]):
+        best = best_shape(rates, nodes=nodes, depth=3)
+        assert size(best) == nodes
+        assert worth(best, rates) == pytest.approx(max(worth(shape, rates) for shape in shapes(2, 3, nodes)))
+    assert size(best_shape([0.5, 0.4], nodes=9, depth=3, least=0.3)) == 2
+
+
+def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
+    rig = Rig()
+    first = rig.level()
+    assert first is not None
+    wrong = [
+        {"drawn": ()},
+        {"drawn": first.drawn * 2},
+        {"tokens": (first.tokens[0],) * len(first.tokens)},
+        {"tokens": tuple(range(VOCABULARY, VOCABULARY + len(first.tokens)))},
+        {"parents": (5,) * len(first.tokens)},
+    ]
+    for change in wrong:
+        fields = {name: getattr(first, name) for name in first.__slots__} | change
+        with pytest.raises(InvalidRequest):
+            TokenTree(PROMPT).graft_drawn(1, Delta(**fields))
+    again = Delta(**{name: getattr(first, name) for name in first.__slots__} | {"first_id": 50})
+    with pytest.raises(InvalidRequest, match="at once"):
+        rig.upstream.graft_drawn(1, again)
+    size_before = rig.upstream.size
+    assert rig.upstream.graft_drawn(1, first) == (0, [])  # a replay
+    assert rig.upstream.size == size_before
+    tree = TokenTree(PROMPT)
+    tree.commit([1])
+    assert tree.graft_drawn(1, first) == (0, [])
+    with pytest.raises(Drifted):
+        tree.graft_drawn(1, Delta(**{name: getattr(first, name) for name in first.__slots__} | {"root_digest": 1}))
