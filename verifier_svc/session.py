@@ -133,7 +133,8 @@ class Session:
         self.unsubscribe(stream)
         most = 1 if self.rule.drawn is Drawn.SAMPLED else MAX_DRAFTERS
         if len(self.subscriptions) >= most:
-            raise Overloaded(f"a session under {self.rule.name} has at most {most} drafter{"s" * (most > 1)}")
+            drafters = "drafter" if most == 1 else "drafters"
+            raise Overloaded(f"a session under {self.rule.name} has at most {most} {drafters}")
         self._senders += 1
         subscription = Subscription(self, stream, attachment, self._senders, calibration)
         self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
