@@ -84,6 +84,10 @@ class FinishedOutputs:
         self._lengths.append(len(output))
         self.tokens += len(output)
 
+    def learn(self, text_end: Sequence[int], token: int) -> None:
+        """The target said `token` after a text: what the outputs say of such texts is believed more, or less."""
+        self._interpolation.observe(_found(self._contexts, text_end, 1), token)
+
     def propose(self, text_end: Sequence[int], nodes: int, depth: int) -> Continuation:
         """What followed in the outputs."""
         return _proposal(self._contexts, self._interpolation, text_end, nodes, depth)

@@ -258,6 +258,15 @@ def test_outputs_are_learned_from_by_what_others_say() -> None:
     assert not_so.chances[0] < 0.9
 
 
+def test_outputs_that_are_wrong_about_a_text_are_believed_less() -> None:
+    outputs = FinishedOutputs()
+    outputs.add([1, 2, 3])
+    before = outputs.propose([1, 2], 1, 1).chances[0]
+    for _ in range(50):
+        outputs.learn([1, 2], 5)
+    assert outputs.propose([1, 2], 1, 1).chances[0] < 0.1 < before
+
+
 def test_tenants_never_see_one_anothers_outputs() -> None:
     tenants = TenantOutputs(capacity=100, tenants=2)
     tenants.of("a").add([1, 2, 3])
