@@ -8,6 +8,7 @@ from outrider.cli.bench import bench
 from outrider.cli.demo import demo
 from outrider.cli.describe import describe
 from outrider.cli.generate import generate
+from outrider.cli.index import index
 from outrider.cli.pad import pad
 from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.up import up
@@ -19,5 +20,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad):
+for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index):
     app.command()(command)
