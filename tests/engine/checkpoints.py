@@ -52,11 +52,12 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(folder: Path, shape: str = "grouped", **saving: Any) -> Path:
+def make_checkpoint(folder: Path, shape: str = "grouped", ffn: int | None = None, **saving: Any) -> Path:
     """A random float32 checkpoint; the logits' deviation is about one."""
     kind, changes = SHAPES[shape]
+    sizes = {} if ffn is None else {"intermediate_size": ffn}
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(kind(**{**BASE, **changes}))
+    model = AutoModelForCausalLM.from_config(kind(**{**BASE, **changes, **sizes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms and biases too: those that are one or zero hide mistakes.
