@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from outrider.engine.attention import Attend, Attention, FastAttention
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.depth import kept_layers
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
@@ -81,6 +83,8 @@ class Engine:
         path: Path,
         *,
         dtype: Dtype,
+        layers: int | None = None,
+        skip: Collection[int] = (),
         numerics: Numerics = "fast",
         slots: int,
         rows: int | None = None,
@@ -90,23 +94,27 @@ class Engine:
         """Loads a checkpoint folder.
 
         `dtype` of the weights: what is stored otherwise is converted, for int8 and int4 quantized, while it is read.
+        `layers`: the first ones alone, then the final norm and the head (early exit); `skip`: all layers but these.
+        What is left out is not read, and not counted in `parameters`.
         `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
         `threads` for the operations (None: torch's own choice; the number is the process's); `progress` hears
         the fraction done, 0 to 1. Raises CheckpointError for a checkpoint that is missing, corrupt or not supported:
         it names the file and says what to do. Raises ConfigError where this machine's libraries cannot do invariant
-        numerics or `dtype`.
+        numerics or `dtype`, and for layers that the checkpoint does not have.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
         if threads is not None:
             torch.set_num_threads(threads)
         config = read_config(path)
+        kept = kept_layers(config.layers, layers, skip)
+        config = replace(config, layers=len(kept))
         if dtype in ("int8", "int4"):
             check_quantized(dtype)
         digest = read_tokenizer_digest(path)
         weights = Weights(path, progress)
         with torch.inference_mode():
-            model = load_model(weights, config, dtype, range(config.layers))
+            model = load_model(weights, config, dtype, kept)
             weights.finish()
             return cls(
                 config,
