@@ -151,10 +151,12 @@ class Roster(DrafterServicer):
 
 
 def load(config: DrafterConfig) -> Engine:
-    """The draft model."""
+    """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
     return Engine.load(
         config.model,
         dtype=config.dtype,
+        layers=config.layers,
+        skip=config.skip,
         slots=config.slots,
         threads=config.threads,
         numerics=config.numerics,
@@ -164,7 +166,8 @@ def load(config: DrafterConfig) -> Engine:
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
     """Serves until cancelled. `announce` hears the bound address once calls are answered.
 
-    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    Raises CheckpointError when the model cannot be loaded, ConfigError when it cannot be had as configured, or the
+    address cannot be bound.
     """
     engine = await asyncio.to_thread(briefly, partial(load, config))
     roster = Roster(config, f"drafter-{secrets.token_hex(4)}", engine)

@@ -61,7 +61,6 @@ class WorkerConfig(Section):
     name: str | None = None  # the model's name; None: the folder's name
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once
@@ -79,12 +78,16 @@ class WorkerConfig(Section):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
 
 
 class DrafterConfig(WorkerConfig):
-    """One drafter."""
+    """One drafter. Its model may be the target's own checkpoint, made cheaper: by `dtype`, `layers` or `skip`."""
 
+    dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # int8 and int4: quantized while loading
+    layers: int | None = Field(default=None, ge=1)  # the first ones alone (early exit); None: all
+    skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
 

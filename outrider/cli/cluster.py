@@ -237,6 +237,8 @@ def flags(section: Section) -> list[str]:
                 arguments.append(name if value else name.replace("--", "--no-", 1))
             case dict():
                 arguments += [part for key, folder in value.items() for part in ("--model", f"{key}={folder}")]
+            case tuple():
+                arguments += [part for item in value for part in (name, str(item))]
             case _:
                 arguments += [name, str(value)]
     return arguments

@@ -128,7 +128,13 @@ def drafter(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
-    dtype: Dtype = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, or quantized: int8, int4. [default: bfloat16]")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
+    skip: Annotated[
+        list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
+    ] = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
