@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.replica import Snapshot
+from drafter_svc.session import DraftSession
 from outrider.core.digest import extend
 from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of

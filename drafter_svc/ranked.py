@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Move, Snapshot
+from drafter_svc.replica import Snapshot
+from drafter_svc.session import DraftSession, Move
 from outrider.core.growth import Candidates, Fits, candidates, floor_score, frontier, propose
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
@@ -54,7 +55,7 @@ class RankedSession(DraftSession):
         self._look_up(fits.repeats)
         added: list[Node] = []
         for node, row in self._rows.items():
-            if len(added) + self.plan.width > self._room:
+            if len(added) + self.plan.width > self.room:
                 break
             open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
             if open_ and self.tree.score(node) > self._floor:

@@ -80,6 +80,8 @@ class VerifierConfig(WorkerConfig):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
+    lookup: Literal["prompt-lookup", "suffix", "retrieval"] | None = None  # also drafts by itself, by what followed
+    store: Path | None = None  # a corpus made by `outrider index`, for that
 
 
 class DrafterConfig(WorkerConfig):
@@ -88,6 +90,8 @@ class DrafterConfig(WorkerConfig):
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # int8 and int4: quantized while loading
     layers: int | None = Field(default=None, ge=1)  # the first ones alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
+    drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
+    store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
 
@@ -132,7 +136,11 @@ def load_cluster(path: Path) -> ClusterConfig:
         update={
             "redis": cluster.redis.model_copy(update={"data": data and base / data}),
             "router": router,
-            "verifier": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.verifier],
-            "drafter": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.drafter],
+            "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
+            "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
         }
     )
+
+
+def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
+    return {"model": base / worker.model, "store": worker.store and base / worker.store}

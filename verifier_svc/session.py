@@ -16,6 +16,7 @@ from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
 from outrider.errors import InvalidRequest, Overloaded
+from verifier_svc.own import SENDER, OwnDrafts
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
@@ -64,7 +65,9 @@ class Subscription:
 class Session:
     """State of one session. Only the event loop's thread touches it."""
 
-    def __init__(self, start: Start, place: Taken, vocabulary: int, patterns: Patterns) -> None:
+    def __init__(
+        self, start: Start, place: Taken, vocabulary: int, patterns: Patterns, own: OwnDrafts | None = None
+    ) -> None:
         self.id = start.session_id
         self.tenant = start.tenant
         self.epoch = start.epoch
@@ -90,8 +93,11 @@ class Session:
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self._window = start.window
-        self._senders = 0
+        self._senders = SENDER
         self._claims: dict[int, Calibration] = {}  # by sender
+        self._own = own
+        if own is not None:
+            self._claims[SENDER] = own.calibration
 
     @property
     def room(self) -> int:
@@ -212,6 +218,18 @@ class Session:
         subscription.granted = max(subscription.granted, credit)
         return credit
 
+    def draft_own(self) -> None:
+        """Reads on, and drafts without a model, where the verifier does that."""
+        if self._own is not None and self.plan.depth and self._own.read(self.tokens):
+            plan = self.ceilings
+            price = self.verified_price
+            self._own.grow(self.tree, nodes=plan.nodes, depth=plan.depth, width=plan.width, price=price)
+
+    def leave_answer(self) -> None:
+        """The session is over: keeps its answer for others."""
+        if self._own is not None:
+            self._own.finish(self.tokens[self.answer_position :])
+
     def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
         """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
         for node in nodes:
@@ -231,6 +249,7 @@ class Session:
         if self.committed_at:
             self.speed.observe(len(tokens), now - self.committed_at)
         self.committed_at = now
+        self.draft_own()
         self.arrivals.restart(now, self.worth())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
         commit = Commit(position, list(choices), self.tree.digest, report, self.finished)

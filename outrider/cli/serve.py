@@ -51,6 +51,7 @@ Context = Annotated[
 ]
 PrefillChunk = Annotated[int | None, typer.Option(help="Tokens of a prompt between two steps. [default: 128]")]
 Heartbeat = Annotated[float | None, typer.Option(help="Seconds between signs of life in Redis. [default: 1]")]
+Store = Annotated[Path | None, typer.Option(help="A corpus made by `outrider index`, to look into without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get at the end. [default: 5]")]
 
 
@@ -106,6 +107,10 @@ def verifier(
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
+    lookup: Annotated[
+        str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix or retrieval.")
+    ] = None,
+    store: Store = None,
 ) -> None:
     """Hold the target model: verify token trees, commit what the target says."""
     from outrider.config import VerifierConfig
@@ -142,6 +147,10 @@ def drafter(
     prefill_chunk: PrefillChunk = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
+    drafts: Annotated[
+        str | None, typer.Option(help="By its model, or prompt-lookup, suffix or retrieval. [default: model]")
+    ] = None,
+    store: Store = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     via: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Tunnel to the verifier. [default: what that advertises]")

@@ -49,6 +49,8 @@ SECTIONS: dict[str, Section] = {
         heartbeat_s=0.25,
         drain_s=0.5,
         max_nodes=7,
+        lookup="suffix",
+        store=Path("/s"),
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),
@@ -65,6 +67,8 @@ SECTIONS: dict[str, Section] = {
         prefill_chunk=16,
         heartbeat_s=0.25,
         drain_s=0.5,
+        drafts="retrieval",
+        store=Path("/s"),
         level_nodes=6,
         via="h:2",
     ),

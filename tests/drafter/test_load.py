@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_svc.service import Roster, load
+from drafter_svc.service import load, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.errors import ConfigError
 
@@ -24,11 +24,19 @@ def test_a_drafter_is_loaded_as_its_section_says() -> None:
 
 async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
     config = DrafterConfig(model=TARGET, layers=3)
-    engine = load(config)
-    worker = Roster(config, "drafter-x", engine).describe("127.0.0.1:1")
-    assert (worker.model, worker.parameters) == ("target", engine.parameters)
-    named = Roster(config.model_copy(update={"name": "half"}), "drafter-x", engine).describe("127.0.0.1:1")
-    assert named.model == "half"
+    roster, _ = with_model(config, "drafter-x")
+    worker = roster.describe("127.0.0.1:1")
+    assert (worker.model, worker.parameters) == ("target", load(config).parameters)
+    roster, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x")
+    assert roster.describe("127.0.0.1:1").model == "half"
+
+
+def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_would() -> None:
+    roster, finder = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
+    worker = roster.describe("127.0.0.1:1")
+    assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(finder.members))
+    engine = load(DrafterConfig(model=TARGET))
+    assert (worker.vocabulary, worker.tokenizer_digest) == (engine.vocabulary, engine.tokenizer_digest)
 
 
 def test_a_layer_that_the_checkpoint_does_not_have_is_a_mistake_in_the_configuration() -> None:
