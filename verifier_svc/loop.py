@@ -326,9 +326,11 @@ class StepLoop:
                 drafters=len(session.subscriptions),
             )
             session.wire_bytes = 0
-            session.learn(work.nodes, {work.nodes[row - 1] for row in walked.path[:accepted]})
+            path = {work.nodes[row - 1] for row in walked.path[:accepted]}
+            session.learn(work.nodes, path)
+            owed = session.owed(work.nodes, path)
             session.verified_price = step.price
-            said.append((session, session.commit(choices, report, now)))
+            said.append((session, session.commit(choices, report, now, owed)))
             self._keep(work, walked.path[:accepted])
         if step.follows and any(map(_teaches, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in said)

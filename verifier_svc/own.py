@@ -20,6 +20,7 @@ class OwnDrafts:
         self.calibration = calibration
         self._lookup = lookup
         self._read = 0
+        self._named = 0
 
     def read(self, tokens: Sequence[int]) -> bool:
         """Reads on in the session's tokens. Returns whether it has read all."""
@@ -37,6 +38,8 @@ class OwnDrafts:
             tree, self._lookup, nodes=nodes, depth=depth, width=width, floor=floor_score(price), room=room, judge=judge
         ):
             node.claim = SENDER, claimed
+            self._named += 1
+            tree.name(node, SENDER, self._named)
 
     def finish(self, answer: Sequence[int]) -> None:
         """The session has ended with this answer."""

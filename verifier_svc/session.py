@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.credit import Credit
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Choice, Sampler
 from outrider.core.tree import Delta, Node, TokenTree
@@ -46,6 +48,7 @@ class Commit(NamedTuple):
     digest: int  # over all tokens of the session, these included
     report: StepReport
     last: bool  # whether the generation ends with it
+    owed: tuple[Credit, ...] = ()  # one for each drafter, where there are several
 
 
 @dataclass(eq=False, slots=True)
@@ -237,7 +240,21 @@ class Session:
                 sender, claimed = node.claim
                 self._claims[sender].observe(claimed, node in path)
 
-    def commit(self, choices: Sequence[Choice], report: StepReport, now: float) -> Commit:
+    def owed(self, nodes: Sequence[Node], path: set[Node]) -> tuple[Credit, ...]:
+        """What a step that verified `nodes` and accepts `path` owes to each drafter, where there are several."""
+        if len(self.subscriptions) < 2:
+            return ()
+        sent = Counter(sender for node in nodes for sender in node.senders)
+        accepted = Counter(sender for node in path for sender in node.senders)
+        alone = Counter(sender for node in path for sender in node.senders if len(node.senders) == 1)
+        return tuple(
+            Credit(stream.drafter_id, sent[own.sender], accepted[own.sender], alone[own.sender])
+            for stream, own in self.subscriptions.items()
+        )
+
+    def commit(
+        self, choices: Sequence[Choice], report: StepReport, now: float, owed: tuple[Credit, ...] = ()
+    ) -> Commit:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
@@ -252,6 +269,6 @@ class Session:
         self.draft_own()
         self.arrivals.restart(now, self.worth())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
-        commit = Commit(position, list(choices), self.tree.digest, report, self.finished)
+        commit = Commit(position, list(choices), self.tree.digest, report, self.finished, owed)
         self.commits.put_nowait(commit)
         return commit
