@@ -44,6 +44,7 @@ class Roster(DrafterServicer):
             prefill_chunk=config.prefill_chunk,
             send=self._send,
             resync=self._resync,
+            tree=config.tree,
         )
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.construction import Construction, Terms
 from outrider.core.contract import Contract, Plan
 from outrider.core.growth import Fits
 from outrider.core.sampler import Sampler
@@ -49,14 +50,25 @@ class DraftSession(ABC):
     first. A node has KV if and only if it is expanded.
     """
 
-    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        slot: int,
+        vocabulary: int,
+        construction: Construction,
+        *,
+        first_id: int = 1,
+        cached: int = 0,
+    ) -> None:
         contract = snapshot.contract
+        self.construction = construction
         self.slot = slot
         self.contract = contract
         self.plan = snapshot.plan
         self.credit = snapshot.credit
         self.price = snapshot.price
         self.time_price = snapshot.time_price
+        self.level_price = 0.0  # tokens that the time of one more level costs, while the upstream waits
         self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
         self.tree = TokenTree(self.tokens)
@@ -98,8 +110,9 @@ class DraftSession(ABC):
         limit = min(limit, self._room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
+        self.level_price = self.time_price * level_s
         nodes = [node for node in self.frontier(fits, limit) if node.position + 1 < context]
-        if not nodes or self.gain(fits, nodes) < self.time_price * level_s:
+        if not nodes or self.gain(fits, nodes) < self.level_price:
             return None
         return self._level(pending, nodes), nodes
 
@@ -119,6 +132,10 @@ class DraftSession(ABC):
     @abstractmethod
     def refill(self, fits: Fits) -> Delta:
         """What can be proposed without a pass, after a commit or new terms."""
+
+    @abstractmethod
+    def rest(self, fits: Fits) -> Delta:
+        """What was held back until now that nothing more is run before the next commit."""
 
     @abstractmethod
     def learn(self, fits: Fits) -> None:
@@ -158,6 +175,10 @@ class DraftSession(ABC):
             node = self.tree.node(OWN, identity)
             if node is not None:
                 self.tree.remove(node)
+
+    def _terms(self, rates: Sequence[float], limit: int = 2**31) -> Terms:
+        """What the tree's construction is bound by. `rates`: measured acceptance by rank."""
+        return Terms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
 
     @property
     def _room(self) -> int:

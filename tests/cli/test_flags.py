@@ -64,6 +64,7 @@ SECTIONS: dict[str, Section] = {
         heartbeat_s=0.25,
         drain_s=0.5,
         level_nodes=6,
+        tree="eagle-2",
         via="h:2",
     ),
 }
@@ -98,7 +99,7 @@ def test_the_help_states_the_defaults_of_the_configuration(role: str) -> None:
     kind = type(SECTIONS[role])
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
     for parameter in command.params:
-        match = re.search(r"\[default: ([\w.:]+)\]", parameter.help or "")
+        match = re.search(r"\[default: ([\w.:-]+)\]", parameter.help or "")
         if match and match[1] != "the":
             field = kind.model_fields["context" if parameter.name == "context_tokens" else parameter.name]
             assert str(field.default).removesuffix(".0") == match[1], parameter.name
