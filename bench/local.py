@@ -61,6 +61,7 @@ class Pair:
             prefill_chunk=drafter.prefill_chunk,
             send=self._send,
             resync=lambda key: self._snapshot(),
+            tree=drafter.tree,
         )
         self.key = Attachment("", "", 1, b"")
         self._ear = _Ear(self)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession
+from outrider.core.construction import Sequoia, Shaped
 from outrider.core.digest import extend
 from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
-from outrider.core.shapes import Shape, best_shape
+from outrider.core.shapes import Shape
 from outrider.core.tree import Delta, Node, edge_code, edge_from_code
 
 
@@ -21,8 +23,19 @@ class DrawnSession(DraftSession):
     """Draws level by level; a level goes up whole. Nothing that was drawn decides what is drawn or sent beside it, and
     nothing outlives a commit: both would bias the text (DESIGN: rules for the p/q family on a streamed tree)."""
 
-    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
-        super().__init__(snapshot, slot, vocabulary, first_id=first_id, cached=cached)
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        slot: int,
+        vocabulary: int,
+        construction: Shaped | None = None,
+        *,
+        first_id: int = 1,
+        cached: int = 0,
+    ) -> None:
+        """`construction`: None is the default, Sequoia's."""
+        self._shaped = construction or Sequoia()
+        super().__init__(snapshot, slot, vocabulary, self._shaped, first_id=first_id, cached=cached)
         self._epoch = snapshot.epoch
         self._chain_only = rule_of(snapshot.contract).chain
         self._edges: list[float] = []  # of this root's shape, by rank
@@ -34,15 +47,12 @@ class DrawnSession(DraftSession):
         """The next level, if there is room for all of it."""
         root = self.tree.root
         if root not in self._shapes:
-            width = 1 if self._chain_only else self.plan.width
+            plan = replace(self.plan, width=1) if self._chain_only and self.plan.width else self.plan
+            width = self._shaped.width(plan)
             rates = fits.ranks.rates(width)
             self._edges = [edge_from_code(edge_code(math.log(rate))) for rate in rates]  # as the wire can carry them
             self._rates = [math.exp(edge) for edge in self._edges]
-            self._shapes = {
-                root: best_shape(
-                    self._rates, nodes=self.plan.nodes, depth=self.plan.depth, least=self.price, expanded=limit
-                )
-            }
+            self._shapes = {root: self._shaped.shape(self._terms(self._rates, limit)._replace(plan=plan))}
         level = [node for node, below in self._shapes.items() if below and not node.expanded]
         return level if len(level) <= limit else []
 
@@ -72,6 +82,10 @@ class DrawnSession(DraftSession):
 
     def refill(self, fits: Fits) -> Delta:
         """Nothing: what was not drawn yet takes a pass."""
+        return self.announce(())
+
+    def rest(self, fits: Fits) -> Delta:
+        """Nothing: a level goes up whole."""
         return self.announce(())
 
     def learn(self, fits: Fits) -> None:

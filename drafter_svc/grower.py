@@ -17,6 +17,7 @@ from drafter_svc.ranked import RankedSession
 from drafter_svc.replica import Snapshot, Update
 from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
+from outrider.core.construction import construction_of, shaped_of
 from outrider.core.contract import Contract
 from outrider.core.growth import Fits
 from outrider.core.rules import Drawn, rule_of
@@ -67,7 +68,10 @@ class Grower:
         prefill_chunk: int,
         send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
+        tree: str = "best-first",
     ) -> None:
+        """`tree`: how trees are constructed, by name. Raises ConfigError when there is no such construction."""
+        self._ranked, self._shaped = construction_of(tree), shaped_of(tree)
         self.members: dict[Attachment, Member] = {}
         self.progress = Progress()
         self.slots = Slots(engine.slots)
@@ -147,7 +151,7 @@ class Grower:
             delta = session.refill(self._fit(session.contract))
             member.next = self._next(session)
             if session.plan.depth:
-                self._deliver(key, session, delta, exhausted=member.next is None)
+                self._tell(key, session, delta, exhausted=member.next is None)
 
     def _next(self, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
@@ -181,8 +185,10 @@ class Grower:
             self._give_back(key, member)
             member.place = self._place(key, snapshot)
         place = member.place
-        kind = DrawnSession if rule_of(snapshot.contract).drawn is Drawn.SAMPLED else RankedSession
-        return kind(snapshot, place.slot, self._engine.vocabulary, first_id=first_id, cached=place.cached)
+        slot, vocabulary = place.slot, self._engine.vocabulary
+        if rule_of(snapshot.contract).drawn is Drawn.SAMPLED:
+            return DrawnSession(snapshot, slot, vocabulary, self._shaped, first_id=first_id, cached=place.cached)
+        return RankedSession(snapshot, slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached)
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant)
@@ -228,7 +234,16 @@ class Grower:
             turn.session.advance(turn.segment, turn.nodes)
             delta = turn.session.expand(turn.nodes, rows, self._fit(turn.session.contract))
             member.next = self._next(turn.session)
-            self._deliver(turn.key, turn.session, delta, exhausted=member.next is None)
+            self._tell(turn.key, turn.session, delta, exhausted=member.next is None)
+
+    def _tell(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
+        """Sends what is new; when that was all until the next commit, also what was held back until then."""
+        if exhausted:
+            rest = session.rest(self._fit(session.contract))
+            if rest.tokens:
+                self._deliver(key, session, delta, exhausted=False)
+                delta = rest
+        self._deliver(key, session, delta, exhausted=exhausted)
 
     def _deliver(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
         self.nodes += len(delta.tokens)

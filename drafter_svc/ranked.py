@@ -10,17 +10,29 @@ from numpy.typing import NDArray
 
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession, Move
-from outrider.core.growth import Candidates, Fits, candidates, floor_score, frontier, propose
+from outrider.core.construction import BestFirst, Construction, Terms
+from outrider.core.growth import Candidates, Fits, candidates, floor_score
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Node
 
 
 class RankedSession(DraftSession):
-    """Candidates are ranked by log q, plus the noise where the target shares it; best path score first."""
+    """Candidates are ranked by log q, plus the noise where the target shares it. The construction decides which nodes
+    are expanded and told."""
 
-    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
-        super().__init__(snapshot, slot, vocabulary, first_id=first_id, cached=cached)
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        slot: int,
+        vocabulary: int,
+        construction: Construction | None = None,
+        *,
+        first_id: int = 1,
+        cached: int = 0,
+    ) -> None:
+        """`construction`: None is the default, best first."""
+        super().__init__(snapshot, slot, vocabulary, construction or BestFirst(), first_id=first_id, cached=cached)
         shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
         self._scores = self.sampler.scores if shared else self.sampler.log_weights
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
@@ -30,37 +42,44 @@ class RankedSession(DraftSession):
         self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
 
     def frontier(self, fits: Fits, limit: int) -> list[Node]:
-        """The best of the tree."""
-        return frontier(self.tree, self.plan, self.price, limit, ahead=self.ahead)
+        """As the construction says."""
+        return self.construction.frontier(self.tree, self._bounds(fits, limit))
 
     def gain(self, fits: Fits, nodes: Sequence[Node]) -> float:
         """By what children usually are worth."""
-        return fits.gain(map(self.tree.score, nodes), self.plan.width, self.price)
+        return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.price)
 
     def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
         """Proposes the best candidates of each row."""
+        terms = self._bounds(fits)
         added: list[Node] = []
         for node, row in zip(nodes, logits, strict=True):
             node.expanded = True
-            if node is not self.tree.root and not node.names and node not in added:
+            if not self.tree.holds(node):
                 continue  # it was guessed at, and has just been found not to be worth it
             self._rows[node] = candidates(self._scores(row, self.tree.path(node)))
-            hint = self._hints.get(node)
-            added += propose(self.tree, node, self._rows[node], fits, self.plan.width, self._floor, hint)
+            added += self._propose(node, self._rows[node], fits, terms)
         return self.announce(added)
 
     def refill(self, fits: Fits) -> Delta:
         """Proposes again from rows that are known already: children that were not worth sending may have become so.
         Also guesses at what to run next."""
-        self._look_up(fits.repeats)
+        if self.construction.guesses:
+            self._look_up(fits.repeats)
+        terms = self._bounds(fits)
+        width = self.construction.width(self.plan)
         added: list[Node] = []
         for node, row in self._rows.items():
-            if len(added) + self.plan.width > self.room:
+            if len(added) + width > self.room:
                 break
-            open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < self.plan.width
+            open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < width
             if open_ and self.tree.score(node) > self._floor:
-                added += propose(self.tree, node, row, fits, self.plan.width, self._floor, self._hints.get(node))
+                added += self._propose(node, row, fits, terms)
         return self.announce(added)
+
+    def rest(self, fits: Fits) -> Delta:
+        """What the construction held back, as far as the credit goes."""
+        return self.announce(self.construction.rest(self.tree, self._bounds(fits))[: self.room])
 
     def learn(self, fits: Fits) -> None:
         """Fits the scores to what the target said."""
@@ -88,6 +107,13 @@ class RankedSession(DraftSession):
     def _floor(self) -> float:
         """Path score below which a node is not worth sending."""
         return floor_score(self.price, ahead=self.ahead)
+
+    def _propose(self, node: Node, row: Candidates, fits: Fits, terms: Terms) -> list[Node]:
+        scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))
+        return self.construction.propose(self.tree, node, scored, terms)
+
+    def _bounds(self, fits: Fits, limit: int = 2**31) -> Terms:
+        return self._terms(fits.ranks.rates(self.plan.width), limit)
 
     def _re_root(self, tokens: Sequence[int]) -> list[Node]:
         self._note_lessons(tokens)

@@ -190,6 +190,7 @@ def with_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Grower]:
         prefill_chunk=config.prefill_chunk,
         send=roster.send,
         resync=roster.resync,
+        tree=config.tree,
     )
     roster.serve(grower)
     return roster, grower

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.replica import Replica, Snapshot
+from outrider.core.construction import Construction, Terms
 from outrider.core.growth import Fits
 from outrider.core.sampler import Sampler
 from outrider.core.tree import Delta, Node
@@ -31,9 +32,20 @@ class DraftSession(Replica, ABC):
     first. A node has KV if and only if it is expanded.
     """
 
-    def __init__(self, snapshot: Snapshot, slot: int, vocabulary: int, *, first_id: int = 1, cached: int = 0) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        slot: int,
+        vocabulary: int,
+        construction: Construction,
+        *,
+        first_id: int = 1,
+        cached: int = 0,
+    ) -> None:
         super().__init__(snapshot, first_id=first_id)
+        self.construction = construction
         self.slot = slot
+        self.level_price = 0.0  # tokens that the time of one more level costs, while the upstream waits
         self.cached = cached
         self.scratch: list[Node] = []
         self.sampler = Sampler(snapshot.contract, vocabulary, self.tokens, snapshot.answer_position)
@@ -71,8 +83,9 @@ class DraftSession(Replica, ABC):
         limit = min(limit, self.room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
+        self.level_price = self.time_price * level_s
         nodes = [node for node in self.frontier(fits, limit) if node.position + 1 < context]
-        if not nodes or self.gain(fits, nodes) < self.time_price * level_s:
+        if not nodes or self.gain(fits, nodes) < self.level_price:
             return None
         return self._level(pending, nodes), nodes
 
@@ -94,6 +107,10 @@ class DraftSession(Replica, ABC):
         """What can be proposed without a pass, after a commit or new terms."""
 
     @abstractmethod
+    def rest(self, fits: Fits) -> Delta:
+        """What was held back until now that nothing more is run before the next commit."""
+
+    @abstractmethod
     def learn(self, fits: Fits) -> None:
         """Fits the scores to what the target said."""
 
@@ -108,6 +125,10 @@ class DraftSession(Replica, ABC):
         for node in added:
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
+
+    def _terms(self, rates: Sequence[float], limit: int = 2**31) -> Terms:
+        """What the tree's construction is bound by. `rates`: measured acceptance by rank."""
+        return Terms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Expanded nodes of the kept subtree in the order of their cache rows: ancestors come before descendants."""

@@ -18,6 +18,7 @@ def _address(value: str) -> str:
     return value
 
 
+TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 SectionT = TypeVar("SectionT", bound="Section")
 Address = Annotated[str, AfterValidator(_address)]
 
@@ -93,6 +94,7 @@ class DrafterConfig(WorkerConfig):
     drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
+    tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
 
 

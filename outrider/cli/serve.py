@@ -152,6 +152,13 @@ def drafter(
     ] = None,
     store: Store = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Trees: best-first, opt-tree, eagle-2, chain, k-ary or sequoia. Rules that hold p against q get "
+            "chain, k-ary or sequoia. [default: best-first]"
+        ),
+    ] = None,
     via: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Tunnel to the verifier. [default: what that advertises]")
     ] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -17,6 +17,7 @@ from outrider.core.shapes import RankRates
 from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
 
 CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
+RANKS = 16  # of a row's candidates whose acceptance is measured
 SCALES = (0.1, 0.15, 0.22, 0.33, 0.5, 0.75, 1.1, 1.6, 2.4)
 LOWEST_SCORE = 0.003  # path scores below this are never worth a node
 WORTH_TELLING = 0.25  # by how much the logarithm of a known node's score must have risen
@@ -78,6 +79,8 @@ class Fits:
             believed = float(relative[row.tokens == hint.token].sum() / relative.sum())
             self.repeats.correct(hint.length, hint.token == token, believed)
         self.scale.observe(row, token)
+        rank = np.flatnonzero(row.tokens[:RANKS] == token)
+        self.ranks.observe(min(RANKS, row.tokens.size), int(rank[0]) if rank.size else None)
 
     def _relative(self, row: Candidates, hint: Hint | None) -> FloatRow:
         """Logarithms of the candidates' chances, up to a constant."""
@@ -138,10 +141,9 @@ def frontier(tree: TokenTree, plan: Plan, price: float, limit: int, *, ahead: bo
     return first + list(islice((node for _, node in held if not node.expanded), max(0, limit - len(first))))
 
 
-def propose(
-    tree: TokenTree, node: Node, row: Candidates, fits: Fits, width: int, floor: float, hint: Hint | None = None
-) -> list[Node]:
-    """Expands `node`: adds its best children, at most `width`, whose path score is at least `floor`.
+def propose(tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], floor: float) -> list[Node]:
+    """Expands `node`: of its candidates with the logarithms of their chances, best first, adds those whose path score
+    is at least `floor`.
 
     Returns those to be told: new to the upstream, or worth more than it was told. Children that were only guessed at,
     and turn out not to be worth it, go.
@@ -149,7 +151,7 @@ def propose(
     node.expanded = True
     least = math.log(floor) - (node.log_score - tree.root.log_score)
     told = []
-    for token, edge in fits.edges(row, width, hint):
+    for token, edge in scored:
         if edge < least:
             break
         present = node.children.get(token)

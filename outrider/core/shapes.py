@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Shape = tuple["Shape", ...]  # a node's children, first drawn first
 
@@ -75,6 +75,80 @@ def best_shape(rates: Sequence[float], *, nodes: int, depth: int, least: float =
         offer(parent, -negative / rates[rank], rank + 1, at)
         offer(child, -negative, 0, at + 1)
     return root.shape()
+
+
+def chain_shape(depth: int) -> Shape:
+    """A path of so many nodes."""
+    shape: Shape = ()
+    for _ in range(depth):
+        shape = (shape,)
+    return shape
+
+
+def k_ary_shape(k: int, *, nodes: int, depth: int, expanded: int = 2**31) -> Shape:
+    """Every node with k children, level by level, while there are nodes left; `expanded` of a level get children."""
+    root = _Growing()
+    level = [root]
+    for _ in range(depth):
+        for parent in level[:expanded]:
+            parent.children = [_Growing() for _ in range(min(k, nodes))]
+            nodes -= len(parent.children)
+        level = [child for parent in level for child in parent.children]
+    return root.shape()
+
+
+def expected_tokens(shape: Shape, rates: Sequence[float]) -> float:
+    """The sum of path products: how many tokens are expected to be accepted, without the one that always is."""
+    return sum(rate * (1.0 + expected_tokens(below, rates)) for rate, below in zip(rates, shape, strict=False))
+
+
+def size_of(shape: Shape) -> int:
+    """How many nodes it has."""
+    return sum(1 + size_of(below) for below in shape)
+
+
+def depth_of(shape: Shape) -> int:
+    """Nodes on its longest path."""
+    return max((1 + depth_of(below) for below in shape), default=0)
+
+
+def priced_shape(
+    rates: Sequence[float],
+    worth: Callable[[float, int, int], float],
+    *,
+    nodes: int,
+    depth: int,
+    least: float = 0.0,
+    expanded: int = 2**31,
+) -> Shape:
+    """The best shape of the depth that is worth most, by (expected tokens, nodes, levels) of each depth's best shape;
+    the shallowest of several. Bounds as in `best_shape`."""
+    best: Shape = ()
+    most = worth(0.0, 0, 0)
+    for levels in range(1, depth + 1):
+        shape = best_shape(rates, nodes=nodes, depth=levels, least=least, expanded=expanded)
+        if depth_of(shape) < levels:
+            break
+        value = worth(expected_tokens(shape, rates), size_of(shape), levels)
+        if value > most:
+            best, most = shape, value
+    return best
+
+
+def fastest_shape(
+    rates: Sequence[float], *, nodes: int, depth: int, level_s: float, seconds: Callable[[int], float]
+) -> Shape:
+    """The shape, of any number of nodes up to `nodes` and any depth, with the most expected tokens over time: so many
+    levels of `level_s` seconds each, and a pass of the target over the nodes and their root, `seconds(1 + nodes)`.
+
+    Source: Sequoia (Chen et al., arXiv 2402.12374), section 4.3, the hardware-aware optimizer.
+    """
+
+    def goodput(expected: float, count: int, levels: int) -> float:
+        return (1.0 + expected) / (levels * level_s + seconds(1 + count))
+
+    candidates = [priced_shape(rates, goodput, nodes=count, depth=depth) for count in range(nodes + 1)]
+    return max(candidates, key=lambda shape: goodput(expected_tokens(shape, rates), size_of(shape), depth_of(shape)))
 
 
 class _Growing:

@@ -162,6 +162,14 @@ class TokenTree:
         """How far below the root the node is."""
         return node.position - self.root.position
 
+    def holds(self, node: Node) -> bool:
+        """Whether the node is the root or below it, and was not removed."""
+        while node is not self.root:
+            if node.parent is None or node.parent.children.get(node.token) is not node:
+                return False
+            node = node.parent
+        return True
+
     def add(self, parent: Node, token: int, edge: float) -> Node:
         """A child of `parent`; the one that is there already if it has that token, with the larger edge score."""
         child = parent.children.get(token)

@@ -70,6 +70,7 @@ SECTIONS: dict[str, Section] = {
         drafts="retrieval",
         store=Path("/s"),
         level_nodes=6,
+        tree="eagle-2",
         via="h:2",
     ),
 }
@@ -104,7 +105,7 @@ def test_the_help_states_the_defaults_of_the_configuration(role: str) -> None:
     kind = type(SECTIONS[role])
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
     for parameter in command.params:
-        match = re.search(r"\[default: ([\w.:]+)\]", parameter.help or "")
+        match = re.search(r"\[default: ([\w.:-]+)\]", parameter.help or "")
         if match and match[1] != "the":
             field = kind.model_fields["context" if parameter.name == "context_tokens" else parameter.name]
             assert str(field.default).removesuffix(".0") == match[1], parameter.name

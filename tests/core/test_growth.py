@@ -62,7 +62,7 @@ def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -
         for node in frontier(tree, plan, price, 4, ahead=ahead):
             logits = generator.normal(0, 2, 60).astype(np.float32)
             row = candidates(logits + gumbel_row(3, 0, node.position + 1, 60))
-            propose(tree, node, row, fit, plan.width, floor_score(price, ahead=ahead))
+            propose(tree, node, fit.edges(row, plan.width, None), floor_score(price, ahead=ahead))
     return tree
 
 
