@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import grpc.aio
+from tokenizers import Tokenizer
 
 from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
+from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.datastore import Datastore
@@ -54,9 +56,9 @@ class Roster(DrafterServicer):
         self._capacity = capacity
         self._refused = 0
         self._upstreams: dict[str, Upstream] = {}
-        self._loop: Grower | Finder
+        self._loop: Loop
 
-    def serve(self, loop: Grower | Finder) -> None:
+    def serve(self, loop: Loop) -> None:
         """Has `loop` do the drafting. Called once, before the first call."""
         self._loop = loop
 
@@ -179,21 +181,41 @@ def load(config: DrafterConfig) -> Engine:
     )
 
 
-def with_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Grower]:
+Loop = Grower | Finder | Translator
+
+
+def with_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Grower | Translator]:
     """A drafter that has a model, and its loop."""
     engine = load(config)
     capacity = Capacity(engine.tokenizer_digest, engine.vocabulary, engine.context, config.slots, engine.parameters)
-    roster = Roster(config, worker_id, capacity)
-    grower = Grower(
+    if config.target is None:
+        roster = Roster(config, worker_id, capacity)
+        grower = _grower(config, engine, roster.send, roster.resync)
+        roster.serve(grower)
+        return roster, grower
+    digest, vocabulary = read_tokenizer_digest(config.target), read_config(config.target).vocabulary
+    roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
+    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (config.target, config.model))
+    translator = Translator(*tokenizers, send=roster.send, resync=roster.resync)
+    translator.serve(_grower(config, engine, translator.take, translator.reopen))
+    roster.serve(translator)
+    return roster, translator
+
+
+def _grower(
+    config: DrafterConfig,
+    engine: Engine,
+    send: Callable[[Attachment, Delta, int, bool], None],
+    resync: Callable[[Attachment], None],
+) -> Grower:
+    return Grower(
         engine,
         level_nodes=config.level_nodes,
         prefill_chunk=config.prefill_chunk,
-        send=roster.send,
-        resync=roster.resync,
+        send=send,
+        resync=resync,
         tree=config.tree,
     )
-    roster.serve(grower)
-    return roster, grower
 
 
 def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder]:
@@ -216,7 +238,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     """
     worker_id = f"drafter-{secrets.token_hex(4)}"
     roster: Roster
-    loop: Grower | Finder
+    loop: Loop
     if config.drafts == "model":
         roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id))
     else:

@@ -93,6 +93,7 @@ class DrafterConfig(WorkerConfig):
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
+    target: Path | None = None  # the target's checkpoint folder, if its tokenizer is another: drafts go by their text
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
@@ -145,4 +146,7 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
-    return {"model": base / worker.model, "store": worker.store and base / worker.store}
+    paths = {"model": worker.model, "store": worker.store}
+    if isinstance(worker, DrafterConfig):
+        paths["target"] = worker.target
+    return {name: path and base / path for name, path in paths.items()}

@@ -151,6 +151,9 @@ def drafter(
         str | None, typer.Option(help="By its model, or prompt-lookup, suffix or retrieval. [default: model]")
     ] = None,
     store: Store = None,
+    target: Annotated[
+        Path | None, typer.Option(help="The target's checkpoint folder, if it has another tokenizer than this model.")
+    ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
         str | None,

@@ -68,6 +68,7 @@ SECTIONS: dict[str, Section] = {
         heartbeat_s=0.25,
         drain_s=0.5,
         drafts="retrieval",
+        target=Path("/t"),
         store=Path("/s"),
         level_nodes=6,
         tree="eagle-2",
