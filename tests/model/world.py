@@ -242,11 +242,11 @@ class World:
         self.notice()
         left = PATIENCE
         while True:
-            while events := self.events():
+            while left >= 0 and (events := self.events()):
                 self.happen(events[left % len(events)])
                 left -= 1
-                if left < 0:
-                    raise Violation("it goes on for ever")
+            if left < 0:
+                raise Violation("it goes on for ever")
             waiting = [client for client in self.clients if self._tries_again(client)]
             if waiting and not any(client.link for client in self.clients):
                 waiting[left % len(waiting)].call(left % ROUTERS)
