@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bench.trees.lessons import Learned
@@ -11,7 +11,7 @@ from bench.trees.paths import Path, PathRows
 from outrider.core.construction.growing import Scored
 from outrider.core.continuations import Source
 from outrider.core.growth import Fits, candidates
-from outrider.core.repeats import Repeats
+from outrider.core.repeats import Hint, Repeats
 from outrider.core.sampler import Sampler
 
 WIDTH = 16  # most children of a node, where a construction does not want fewer
@@ -26,12 +26,16 @@ class Scores(Protocol):
 
 
 class ModelScores:
-    """By log q, and the noise where it is shared; what that is worth was fitted."""
+    """By log q, and the noise where it is shared; what that is worth was fitted, and what it is worth more where the
+    text repeats itself."""
 
-    def __init__(self, rows: PathRows, sampler: Sampler, fits: Fits, *, shared: bool) -> None:
+    def __init__(
+        self, rows: PathRows, sampler: Sampler, fits: Fits, hints: Mapping[Path, Hint], *, shared: bool
+    ) -> None:
         self._rows = rows
         self._weigh = sampler.scores if shared else sampler.log_weights
         self._fits = fits
+        self._hints = hints
         self._known: dict[Path, Scored] = {}
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
@@ -40,8 +44,39 @@ class ModelScores:
         self._rows.fetch(missing)
         for path in missing:
             row = candidates(self._weigh(self._rows.after(path), path))
-            self._known[path] = self._fits.edges(row, WIDTH, None)
+            self._known[path] = self._fits.edges(row, WIDTH, self._hints.get(path))
         return [self._known[path] for path in paths]
+
+
+def hints_of(text: Sequence[int], depth: int) -> dict[Path, Hint]:
+    """What followed the last time, after each path along it."""
+    found = Repeats(text).find(depth)
+    if found is None:
+        return {}
+    tokens = tuple(found.tokens)
+    return {tokens[:at]: Hint(token, found.length + at) for at, token in enumerate(tokens)}
+
+
+class NoisedScores:
+    """What a source without a model says, and the noise, of one draw."""
+
+    def __init__(self, source: Scores, sampler: Sampler, learned: Learned) -> None:
+        self._source = source
+        self._sampler = sampler
+        self._learned = learned
+        self._known: dict[Path, Scored] = {}
+
+    def after(self, paths: Sequence[Path]) -> list[Scored]:
+        """Asks the source once for each path."""
+        missing = [path for path in paths if path not in self._known]
+        for path, found in zip(missing, self._source.after(missing), strict=True):
+            self._known[path] = self._row(path, found)
+        return [self._known[path] for path in paths]
+
+    def _row(self, path: Path, found: Scored) -> Scored:
+        assert self._learned.background is not None
+        logits = self._learned.background.logits(found, self._sampler.contract.temperature)
+        return self._learned.noised.edges(found, self._sampler.scores(logits, path), WIDTH)
 
 
 class LookupScores:

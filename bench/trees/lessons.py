@@ -13,7 +13,8 @@ from outrider.core.calibration import Calibration
 from outrider.core.continuations import BestOf, Source
 from outrider.core.contract import Contract
 from outrider.core.growth import Fits, candidates
-from outrider.core.repeats import Repeats
+from outrider.core.noised import Background, NoisedFit
+from outrider.core.repeats import Hint, Repeats
 from outrider.core.rules import DRAFT, SeededChance, SparseRow
 from outrider.core.rules.rejection import uncovered, without
 from outrider.core.sampler import Sampler
@@ -52,6 +53,9 @@ class Learned:
     fits: Fits = field(default_factory=Fits)
     calibration: Calibration = field(default_factory=Calibration)
     ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first
+    noised: NoisedFit = field(default_factory=NoisedFit)  # without a model
+    noised_ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first by that
+    background: Background | None = None  # likewise
     drawn: RankMeans = field(default_factory=RankMeans)  # of children drawn one after the other, recursive rejection
 
 
@@ -68,24 +72,32 @@ def learn_model(
 ) -> None:
     """By what the target said after each token of a text."""
     said, drafted = target.read(text.tokens), rows.read(text.tokens)
+    repeats = Repeats(text.tokens[: text.prompt])
     for place in range(text.prompt - 1, len(text.tokens) - 1):
         sampler = Sampler(contract, rows.vocabulary, text.tokens[: place + 1], text.prompt)
         token = text.tokens[place + 1]
         row = candidates((sampler.scores if shared else sampler.log_weights)(drafted[place]))
-        learned.fits.observe(row, token, None)
+        hint = _hint(repeats)
+        if hint is not None:
+            learned.fits.repeats.observe(hint.length, hint.token == token)
+        learned.fits.observe(row, token, hint)
+        repeats.extend([token])
         learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
         if not shared:
             p, q = sampler.probabilities(said[place]), SparseRow.of(sampler.probabilities(drafted[place]))
             learned.drawn.observe(_accepted_by_rank(p, q, SeededChance(contract.seed, place, token, DRAFT)))
 
 
-def learn_lookup(texts: Sequence[Text]) -> Learned:
-    """By how long the match was."""
-    learned = Learned()
-    for text in texts:
+def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract], vocabulary: int) -> Learned:
+    """By how long the match was, and by the noise."""
+    learned = Learned(background=Background(vocabulary))
+    for text, contract in zip(texts, contracts, strict=True):
         repeats = Repeats(text.tokens[: text.prompt])
-        for token in text.tokens[text.prompt :]:
+        for place in range(text.prompt, len(text.tokens)):
+            token = text.tokens[place]
             found = repeats.find(1)
+            chances = [(found.tokens[0], math.log(learned.fits.repeats.chance(found.length)))] if found else []
+            _learn_noise(learned, text, place, contract, chances)
             if found is not None:
                 learned.fits.repeats.observe(found.length, found.tokens[0] == token)
             learned.ranks.observe([float(found is not None and found.tokens[0] == token)])
@@ -93,15 +105,22 @@ def learn_lookup(texts: Sequence[Text]) -> Learned:
     return learned
 
 
-def learn_suffixes(texts: Sequence[Text]) -> tuple[Learned, FinishedOutputs]:
+def learn_suffixes(
+    texts: Sequence[Text], contracts: Sequence[Contract], vocabulary: int
+) -> tuple[Learned, FinishedOutputs]:
     """One text after the other, each over those before it; also gives the index of them all."""
-    learned, outputs = Learned(), FinishedOutputs()
-    for text in texts:
+    learned, outputs = Learned(background=Background(vocabulary)), FinishedOutputs()
+    for text, contract in zip(texts, contracts, strict=True):
         own = session_suffixes(text.tokens[: text.prompt])
         both = BestOf([own, outputs])
         for place in range(text.prompt, len(text.tokens)):
             end, token = text.tokens[:place], text.tokens[place]
             found = both.propose(end, RANKS, 1)
+            chances = [
+                (candidate, learned.calibration.corrected(math.log(max(chance, 1e-9))))
+                for candidate, chance in zip(found.tokens, found.chances, strict=True)
+            ]
+            _learn_noise(learned, text, place, contract, chances)
             for candidate, chance in zip(found.tokens, found.chances, strict=True):
                 learned.calibration.observe(math.log(max(chance, 1e-9)), candidate == token)
             learned.ranks.observe([float(candidate == token) for candidate in found.tokens])
@@ -122,6 +141,25 @@ def session_suffixes(tokens: Sequence[int]) -> SessionSuffixes:
 def best_of(tokens: Sequence[int], outputs: FinishedOutputs) -> Source:
     """A session's own text and earlier outputs, whichever promises more."""
     return BestOf([session_suffixes(tokens), outputs])
+
+
+def _learn_noise(
+    learned: Learned, text: Text, place: int, contract: Contract, found: Sequence[tuple[int, float]]
+) -> None:
+    """What the noise says of what a source found, by what the target then said at `place`."""
+    assert learned.background is not None
+    if not contract.greedy:
+        sampler = Sampler(contract, learned.background.vocabulary, text.tokens[:place], text.prompt)
+        scores = sampler.scores(learned.background.logits(found, contract.temperature))
+        best = learned.noised.edges(found, scores, RANKS)
+        learned.noised_ranks.observe([float(token == text.tokens[place]) for token, _ in best])
+        learned.noised.observe(found, scores, text.tokens[place])
+    learned.background.extend([text.tokens[place]])
+
+
+def _hint(repeats: Repeats) -> Hint | None:
+    found = repeats.find(1)
+    return Hint(found.tokens[0], found.length) if found else None
 
 
 def _accepted_by_rank(p: np.ndarray, row: SparseRow, chance: SeededChance) -> list[float]:

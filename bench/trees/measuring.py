@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bench.trees.cells import DEPTH, LENIENCE, MODELS, Cell, Setting, contract_of, drawn_of, taken
-from bench.trees.drafts import WIDTH, LookupScores, ModelScores, Scores, SourceScores
+from bench.trees.drafts import WIDTH, LookupScores, ModelScores, NoisedScores, Scores, SourceScores, hints_of
 from bench.trees.expecting import NEGLIGIBLE, Tree, followed, matched, rejected, traversed
 from bench.trees.lessons import (
     Learned,
@@ -47,22 +47,23 @@ class Lessons:
 def teach(setting: Setting, models: Mapping[str, PathRows], prompts: Sequence[Sequence[int]]) -> Lessons:
     """Lets the drafters learn from the target's texts after some prompts."""
     lessons = Lessons()
+    vocabulary = models["target"].vocabulary
     for heat in setting.temperatures:
         texts = [
             text_of(models["target"], prompt, heat, SEED + at, setting.taught) for at, prompt in enumerate(prompts)
         ]
+        contracts = [contract_of(SHARED_NOISE, heat, SEED + at) for at in range(len(texts))]
         for name in setting.drafters:
             if name in MODELS:
                 for shared in (True, False):
                     learned = Learned()
-                    for at, text in enumerate(texts):
-                        contract = contract_of(SHARED_NOISE, heat, SEED + at)
+                    for text, contract in zip(texts, contracts, strict=True):
                         learn_model(learned, models[name], models["target"], text, contract, shared=shared)
                     lessons.of[name, heat, shared] = learned
             elif name == "prompt lookup":
-                lessons.of[name, heat, True] = learn_lookup(texts)
+                lessons.of[name, heat, True] = learn_lookup(texts, contracts, vocabulary)
             else:
-                lessons.of[name, heat, True], lessons.outputs[heat] = learn_suffixes(texts)
+                lessons.of[name, heat, True], lessons.outputs[heat] = learn_suffixes(texts, contracts, vocabulary)
     return lessons
 
 
@@ -117,6 +118,7 @@ class Root:
             Sampler(contract_of(SHARED_NOISE, heat, seed, draw), self._target.vocabulary, self._text, text.prompt)
             for draw in self._draws
         ]
+        self._hints = hints_of(self._text, DEPTH)
         self._known: dict[tuple[str, bool, int], Scores] = {}
         self._q: dict[tuple[str, Path], tuple[SparseRow, FloatRow]] = {}
         self._p: dict[Path, FloatRow] = {}
@@ -174,7 +176,10 @@ class Root:
         plan = Plan(depth=DEPTH, width=width, nodes=budget)
         shared = kind is Drawn.FREELY or drafter not in MODELS
         learned = self._lessons.of[drafter, self._heat, shared]
-        rates = (learned.drawn if kind is Drawn.SAMPLED else learned.ranks).rates()
+        ranks = learned.drawn if kind is Drawn.SAMPLED else learned.ranks
+        if kind is Drawn.FREELY and self._heat and drafter not in MODELS:
+            ranks = learned.noised_ranks
+        rates = ranks.rates()
         shaped = shaped_of(construction)
         terms = Terms(plan, 2**31 if shaped.name == construction else LEVEL, rates=rates)
         if kind is Drawn.SAMPLED:
@@ -190,11 +195,16 @@ class Root:
 
     def _scores(self, drafter: str, kind: Drawn, draw: int, learned: Learned) -> Scores:
         """What the drafter says at this root, the same for all constructions and budgets."""
-        key = drafter, kind is Drawn.FREELY and drafter in MODELS, draw if drafter in MODELS else 0
+        shared = kind is Drawn.FREELY and self._heat > 0.0
+        key = drafter, shared, draw if shared else 0
         if key not in self._known:
+            sampler = self._samplers[key[2]]
             if drafter in MODELS:
-                sampler = self._samplers[draw]
-                self._known[key] = ModelScores(self._models[drafter], sampler, learned.fits, shared=key[1])
+                self._known[key] = ModelScores(
+                    self._models[drafter], sampler, learned.fits, self._hints, shared=kind is Drawn.FREELY
+                )
+            elif shared:
+                self._known[key] = NoisedScores(self._scores(drafter, Drawn.RANKED, 0, learned), sampler, learned)
             elif drafter == "prompt lookup":
                 self._known[key] = LookupScores(self._text, learned, DEPTH)
             else:
