@@ -31,7 +31,8 @@ def main(
         list[float] | None, typer.Option("--temperature", min=0, help="[default: 0, 0.6 and 1]")
     ] = None,
     budgets: Annotated[list[int] | None, typer.Option("--nodes", min=1, help="[default: 4, 8, 16, 32, 64]")] = None,
-    draws: Annotated[int, typer.Option(min=1, help="Of noise and of drafts, at each root.")] = 4,
+    noises: Annotated[int, typer.Option(min=1, help="Draws of the shared noise at each root.")] = Setting().noises,
+    drafts: Annotated[int, typer.Option(min=1, help="Draws of trees at each root.")] = Setting().drafts,
     roots: Annotated[int, typer.Option(min=1, help="Places in each text.")] = 4,
     processes: Annotated[int, typer.Option(min=1, help="Each on one thread.")] = 2,
     models: Annotated[Path, typer.Option(help="Folder that holds target/, drafter/ and mid/.")] = Path("models"),
@@ -45,7 +46,8 @@ def main(
         drafters=tuple(drafters or default.drafters),
         temperatures=tuple(temperatures or default.temperatures),
         budgets=tuple(sorted(set(budgets or default.budgets))),
-        draws=draws,
+        noises=noises,
+        drafts=drafts,
         roots=roots,
     )
     with reported():

@@ -46,7 +46,8 @@ class Setting:
     drafters: tuple[str, ...] = DRAFTERS
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
-    draws: int = 4  # of noise, or of drafts, at each root
+    noises: int = 6  # draws of the shared noise at each root
+    drafts: int = 3  # draws of trees
     roots: int = 4  # of each text
     stride: int = 12  # tokens between them
     taught: int = 48  # tokens of each text that drafters learn from

@@ -12,6 +12,7 @@ from bench.trees.paths import PathRows
 from outrider.core.calibration import Calibration
 from outrider.core.continuations import BestOf, Source
 from outrider.core.contract import Contract
+from outrider.core.filters import FloatRow
 from outrider.core.growth import Fits, candidates
 from outrider.core.noised import Background, NoisedFit
 from outrider.core.repeats import Hint, Repeats
@@ -84,7 +85,7 @@ def learn_model(
         repeats.extend([token])
         learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
         if not shared:
-            p, q = sampler.probabilities(said[place]), SparseRow.of(sampler.probabilities(drafted[place]))
+            p, q = sampler.probabilities(said[place]), whole_row(sampler.probabilities(drafted[place]))
             learned.drawn.observe(_accepted_by_rank(p, q, SeededChance(contract.seed, place, token, DRAFT)))
 
 
@@ -128,6 +129,12 @@ def learn_suffixes(
             own.extend([token])
         outputs.add(text.tokens)
     return learned, outputs
+
+
+def whole_row(q: FloatRow) -> SparseRow:
+    """What is drawn from: q itself. The wire's is cut to its likeliest 64 tokens, which costs the rules that hold p
+    against q much at temperature 1; they are measured at their best."""
+    return SparseRow.of(q, most=len(q))
 
 
 def session_suffixes(tokens: Sequence[int]) -> SessionSuffixes:

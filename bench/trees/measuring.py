@@ -17,6 +17,7 @@ from bench.trees.lessons import (
     learn_lookup,
     learn_model,
     learn_suffixes,
+    whole_row,
 )
 from bench.trees.paths import Path, PathRows, continued
 from outrider.core.construction import CONSTRUCTIONS, Terms, construction_of, grow, shaped_of
@@ -113,10 +114,14 @@ class Root:
         self._text = text.tokens[: place + 1]
         self._heat = heat
         self._seed = seed
-        self._draws = range(setting.draws if heat else 1)  # greedy, nothing is left to chance
+        self._draws = {  # greedy, nothing is left to chance
+            Drawn.FREELY: range(setting.noises if heat else 1),
+            Drawn.RANKED: range(1),
+            Drawn.SAMPLED: range(setting.drafts if heat else 1),
+        }
         self._samplers = [
             Sampler(contract_of(SHARED_NOISE, heat, seed, draw), self._target.vocabulary, self._text, text.prompt)
-            for draw in self._draws
+            for draw in self._draws[Drawn.FREELY]
         ]
         self._hints = hints_of(self._text, DEPTH)
         self._known: dict[tuple[str, bool, int], Scores] = {}
@@ -136,7 +141,7 @@ class Root:
 
     def _fill(self, found: Figures, drafter: str, kind: Drawn, construction: str, rules: Sequence[str]) -> None:
         budgets = self._setting.budgets
-        draws = self._draws if kind is not Drawn.RANKED else [0]
+        draws = self._draws[kind]
         trees = {
             (budget, draw): self._tree(drafter, kind, construction, budget, draw)
             for budget in sorted(budgets, reverse=True)  # the largest first: its passes serve the others
@@ -232,7 +237,7 @@ class Root:
 
     def _draft_row(self, drafter: str, path: Path) -> tuple[SparseRow, FloatRow]:
         if (drafter, path) not in self._q:
-            row = SparseRow.of(self._samplers[0].probabilities(self._models[drafter].after(path), path))
+            row = whole_row(self._samplers[0].probabilities(self._models[drafter].after(path), path))
             self._q[drafter, path] = row, row.dense(self._target.vocabulary)
         return self._q[drafter, path]
 

@@ -142,9 +142,8 @@ def test_a_quick_run_prints_its_tables_and_ends_with_its_line(tmp_path, monkeypa
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     app = command.typer.Typer()
     app.command()(command.main)
-    flags = (
-        "--prompts 2 --taught 1 --roots 2 --draws 2 --nodes 4 --nodes 8 --temperature 0 --temperature 1 --processes 1"
-    )
+    flags = "--prompts 2 --taught 1 --roots 2 --noises 2 --drafts 2 --processes 1"
+    flags += " --nodes 4 --nodes 8 --temperature 0 --temperature 1"
     drafters = ("drafter", "suffix index")
     chosen = [part for name in drafters for part in ("--drafter", name)]
     folders = [
