@@ -62,7 +62,8 @@ def main(
     openmp.settle(1)
     tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
     ids = [tokenizer.encode(prompt).ids[:LONGEST] for _, prompt in held_out[: prompts + taught]]
-    results = run(setting, models, ids[:prompts], ids[prompts:], processes)
+    progress = Console(stderr=True, highlight=False)
+    results = run(setting, models, ids[:prompts], ids[prompts:], processes, progress.print)
     cells = {cell: [figures[cell] for figures in results] for cell in results[0]}
     screen = Console(highlight=False)
     if not screen.is_terminal:

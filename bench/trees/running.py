@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from bench.trees.cells import MODELS, Setting
@@ -15,16 +16,31 @@ _bench: tuple[Setting, Mapping[str, PathRows], Lessons] | None = None  # of a pr
 
 
 def run(
-    setting: Setting, folder: Path, prompts: Sequence[Sequence[int]], others: Sequence[Sequence[int]], processes: int
+    setting: Setting,
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+    processes: int,
+    say: Callable[[str], None],
 ) -> list[Figures]:
-    """Teaches the drafters on `others` and measures on `prompts`: each one's figures."""
+    """Teaches the drafters on `others` and measures on `prompts`: each one's figures. `say` hears how far it is."""
+    say(f"{len(others)} prompts to learn from ...")
     models = _models(setting, folder)
     lessons = teach(setting, models, others)
-    if processes == 1:
-        return [measure(setting, models, lessons, prompt, number) for number, prompt in enumerate(prompts)]
-    del models
-    with multiprocessing.get_context("spawn").Pool(processes, _begin, (setting, folder, lessons)) as pool:
-        return pool.starmap(_measure, [(prompt, number) for number, prompt in enumerate(prompts)], chunksize=1)
+    jobs = list(enumerate(prompts))
+    results: list[Figures] = []
+    with ExitStack() as stack:
+        if processes == 1:
+            figures: Iterable[Figures] = (measure(setting, models, lessons, prompt, at) for at, prompt in jobs)
+        else:
+            del models
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(processes, _begin, (setting, folder, lessons)))
+            figures = pool.imap(_measure, jobs)
+        for found in figures:
+            results.append(found)
+            say(f"{len(results)} of {len(prompts)} prompts")
+    return results
 
 
 def _models(setting: Setting, folder: Path) -> dict[str, PathRows]:
@@ -40,6 +56,7 @@ def _begin(setting: Setting, folder: Path, lessons: Lessons) -> None:
     _bench = setting, _models(setting, folder), lessons
 
 
-def _measure(prompt: Sequence[int], number: int) -> Figures:
+def _measure(job: tuple[int, Sequence[int]]) -> Figures:
     assert _bench is not None
+    number, prompt = job
     return measure(*_bench, prompt, number)
