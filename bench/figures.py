@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench.limit import Limit
+from bench.linears import Cost
 from outrider.cli.samples import Sample, bytes_per_token, paired_ratio
 
 MEASURED_NOT = "-"
@@ -89,6 +90,7 @@ class Results:
     limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured around its rows
     loads: list[Loaded] = field(default_factory=list)
     far: list[Take] = field(default_factory=list)  # the distance suite's
+    linears: list[Cost] = field(default_factory=list)
 
 
 def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:

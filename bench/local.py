@@ -13,9 +13,9 @@ from typing import Literal
 
 from bench.asking import Ask
 from drafter_svc.grower import Grower
+from drafter_svc.replica import Snapshot, Update
 from drafter_svc.service import load as load_draft
-from drafter_svc.session import Snapshot
-from drafter_svc.upstream import Attachment, Update
+from drafter_svc.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.calibration import Calibration

@@ -22,6 +22,7 @@ class Suite(StrEnum):
     ROWS = "rows"
     LOAD = "load"
     DISTANCE = "distance"
+    LINEARS = "linears"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
         "firsts": [_take(take) for take in results.firsts],
         "loads": [asdict(load) for load in results.loads],
         "far": [_take(take) for take in results.far],
+        "linears": [asdict(cost) | {"gb_s": cost.gb_s} for cost in results.linears],
     }
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(_plain(content), indent=1) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from bench.cluster import ClusterRow, running
 from bench.faults import FaultProxy
 from bench.figures import Loaded, Memory, Profile, Results, Take
 from bench.limit import Limit, measure
+from bench.linears import measure as measure_linears
 from bench.options import SEED, Options, padded
 from bench.peers import llama_row
 from bench.processes import peak_mb, resident_mb
@@ -173,6 +174,15 @@ async def run_distance(options: Options, results: Results, say: Say) -> None:
                                     )
                                 rows.reverse()
                     trips = trips[1:] + trips[:1]
+
+
+async def run_linears(options: Options, results: Results, say: Say) -> None:
+    """The linears of the reference target and of what it is padded to, on one thread and on all."""
+    for parameters in (0, *options.targets):
+        for threads in dict.fromkeys((1, options.threads)):
+            size = f"{parameters / 1e6:.0f}M" if parameters else "the reference target"
+            say(f"linears, {size}: {threads} thread{'' if threads == 1 else 's'}")
+            results.linears += await measure_linears(options.models / "target", parameters, threads)
 
 
 def profile_of(described: VerifierDescription, target: int, row: str, limit: Limit) -> Profile:

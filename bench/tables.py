@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Memory, Results, Take, of_shortest, ratio, shown
+from bench.linears import Cost
 from outrider.cli.compare import repeated_share
 from outrider.cli.samples import acceptance_length, bytes_per_token, percentile, spread
 
@@ -37,6 +38,9 @@ def print_tables(screen: Console, results: Results) -> None:
         screen.print(_load(results))
     for target in dict.fromkeys(take.target for take in results.far):
         screen.print(_distance([take for take in results.far if take.target == target], target))
+    for parameters, threads in dict.fromkeys((cost.parameters, cost.threads) for cost in results.linears):
+        costs = [cost for cost in results.linears if (cost.parameters, cost.threads) == (parameters, threads)]
+        screen.print(_linears(costs, parameters, threads))
 
 
 def _table(title: str, first: str, *headings: str) -> Table:
@@ -157,4 +161,20 @@ def _distance(takes: Sequence[Take], target: int) -> Table:
             shown(ratio(here, "distributed", "plain"), 2),
             shown(acceptance_length(samples), 2),
         )
+    return table
+
+
+def _linears(costs: Sequence[Cost], parameters: int, threads: int) -> Table:
+    model = f"{parameters / 1e6:.0f}M" if parameters else "the reference target"
+    title = (
+        f"linears of {model}, {threads} thread{'' if threads == 1 else 's'}: microseconds, and GB of weights a second"
+    )
+    rows = list(dict.fromkeys(cost.rows for cost in costs))
+    table = _table(title, "", "weights", "kB", *(f"{count} rows" if count > 1 else "1 row" for count in rows))
+    for linear in dict.fromkeys(cost.linear for cost in costs):
+        table.add_section()
+        for dtype in dict.fromkeys(cost.dtype for cost in costs):
+            found = {cost.rows: cost for cost in costs if (cost.linear, cost.dtype) == (linear, dtype)}
+            figures = (f"{found[count].microseconds:.0f}  {found[count].gb_s:4.1f}" for count in rows)
+            table.add_row(linear, dtype, f"{found[rows[0]].bytes / 1e3:.0f}", *figures)
     return table

@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Snapshot
+from drafter_svc.replica import Snapshot
+from drafter_svc.session import DraftSession
 from outrider.core.construction import Sequoia, Shaped
 from outrider.core.digest import extend
 from outrider.core.growth import Fits

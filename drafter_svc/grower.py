@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from drafter_svc.drawn import DrawnSession
 from drafter_svc.ranked import RankedSession
-from drafter_svc.session import DraftSession, Snapshot
-from drafter_svc.upstream import Attachment, Update
+from drafter_svc.replica import Snapshot, Update
+from drafter_svc.session import DraftSession
+from drafter_svc.upstream import Attachment
 from outrider.core.construction import construction_of, shaped_of
 from outrider.core.contract import Contract
 from outrider.core.growth import Fits
@@ -206,12 +207,7 @@ class Grower:
             move = session.commit(update.tokens)
             if move is not None:
                 self._passes.move(session.slot, move.source, move.target)
-        if update.plan is not None and update.plan.version > session.plan.version:
-            session.plan = update.plan
-        session.price, session.time_price = update.price, update.time_price
-        session.ahead = update.ahead
-        session.credit = update.credit
-        session.abandon(update.dropped)
+        session.obey(update)
         return session.tree.digest == update.digest
 
     async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:

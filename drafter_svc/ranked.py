@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.session import DraftSession, Move, Snapshot
+from drafter_svc.replica import Snapshot
+from drafter_svc.session import DraftSession, Move
 from outrider.core.construction import BestFirst, Construction, Terms
 from outrider.core.growth import Candidates, Fits, candidates, floor_score
 from outrider.core.repeats import Hint, RepeatFit, Repeats
@@ -69,7 +70,7 @@ class RankedSession(DraftSession):
         width = self.construction.width(self.plan)
         added: list[Node] = []
         for node, row in self._rows.items():
-            if len(added) + width > self._room:
+            if len(added) + width > self.room:
                 break
             open_ = self.tree.depth(node) < self.plan.depth and len(node.children) < width
             if open_ and self.tree.score(node) > self._floor:
@@ -78,7 +79,7 @@ class RankedSession(DraftSession):
 
     def rest(self, fits: Fits) -> Delta:
         """What the construction held back, as far as the credit goes."""
-        return self.announce(self.construction.rest(self.tree, self._bounds(fits))[: self._room])
+        return self.announce(self.construction.rest(self.tree, self._bounds(fits))[: self.room])
 
     def learn(self, fits: Fits) -> None:
         """Fits the scores to what the target said."""

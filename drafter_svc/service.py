@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import grpc.aio
+from tokenizers import Tokenizer
 
+from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
+from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
+from outrider.core.datastore import Datastore
+from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
+from outrider.engine.checkpoint import read_config, read_tokenizer_digest
 from outrider.engine.native import Engine
 from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
@@ -29,23 +36,31 @@ IDLE_S = 60.0  # how long the stream to an upstream stays open with no session o
 Context = grpc.aio.ServicerContext
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a drafter can take."""
+
+    tokenizer_digest: bytes
+    vocabulary: int
+    context: int  # tokens of a session
+    slots: int  # sessions at once
+    parameters: int  # of its model; 0: it has none
+
+
 class Roster(DrafterServicer):
     """Which sessions to draft for, as the routers say, and the stream to each upstream."""
 
-    def __init__(self, config: DrafterConfig, worker_id: str, engine: Engine) -> None:
+    def __init__(self, config: DrafterConfig, worker_id: str, capacity: Capacity) -> None:
         self._config = config
         self._worker_id = worker_id
-        self._engine = engine
+        self._capacity = capacity
         self._refused = 0
         self._upstreams: dict[str, Upstream] = {}
-        self.grower = Grower(
-            engine,
-            level_nodes=config.level_nodes,
-            prefill_chunk=config.prefill_chunk,
-            send=self._send,
-            resync=self._resync,
-            tree=config.tree,
-        )
+        self._loop: Loop
+
+    def serve(self, loop: Loop) -> None:
+        """Has `loop` do the drafting. Called once, before the first call."""
+        self._loop = loop
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
         """Drafts for a session. Repeating it changes nothing; a higher epoch replaces a lower one."""
@@ -59,8 +74,8 @@ class Roster(DrafterServicer):
                 return pb.AttachResponse()
             if present and upstream:
                 self._drop(upstream, present)
-            if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._engine.slots:
-                raise Overloaded(f"all {self._engine.slots} slots of this drafter are in use")
+            if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._capacity.slots:
+                raise Overloaded(f"all {self._capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
             upstream = await self._reach(request.upstream)
             upstream.attach(attachment)
@@ -78,13 +93,13 @@ class Roster(DrafterServicer):
         return pb.DrafterDescription(
             worker_id=self._worker_id,
             model=self._config.model_name,
-            tokenizer_digest=self._engine.tokenizer_digest,
-            vocabulary=self._engine.vocabulary,
-            context=self._engine.context,
-            slots=self._engine.slots,
-            sessions=len(self.grower.members),
-            levels=self.grower.progress.steps,
-            nodes=self.grower.nodes,
+            tokenizer_digest=self._capacity.tokenizer_digest,
+            vocabulary=self._capacity.vocabulary,
+            context=self._capacity.context,
+            slots=self._capacity.slots,
+            sessions=len(self._loop.members),
+            levels=self._loop.progress.steps,
+            nodes=self._loop.nodes,
             refused_frames=self._refused,
             tasks=len(asyncio.all_tasks()),
         )
@@ -96,12 +111,12 @@ class Roster(DrafterServicer):
             role="drafter",
             address=self._config.advertise or address,
             model=self._config.model_name,
-            tokenizer_digest=self._engine.tokenizer_digest,
-            vocabulary=self._engine.vocabulary,
-            context=self._engine.context,
-            slots=self._engine.slots,
-            sessions=len(self.grower.members),
-            parameters=self._engine.parameters,
+            tokenizer_digest=self._capacity.tokenizer_digest,
+            vocabulary=self._capacity.vocabulary,
+            context=self._capacity.context,
+            slots=self._capacity.slots,
+            sessions=len(self._loop.members),
+            parameters=self._capacity.parameters,
         )
 
     async def close(self) -> None:
@@ -117,7 +132,7 @@ class Roster(DrafterServicer):
 
     def _drop(self, upstream: Upstream, attachment: Attachment) -> None:
         upstream.detach(attachment)
-        self.grower.closed(attachment)
+        self._loop.closed(attachment)
 
     async def _reach(self, address: str) -> Upstream:
         """The stream to an upstream, or to the tunnel that leads there. Ends those that were idle for long."""
@@ -128,20 +143,22 @@ class Roster(DrafterServicer):
         if address not in self._upstreams:
             hello = pb.Hello(
                 drafter_id=self._worker_id,
-                tokenizer_digest=self._engine.tokenizer_digest,
-                vocabulary=self._engine.vocabulary,
+                tokenizer_digest=self._capacity.tokenizer_digest,
+                vocabulary=self._capacity.vocabulary,
             )
             self._upstreams[address] = Upstream(
-                address, hello, self._engine.vocabulary, self.grower, self._count_refusal
+                address, hello, self._capacity.vocabulary, self._loop, self._count_refusal
             )
         return self._upstreams[address]
 
-    def _send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
+    def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
+        """New nodes of a session."""
         upstream, _ = self._find(attachment.session_id)
         if upstream:
             upstream.send(attachment, delta, plan_version, exhausted)
 
-    def _resync(self, attachment: Attachment) -> None:
+    def resync(self, attachment: Attachment) -> None:
+        """A session's copy drifted: it needs a snapshot."""
         upstream, _ = self._find(attachment.session_id)
         if upstream:
             self._refused += 1
@@ -152,23 +169,80 @@ class Roster(DrafterServicer):
 
 
 def load(config: DrafterConfig) -> Engine:
-    """The draft model."""
+    """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
     return Engine.load(
         config.model,
         dtype=config.dtype,
+        layers=config.layers,
+        skip=config.skip,
         slots=config.slots,
         threads=config.threads,
         numerics=config.numerics,
     )
 
 
+Loop = Grower | Finder | Translator
+
+
+def with_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Grower | Translator]:
+    """A drafter that has a model, and its loop."""
+    engine = load(config)
+    capacity = Capacity(engine.tokenizer_digest, engine.vocabulary, engine.context, config.slots, engine.parameters)
+    if config.target is None:
+        roster = Roster(config, worker_id, capacity)
+        grower = _grower(config, engine, roster.send, roster.resync)
+        roster.serve(grower)
+        return roster, grower
+    digest, vocabulary = read_tokenizer_digest(config.target), read_config(config.target).vocabulary
+    roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
+    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (config.target, config.model))
+    translator = Translator(*tokenizers, send=roster.send, resync=roster.resync)
+    translator.serve(_grower(config, engine, translator.take, translator.reopen))
+    roster.serve(translator)
+    return roster, translator
+
+
+def _grower(
+    config: DrafterConfig,
+    engine: Engine,
+    send: Callable[[Attachment, Delta, int, bool], None],
+    resync: Callable[[Attachment], None],
+) -> Grower:
+    return Grower(
+        engine,
+        level_nodes=config.level_nodes,
+        prefill_chunk=config.prefill_chunk,
+        send=send,
+        resync=resync,
+        tree=config.tree,
+    )
+
+
+def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder]:
+    """A drafter that has none, and its loop. Of the checkpoint, only the tokenizer and the configuration are read."""
+    assert config.drafts != "model"
+    model = read_config(config.model)
+    digest = read_tokenizer_digest(config.model)
+    lookups = Lookups(config.drafts, Datastore.open(config.store, digest) if config.store is not None else None)
+    roster = Roster(config, worker_id, Capacity(digest, model.vocabulary, model.context, config.slots, 0))
+    finder = Finder(lookups, slots=config.slots, send=roster.send, resync=roster.resync)
+    roster.serve(finder)
+    return roster, finder
+
+
 async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
     """Serves until cancelled. `announce` hears the bound address once calls are answered.
 
-    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    Raises CheckpointError when the model cannot be loaded, ConfigError when it cannot be had as configured, or the
+    address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
-    engine = await asyncio.to_thread(briefly, partial(load, config))
-    roster = Roster(config, f"drafter-{secrets.token_hex(4)}", engine)
+    worker_id = f"drafter-{secrets.token_hex(4)}"
+    roster: Roster
+    loop: Loop
+    if config.drafts == "model":
+        roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id))
+    else:
+        roster, loop = without_model(config, worker_id)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_DrafterServicer_to_server(roster, server)
@@ -179,7 +253,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
             serving(config.listen, register, drain_s=config.drain_s) as address,
             asyncio.TaskGroup() as tasks,
         ):
-            tasks.create_task(roster.grower.run())
+            tasks.create_task(loop.run())
             tasks.create_task(keep_announced(redis_url, lambda: roster.describe(address), config.heartbeat_s))
             announce(address)
     finally:

@@ -1,4 +1,4 @@
-"""One session on a drafter: its copy of the committed tokens, the tree it grows, and which KV its model holds."""
+"""One session on a drafter that has a model: which KV that holds, and what it runs next."""
 
 from __future__ import annotations
 
@@ -9,30 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from drafter_svc.replica import Replica, Snapshot
 from outrider.core.construction import Construction, Terms
-from outrider.core.contract import Contract, Plan
 from outrider.core.growth import Fits
 from outrider.core.sampler import Sampler
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
-
-OWN = 0  # the drafter's own name as a sender, in its own tree
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that a drafter needs to start: what is committed, and under which terms to draft."""
-
-    tokens: tuple[int, ...]
-    digest: int
-    contract: Contract
-    plan: Plan
-    credit: int
-    price: float = 0.0
-    time_price: float = 0.0
-    ahead: bool = False
-    answer_position: int = 0  # where the contract's penalties and limits count from
-    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +25,7 @@ class Move:
     target: NDArray[np.int64]
 
 
-class DraftSession(ABC):
+class DraftSession(Replica, ABC):
     """One session's tree and KV; how the tree grows is left to its kinds.
 
     Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the rows behind them hold, oldest
@@ -60,22 +42,13 @@ class DraftSession(ABC):
         first_id: int = 1,
         cached: int = 0,
     ) -> None:
-        contract = snapshot.contract
+        super().__init__(snapshot, first_id=first_id)
         self.construction = construction
         self.slot = slot
-        self.contract = contract
-        self.plan = snapshot.plan
-        self.credit = snapshot.credit
-        self.price = snapshot.price
-        self.time_price = snapshot.time_price
         self.level_price = 0.0  # tokens that the time of one more level costs, while the upstream waits
-        self.ahead = snapshot.ahead
-        self.tokens = list(snapshot.tokens)
-        self.tree = TokenTree(self.tokens)
         self.cached = cached
         self.scratch: list[Node] = []
-        self.next_id = first_id
-        self.sampler = Sampler(contract, vocabulary, self.tokens, snapshot.answer_position)
+        self.sampler = Sampler(snapshot.contract, vocabulary, self.tokens, snapshot.answer_position)
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
@@ -103,11 +76,11 @@ class DraftSession(ABC):
         the prompt is read.
         """
         pending = len(self.tokens) - self.cached
-        if len(self.tokens) >= context or self.plan.depth == 0 or self.price >= 1.0:
+        if len(self.tokens) >= context or not self.wanted:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []
-        limit = min(limit, self._room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
+        limit = min(limit, self.room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
         self.level_price = self.time_price * level_s
@@ -153,40 +126,9 @@ class DraftSession(ABC):
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
 
-    def announce(self, added: Sequence[Node]) -> Delta:
-        """Names new nodes, parents before children, and puts them as a delta. It may be empty."""
-        first = self.next_id
-        for node in added:
-            self.tree.name(node, OWN, self.next_id)
-            self.next_id += 1
-        return Delta(
-            root_position=self.tree.root.position,
-            root_digest=self.tree.digest,
-            first_id=first,
-            parents=tuple(self._identity(node.parent) for node in added if node.parent),
-            tokens=tuple(node.token for node in added),
-            edges=tuple(node.edge for node in added),
-            drawn=tuple(parent.q for parent in dict.fromkeys(node.parent for node in added) if parent and parent.q),
-        )
-
-    def abandon(self, identities: Sequence[int]) -> None:
-        """The upstream dropped these nodes: so does this copy. Their KV rows stay until the next commit."""
-        for identity in identities:
-            node = self.tree.node(OWN, identity)
-            if node is not None:
-                self.tree.remove(node)
-
     def _terms(self, rates: Sequence[float], limit: int = 2**31) -> Terms:
         """What the tree's construction is bound by. `rates`: measured acceptance by rank."""
         return Terms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
-
-    @property
-    def _room(self) -> int:
-        """Nodes that the upstream's credit still allows."""
-        return max(0, self.credit - self.next_id + 1)
-
-    def _identity(self, node: Node) -> int:
-        return 0 if node is self.tree.root else node.names[0][1]
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Expanded nodes of the kept subtree in the order of their cache rows: ancestors come before descendants."""

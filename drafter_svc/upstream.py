@@ -12,8 +12,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from drafter_svc.session import Snapshot
-from outrider.core.contract import Plan
+from drafter_svc.replica import Snapshot, Update
 from outrider.core.tree import Delta
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.rpc import liveness
@@ -27,21 +26,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # between two attempts to reach an upstream
 LARGEST_SNAPSHOT = 2**20  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What an upstream's Commit frame says."""
-
-    position: int
-    tokens: tuple[int, ...]
-    digest: int
-    plan: Plan | None
-    price: float
-    time_price: float
-    ahead: bool
-    credit: int
-    dropped: tuple[int, ...]
 
 
 class Listener(Protocol):

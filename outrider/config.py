@@ -62,7 +62,6 @@ class WorkerConfig(Section):
     name: str | None = None  # the model's name; None: the folder's name
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once
@@ -80,12 +79,21 @@ class WorkerConfig(Section):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
+    lookup: Literal["prompt-lookup", "suffix", "retrieval"] | None = None  # also drafts by itself, by what followed
+    store: Path | None = None  # a corpus made by `outrider index`, for that
 
 
 class DrafterConfig(WorkerConfig):
-    """One drafter."""
+    """One drafter. Its model may be the target's own checkpoint, made cheaper: by `dtype`, `layers` or `skip`."""
 
+    dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # int8 and int4: quantized while loading
+    layers: int | None = Field(default=None, ge=1)  # the first ones alone (early exit); None: all
+    skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
+    drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
+    store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
+    target: Path | None = None  # the target's checkpoint folder, if its tokenizer is another: drafts go by their text
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
@@ -131,7 +139,14 @@ def load_cluster(path: Path) -> ClusterConfig:
         update={
             "redis": cluster.redis.model_copy(update={"data": data and base / data}),
             "router": router,
-            "verifier": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.verifier],
-            "drafter": [worker.model_copy(update={"model": base / worker.model}) for worker in cluster.drafter],
+            "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
+            "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
         }
     )
+
+
+def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
+    paths = {"model": worker.model, "store": worker.store}
+    if isinstance(worker, DrafterConfig):
+        paths["target"] = worker.target
+    return {name: path and base / path for name, path in paths.items()}

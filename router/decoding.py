@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.credit import Credit
 from outrider.errors import Cancelled, InternalError, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
@@ -50,6 +51,7 @@ class Commit:
     logprobs: bytes  # as in outrider.core.logprobs; empty unless the contract asks for them
     digest: int  # over the session with them
     report: StepReport
+    owed: tuple[Credit, ...] = ()  # one for each drafter, where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,9 @@ class DecodeStream:
             logprobs=commit.logprobs,
             digest=commit.digest,
             report=report_from_pb(commit.report),
+            owed=tuple(
+                Credit(credit.drafter_id, credit.verified, credit.accepted, credit.alone) for credit in commit.credits
+            ),
         )
 
     async def _send(self, request: verifier_pb2.DecodeRequest) -> None:

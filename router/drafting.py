@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from outrider.core.credit import Credit, Worth
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tickets import Permit, sign
 from outrider.store.registry import Worker
@@ -52,6 +53,8 @@ class Drafters:
         self._wanted = wanted
         self._ticket_key = ticket_key
         self._attached: dict[str, Worker] = {}
+        self._worth = Worth()
+        self._declined: set[str] = set()  # worker ids of those that did not help
         self._short_since: float | None = None
         self._asked_again = False  # the last shortage ended with the same drafters, all of them answering
         self._work = background.spawn(self._fill())
@@ -61,8 +64,17 @@ class Drafters:
         """Worker ids of those that were asked and have not failed."""
         return tuple(self._attached)
 
-    def observe(self, subscribed: int) -> None:
-        """Takes the number of drafters that a step had, and sees to it when too few had subscribed for a while."""
+    def observe(self, subscribed: int, owed: tuple[Credit, ...] = ()) -> None:
+        """Takes the number of drafters that a step had, and what it owed to each where there were several.
+
+        Sees to it when too few had subscribed for a while. One that never helps is let go, for other sessions to use.
+        """
+        useless = self._worth.observe(owed) if owed else None
+        if useless in self._attached:
+            log.info("drafter %s drafts nothing for session %s that others do not", useless, self._post.session_id)
+            self._declined.add(useless)
+            self._wanted -= 1
+            self._background.spawn(self._detach(self._attached[useless]))
         now = time.monotonic()
         if subscribed >= self._wanted:
             self._short_since, self._asked_again = None, False
@@ -89,7 +101,7 @@ class Drafters:
         for worker in await self._fleet.drafters(self._post.tokenizer_digest):
             if len(self._attached) >= self._wanted:
                 return
-            if worker.worker_id not in self._attached:
+            if worker.worker_id not in self._attached and worker.worker_id not in self._declined:
                 await self._attach(worker)
 
     async def _repair(self) -> None:

@@ -285,7 +285,7 @@ class Generation:
             await self._emit_to_reader(part, ledger, emit)
             if answer.stopped:
                 return Reason.STOP
-            drafters.observe(event.report.drafters)
+            drafters.observe(event.report.drafters, event.owed)
             policy.observe(event.report)
             plan = policy.plan()
             if plan is not self._plan:

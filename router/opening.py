@@ -94,6 +94,8 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
     except (Superseded, Conflict):  # somebody has begun, gone on with, or ended a generation since we looked
         if record := await _begun(cluster, ask, history.session_id, history.generation):
             return await take_over(cluster, history.session_id, record.generation, 0, 0)
+        if held is None:  # nobody else knows the session: it was this request's other call, or a reply of ours was lost
+            raise Unavailable(f"session {history.session_id} changed while it was begun; ask again") from None
         raise Busy(f"session {history.session_id}: somebody else was faster; resume its generation, or wait") from None
 
 

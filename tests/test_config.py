@@ -33,6 +33,12 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert cluster.drafter[0].model == Path("/absolute/drafter")
 
 
+def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:
+    text = GOOD.replace("[[drafter]]", "[[drafter]]\ndtype = 'int4'\nskip = [3, 5]")
+    drafter = load_cluster(written(tmp_path, text)).drafter[0]
+    assert (drafter.dtype, drafter.layers, drafter.skip) == ("int4", None, (3, 5))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -40,6 +46,10 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (GOOD.replace("[router]", "[router]\nlisten = 'localhost'"), r"router\.listen: .*HOST:PORT"),
         (GOOD.replace("[router]", "[router]\nwidth = 0"), r"router\.width: .*greater than or equal to 1"),
         (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),
+        (GOOD.replace("[[drafter]]", "[[drafter]]\ndtype = 'int2'"), r"drafter\.0\.dtype: .*'int8' or 'int4'"),
+        (GOOD.replace("[[verifier]]", "[[verifier]]\ndtype = 'int8'"), r"verifier\.0\.dtype: .*'bfloat16'"),
+        (GOOD.replace("[[drafter]]", "[[drafter]]\nlayers = 0"), r"drafter\.0\.layers: .*greater than or equal to 1"),
+        (GOOD.replace("[[drafter]]", "[[drafter]]\nskip = [2, -1]"), r"drafter\.0\.skip\.1: .*equal to 0"),
         ("[router", "not valid TOML"),
     ],
 )

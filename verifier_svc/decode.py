@@ -193,5 +193,14 @@ def _response(session: Session, commit: Commit) -> pb.DecodeResponse:
             digest=commit.digest,
             report=report_to_pb(commit.report),
             logprobs=b"".join(choice.logprobs for choice in commit.choices),
+            credits=[
+                pb.DrafterCredit(
+                    drafter_id=credit.drafter_id,
+                    verified=credit.verified,
+                    accepted=credit.accepted,
+                    alone=credit.alone,
+                )
+                for credit in commit.owed
+            ],
         )
     )

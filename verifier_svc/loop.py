@@ -21,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.budget import Budget, CostModel, choose_budget
+from outrider.core.calibration import Calibration
 from outrider.core.contract import Overlap, StepReport
 from outrider.core.filters import FloatRow
 from outrider.core.logprobs import pack
+from outrider.core.lookup import Lookups, fits
 from outrider.core.rules import VERIFY, Drawn, Rows, SeededChance, Walk
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
@@ -33,6 +35,7 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
+from verifier_svc.own import OwnDrafts
 from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.timing import StepTime, StepTimes
@@ -118,6 +121,7 @@ class StepLoop:
         prefill_chunk: int,
         max_nodes: int,
         publish: Callable[[Session, Commit], None],
+        lookups: Lookups | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
@@ -128,6 +132,8 @@ class StepLoop:
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
+        self._lookups = lookups
+        self._own_calibration = Calibration()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
         self._ended = 0.0  # when the last pass ended
@@ -148,7 +154,10 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract))
+        own = None
+        if self._lookups is not None and fits(start.contract):
+            own = OwnDrafts(self._lookups.begin(start.tenant), self._own_calibration)
+        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract), own)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
@@ -164,6 +173,7 @@ class StepLoop:
             return
         del self.sessions[session.id]
         session.finished = True
+        session.leave_answer()
         session.commits.put_nowait(None)
         self.slots.give_back(session.place.slot, session.tokens[: session.cached], session.tenant)
         for stream, subscription in list(session.subscriptions.items()):
@@ -296,6 +306,7 @@ class StepLoop:
                 continue
             if walked is None:
                 session.cached = work.end
+                session.draft_own()
                 continue
             choices = walked.choices[: session.end - len(session.tokens)]
             for count, choice in enumerate(choices, 1):
@@ -315,9 +326,11 @@ class StepLoop:
                 drafters=len(session.subscriptions),
             )
             session.wire_bytes = 0
-            session.learn(work.nodes, {work.nodes[row - 1] for row in walked.path[:accepted]})
+            path = {work.nodes[row - 1] for row in walked.path[:accepted]}
+            session.learn(work.nodes, path)
+            owed = session.owed(work.nodes, path)
             session.verified_price = step.price
-            said.append((session, session.commit(choices, report, now)))
+            said.append((session, session.commit(choices, report, now, owed)))
             self._keep(work, walked.path[:accepted])
         if step.follows and any(map(_teaches, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in said)

@@ -12,6 +12,8 @@ import grpc.aio
 
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
+from outrider.core.datastore import Datastore
+from outrider.core.lookup import Lookups
 from outrider.engine.native import Engine
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
@@ -32,14 +34,22 @@ SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cos
 async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
     """Serves until cancelled. `announce` hears the bound address once calls are answered.
 
-    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound.
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound or the
+    store is none, TokenizerMismatch for a store of another tokenizer.
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
     engine, cost = await asyncio.to_thread(briefly, partial(load, config))
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
     sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
-    loop = StepLoop(engine, cost, prefill_chunk=config.prefill_chunk, max_nodes=config.max_nodes, publish=sink.publish)
+    loop = StepLoop(
+        engine,
+        cost,
+        prefill_chunk=config.prefill_chunk,
+        max_nodes=config.max_nodes,
+        publish=sink.publish,
+        lookups=_lookups(config, engine.tokenizer_digest),
+    )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
 
@@ -74,6 +84,13 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         tasks.create_task(loop.run())
         tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s))
         announce(address)
+
+
+def _lookups(config: VerifierConfig, tokenizer_digest: bytes) -> Lookups | None:
+    """What it drafts by without a model."""
+    if config.lookup is None:
+        return None
+    return Lookups(config.lookup, Datastore.open(config.store, tokenizer_digest) if config.store is not None else None)
 
 
 def load(config: VerifierConfig) -> tuple[Engine, CostModel]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.credit import Credit
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Choice, Sampler
 from outrider.core.tree import Delta, Node, TokenTree
@@ -16,6 +18,7 @@ from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
 from outrider.errors import InvalidRequest, Overloaded
+from verifier_svc.own import SENDER, OwnDrafts
 from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
@@ -45,6 +48,7 @@ class Commit(NamedTuple):
     digest: int  # over all tokens of the session, these included
     report: StepReport
     last: bool  # whether the generation ends with it
+    owed: tuple[Credit, ...] = ()  # one for each drafter, where there are several
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +68,9 @@ class Subscription:
 class Session:
     """State of one session. Only the event loop's thread touches it."""
 
-    def __init__(self, start: Start, place: Taken, vocabulary: int, patterns: Patterns) -> None:
+    def __init__(
+        self, start: Start, place: Taken, vocabulary: int, patterns: Patterns, own: OwnDrafts | None = None
+    ) -> None:
         self.id = start.session_id
         self.tenant = start.tenant
         self.epoch = start.epoch
@@ -90,8 +96,11 @@ class Session:
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self._window = start.window
-        self._senders = 0
+        self._senders = SENDER
         self._claims: dict[int, Calibration] = {}  # by sender
+        self._own = own
+        if own is not None:
+            self._claims[SENDER] = own.calibration
 
     @property
     def room(self) -> int:
@@ -212,6 +221,18 @@ class Session:
         subscription.granted = max(subscription.granted, credit)
         return credit
 
+    def draft_own(self) -> None:
+        """Reads on, and drafts without a model, where the verifier does that."""
+        if self._own is not None and self.plan.depth and self._own.read(self.tokens):
+            plan = self.ceilings
+            price = self.verified_price
+            self._own.grow(self.tree, nodes=plan.nodes, depth=plan.depth, width=plan.width, price=price)
+
+    def leave_answer(self) -> None:
+        """The session is over: keeps its answer for others."""
+        if self._own is not None:
+            self._own.finish(self.tokens[self.answer_position :])
+
     def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
         """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
         for node in nodes:
@@ -219,7 +240,21 @@ class Session:
                 sender, claimed = node.claim
                 self._claims[sender].observe(claimed, node in path)
 
-    def commit(self, choices: Sequence[Choice], report: StepReport, now: float) -> Commit:
+    def owed(self, nodes: Sequence[Node], path: set[Node]) -> tuple[Credit, ...]:
+        """What a step that verified `nodes` and accepts `path` owes to each drafter, where there are several."""
+        if len(self.subscriptions) < 2:
+            return ()
+        sent = Counter(sender for node in nodes for sender in node.senders)
+        accepted = Counter(sender for node in path for sender in node.senders)
+        alone = Counter(sender for node in path for sender in node.senders if len(node.senders) == 1)
+        return tuple(
+            Credit(stream.drafter_id, sent[own.sender], accepted[own.sender], alone[own.sender])
+            for stream, own in self.subscriptions.items()
+        )
+
+    def commit(
+        self, choices: Sequence[Choice], report: StepReport, now: float, owed: tuple[Credit, ...] = ()
+    ) -> Commit:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
@@ -231,8 +266,9 @@ class Session:
         if self.committed_at:
             self.speed.observe(len(tokens), now - self.committed_at)
         self.committed_at = now
+        self.draft_own()
         self.arrivals.restart(now, self.worth())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
-        commit = Commit(position, list(choices), self.tree.digest, report, self.finished)
+        commit = Commit(position, list(choices), self.tree.digest, report, self.finished, owed)
         self.commits.put_nowait(commit)
         return commit

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -21,6 +22,7 @@ from outrider.cli.reporting import MISTAKE
 from outrider.cli.serve import PARENT
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, Section
+from outrider.core.digest import tokenizer_digest
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.store.embedded import EmbeddedRedis
 
@@ -152,6 +154,7 @@ class LocalCluster:
         ready: Callable[[Process], None] = lambda process: None,
     ) -> None:
         _check_names(config)
+        _check_tokenizers(config)
         self.processes: dict[str, Process] = {}
         self.redis_url = ""
         self._config = config
@@ -237,6 +240,8 @@ def flags(section: Section) -> list[str]:
                 arguments.append(name if value else name.replace("--", "--no-", 1))
             case dict():
                 arguments += [part for key, folder in value.items() for part in ("--model", f"{key}={folder}")]
+            case tuple():
+                arguments += [part for item in value for part in (name, str(item))]
             case _:
                 arguments += [name, str(value)]
     return arguments
@@ -247,6 +252,26 @@ def _check_names(config: ClusterConfig) -> None:
         if worker.model_name not in config.router.models:
             known = ", ".join(config.router.models)
             raise ConfigError(f"verifier.{number}.name: '{worker.model_name}' is not in [router.models] ({known})")
+
+
+def _check_tokenizers(config: ClusterConfig) -> None:
+    """Raises ConfigError for a drafter that no verifier can take. A checkpoint that is none is left to its worker to
+    report."""
+    targets = {_tokenizer(worker.model): worker.model_name for worker in config.verifier}
+    for number, drafter in enumerate(config.drafter):
+        if None not in (*targets, own := _tokenizer(drafter.target or drafter.model)) and own not in targets:
+            raise ConfigError(
+                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
+                "name that one's folder as `target` to draft by text, or draft with a model of its family"
+            )
+
+
+def _tokenizer(checkpoint: Path) -> bytes | None:
+    """The digest of its tokenizer, if it has one."""
+    try:
+        return tokenizer_digest((checkpoint / "tokenizer.json").read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from outrider.engine.native import Engine
 
+Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 Rows = list[tuple[str, str]]  # (what, its value)
 Costs = dict[int, float]  # seconds of a pass over n tokens
 
@@ -40,7 +41,11 @@ class _Model(Protocol):
 
 def describe(
     target: Annotated[str, typer.Argument(help="A checkpoint folder, or HOST:PORT of a server.")],
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a folder's weights.")] = "bfloat16",
+    dtype: Annotated[Dtype, typer.Option(help="Of a folder's weights.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
+    skip: Annotated[
+        list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
 ) -> None:
     """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine."""
@@ -51,23 +56,30 @@ def describe(
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target)))
         else:
-            _describe_folder(screen, Path(target), dtype, threads)
+            _describe_folder(screen, Path(target), dtype, layers, skip or (), threads)
 
 
-def _describe_folder(screen: Console, folder: Path, dtype: Literal["float32", "bfloat16"], threads: int) -> None:
+def _describe_folder(
+    screen: Console, folder: Path, dtype: Dtype, layers: int | None, skip: Collection[int], threads: int
+) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     from outrider.engine.checkpoint import read_config
+    from outrider.engine.depth import kept_layers
     from outrider.engine.native import Engine
 
     config = read_config(folder)
+    kept = len(kept_layers(config.layers, layers, skip))
+    depth = str(kept) if kept == config.layers else f"{kept} of {config.layers},"
     columns = TextColumn("{task.description}"), BarColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         loading = progress.add_task(f"loading {folder}", total=1.0)
         fast = Engine.load(
             folder,
             dtype=dtype,
+            layers=layers,
+            skip=skip,
             slots=1,
             rows=CONTEXT + TOKENS[-1] + 1,
             threads=threads,
@@ -79,11 +91,13 @@ def _describe_folder(screen: Console, folder: Path, dtype: Literal["float32", "b
             [
                 ("family", config.model_type),
                 ("parameters", f"{fast.parameters:,}"),
-                ("layers", f"{config.layers} of width {config.width}, feed-forward {config.ffn}"),
+                ("layers", f"{depth} of width {config.width}, feed-forward {config.ffn}"),
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
                 ("vocabulary", f"{config.vocabulary:,}"),
                 ("context", f"{config.context:,} tokens"),
                 ("tokenizer digest", fast.tokenizer_digest.hex()),
+                ("weights", fast.dtype),
+                ("weights a pass reads", f"{fast.weight_bytes / 1e6:.1f} MB"),
             ],
         )
         invariant = fast.with_numerics("invariant")

@@ -51,6 +51,7 @@ Context = Annotated[
 ]
 PrefillChunk = Annotated[int | None, typer.Option(help="Tokens of a prompt between two steps. [default: 128]")]
 Heartbeat = Annotated[float | None, typer.Option(help="Seconds between signs of life in Redis. [default: 1]")]
+Store = Annotated[Path | None, typer.Option(help="A corpus made by `outrider index`, to look into without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get at the end. [default: 5]")]
 
 
@@ -106,6 +107,10 @@ def verifier(
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
+    lookup: Annotated[
+        str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix or retrieval.")
+    ] = None,
+    store: Store = None,
 ) -> None:
     """Hold the target model: verify token trees, commit what the target says."""
     from outrider.config import VerifierConfig
@@ -128,7 +133,13 @@ def drafter(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
-    dtype: Dtype = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, or quantized: int8, int4. [default: bfloat16]")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
+    skip: Annotated[
+        list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
+    ] = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
@@ -136,6 +147,13 @@ def drafter(
     prefill_chunk: PrefillChunk = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
+    drafts: Annotated[
+        str | None, typer.Option(help="By its model, or prompt-lookup, suffix or retrieval. [default: model]")
+    ] = None,
+    store: Store = None,
+    target: Annotated[
+        Path | None, typer.Option(help="The target's checkpoint folder, if it has another tokenizer than this model.")
+    ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
         str | None,

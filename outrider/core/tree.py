@@ -63,6 +63,11 @@ class Node:
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
 
+    @property
+    def senders(self) -> set[int]:
+        """Who sent it."""
+        return {sender for sender, _ in self.names}
+
     def ancestors(self, root: Node) -> Iterator[Node]:
         """The node itself, its parent, and so on, without `root`."""
         node = self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,7 +13,17 @@ from torch.nn import functional
 # Rows that the layout is chosen for. Measured from 1 to 32 rows, 8 is best or next to best everywhere.
 TYPICAL_ROWS = 8
 
-Linear = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out], in the weight's dtype
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The layer `x @ weight.T + bias`: [rows, in] -> [rows, out]."""
+
+    apply: Callable[[Tensor], Tensor]
+    dtype: torch.dtype  # of what it takes and gives
+    bytes: int  # of its weight; every call reads all of them
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.apply(x.to(self.dtype))
 
 
 class _Pack(Protocol):
@@ -26,15 +37,16 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def make_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    """The layer `x @ weight.T + bias`. It keeps no reference to `weight` where it can prepack.
+def float_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """The layer in float32 or bfloat16. It keeps no reference to `weight` where it can prepack.
 
     Prepacked, a row's result is the same bits for 2 to 256 rows and may differ for one: give it two or more.
     """
     bias = None if bias is None else bias.to(dtype)
+    size = weight.numel() * dtype.itemsize
     if not can_prepack(dtype):
         kept = weight.to(dtype, copy=True)  # it may be a view of the file
-        return lambda x: functional.linear(x, kept, bias)
+        return Linear(lambda x: functional.linear(x, kept, bias), dtype, size)
     pack: _Pack = torch.ops.mkldnn._reorder_linear_weight.default
     packed = pack(weight.to(dtype).contiguous(), TYPICAL_ROWS)
     apply = torch.ops.mkldnn._linear_pointwise.default
@@ -43,4 +55,4 @@ def make_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Line
         y: Tensor = apply(x, packed, bias, "none", [], "")
         return y
 
-    return linear
+    return Linear(linear, dtype, size)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outrider.engine.checkpoint import ModelConfig, Weights
-from outrider.engine.linear import Linear, make_linear
+from outrider.engine.linear import Linear, float_linear
+from outrider.engine.quantized import int4_linear, int8_linear
 from outrider.engine.rope import interleave
+
+Dtype = Literal["float32", "bfloat16", "int8", "int4"]  # of the layers' linears
+# Of the head. Quantized models have it in int8: beside their layers in float32 it would be half of a small model.
+HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "float32", "int8": "int8", "int4": "int8"}
 
 
 class RMSNorm:
@@ -54,12 +60,32 @@ class Model:
     embedding: Tensor  # [vocabulary, width], as the checkpoint stores it
     layers: tuple[Layer, ...]
     norm: RMSNorm
-    head: Linear  # [vocabulary, width], always float32
-    parameters: int
+    head: Linear  # [vocabulary, width]
+    parameters: int  # that were read
+
+    @property
+    def bytes_of_a_pass(self) -> int:
+        """Bytes of weights that every pass reads: the linears of all layers, and the head."""
+        linears = [linear for it in self.layers for linear in (it.qkv, it.output, it.gate_up, it.down)]
+        return sum(linear.bytes for linear in (*linears, self.head))
 
 
-def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Model:
-    """Reads and prepacks a checkpoint, one tensor after another. Raises CheckpointError."""
+def make_linear(weight: Tensor, bias: Tensor | None, dtype: Dtype) -> Linear:
+    """A linear layer whose weight is kept in that type. Raises ConfigError when there is no kernel for its shape."""
+    match dtype:
+        case "int8":
+            return int8_linear(weight, bias)
+        case "int4":
+            return int4_linear(weight, bias)
+        case _:
+            return float_linear(weight, bias, torch.float32 if dtype == "float32" else torch.bfloat16)
+
+
+def load_model(weights: Weights, config: ModelConfig, dtype: Dtype, kept: Iterable[int]) -> Model:
+    """Reads, quantizes and packs the `kept` layers of a checkpoint and what all models need, one after another.
+
+    Raises CheckpointError; ConfigError where a weight cannot be had in that type.
+    """
     counted = 0
 
     def take(name: str, *shape: int) -> Tensor:
@@ -108,17 +134,10 @@ def load_model(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Mod
 
     # A copy: what `take` gives may be a view of the file.
     embedding = take("model.embed_tokens.weight", config.vocabulary, config.width).clone()
-    layers = tuple(layer(index) for index in range(config.layers))
+    layers = tuple(layer(index) for index in kept)
     last = norm("model.norm", config.width)
     head = embedding if config.tied else take("lm_head.weight", config.vocabulary, config.width)
-    return Model(embedding, layers, last, make_linear(head, None, torch.float32), counted)
-
-
-def bytes_of_a_pass(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of weights that every pass reads: the linears of all layers, and the head."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = config.width * (2 * queries + 2 * keys + 3 * config.ffn)
-    return config.layers * layer * dtype.itemsize + config.vocabulary * config.width * torch.float32.itemsize
+    return Model(embedding, layers, last, make_linear(head, None, HEADS[dtype]), counted)
 
 
 _Parts = tuple[Tensor, Tensor | None]  # weight and bias
@@ -129,7 +148,7 @@ def _each(parts: _Parts, change: Callable[[Tensor], Tensor]) -> _Parts:
     return change(weight), None if bias is None else change(bias)
 
 
-def _fused(parts: tuple[_Parts, ...], dtype: torch.dtype) -> Linear:
+def _fused(parts: tuple[_Parts, ...], dtype: Dtype) -> Linear:
     """Several linears over one input as one."""
     biases = [bias for _, bias in parts if bias is not None]
     weight = torch.cat([weight for weight, _ in parts])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +19,14 @@ from outrider.engine.attention import Attend, Attention, FastAttention
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.depth import kept_layers
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
-from outrider.engine.model import Layer, Model, bytes_of_a_pass, load_model
+from outrider.engine.model import Dtype, Layer, Model, load_model
 from outrider.engine.packing import Packed, pack
+from outrider.engine.quantized import check_quantized
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 Numerics = Literal["fast", "invariant"]
 _KeysValues = tuple[Tensor, Tensor]  # of one layer
@@ -33,8 +35,9 @@ _KeysValues = tuple[Tensor, Tensor]  # of one layer
 class Engine:
     """A model and the KV of its sessions. One call at a time, from any thread.
 
-    Weights are float32 or bfloat16; residual stream, norms, attention, KV, head and logits are float32 in either
-    case. With fast numerics a row's linears give the same bits in every pass, and its attention may differ in the
+    The linears of the layers are float32, bfloat16, int8 or int4, the head float32 or, where they are quantized, int8;
+    the embedding is as the checkpoint stores it. All else is float32: residual stream, norms, attention, KV, logits.
+    With fast numerics a row's linears give the same bits in every pass, and its attention may differ in the
     last bits with the pass's shape. With invariant numerics a token's logits and KV are the same bits however it was
     computed (`outrider.engine.invariant`): on one kind of machine and with one number of threads, they depend on
     the tokens of its path alone. A slot needs no opening: what lies beyond the rows that a segment names is never seen.
@@ -46,7 +49,7 @@ class Engine:
         model: Model,
         digest: bytes,
         *,
-        dtype: str,
+        dtype: Dtype,
         numerics: Numerics,
         slots: int,
         rows: int,
@@ -63,12 +66,11 @@ class Engine:
         self.eos_ids = config.eos_ids
         self._config = config
         self._model = model
-        self._weights_dtype = DTYPES[dtype]
         if numerics == "invariant":
-            check_machine(model, config, self._weights_dtype)
+            check_machine(model, config)
         self._attention, self._activate = _ways(numerics, config)
         tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
-        self.weight_bytes = bytes_of_a_pass(config, self._weights_dtype)  # that a pass reads
+        self.weight_bytes = model.bytes_of_a_pass  # that a pass reads
         self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
         self.kv_bytes = self._cache.bytes  # when all slots are full
         self._rope = config.rope.table(max(rows, config.context), config.head_dim)
@@ -80,7 +82,9 @@ class Engine:
         cls,
         path: Path,
         *,
-        dtype: Literal["float32", "bfloat16"],
+        dtype: Dtype,
+        layers: int | None = None,
+        skip: Collection[int] = (),
         numerics: Numerics = "fast",
         slots: int,
         rows: int | None = None,
@@ -89,21 +93,28 @@ class Engine:
     ) -> Engine:
         """Loads a checkpoint folder.
 
+        `dtype` of the weights: what is stored otherwise is converted, for int8 and int4 quantized, while it is read.
+        `layers`: the first ones alone, then the final norm and the head (early exit); `skip`: all layers but these.
+        What is left out is not read, and not counted in `parameters`.
         `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
         `threads` for the operations (None: torch's own choice; the number is the process's); `progress` hears
         the fraction done, 0 to 1. Raises CheckpointError for a checkpoint that is missing, corrupt or not supported:
         it names the file and says what to do. Raises ConfigError where this machine's libraries cannot do invariant
-        numerics.
+        numerics or `dtype`, and for layers that the checkpoint does not have.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
         if threads is not None:
             torch.set_num_threads(threads)
         config = read_config(path)
+        kept = kept_layers(config.layers, layers, skip)
+        config = replace(config, layers=len(kept))
+        if dtype in ("int8", "int4"):
+            check_quantized(dtype)
         digest = read_tokenizer_digest(path)
         weights = Weights(path, progress)
         with torch.inference_mode():
-            model = load_model(weights, config, DTYPES[dtype])
+            model = load_model(weights, config, dtype, kept)
             weights.finish()
             return cls(
                 config,
@@ -218,7 +229,7 @@ class Engine:
         write = self._cache.writer(packed.written)
         last = len(self._model.layers) - 1
         for index, layer in enumerate(self._model.layers):
-            new = layer.qkv(layer.attention_norm(hidden).to(self._weights_dtype)).float()
+            new = layer.qkv(layer.attention_norm(hidden)).float()
             query, key_value = self._turn(layer, new, turns)
             write(index, key_value[: packed.used])
             if index == last and not packed.outputs_used:
@@ -227,8 +238,8 @@ class Engine:
             if index == last and packed.outputs is not None:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
-            hidden.add_(layer.output(attended.to(self._weights_dtype)))
-            gate_up = layer.gate_up(layer.ffn_norm(hidden).to(self._weights_dtype))
+            hidden.add_(layer.output(attended))
+            gate_up = layer.gate_up(layer.ffn_norm(hidden))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
             hidden.add_(layer.down(self._activate(gate).mul_(up)))
         return hidden

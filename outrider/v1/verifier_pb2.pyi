@@ -72,13 +72,14 @@ class DecodeStarted(_message.Message):
     def __init__(self, cached: _Optional[int] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "logprobs")
+    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "credits", "logprobs")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     GAPS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     position: int
@@ -86,8 +87,21 @@ class DecodeCommit(_message.Message):
     gaps: _containers.RepeatedScalarFieldContainer[float]
     digest: int
     report: _types_pb2.StepReport
+    credits: _containers.RepeatedCompositeFieldContainer[DrafterCredit]
     logprobs: bytes
-    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., credits: _Optional[_Iterable[_Union[DrafterCredit, _Mapping]]] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+
+class DrafterCredit(_message.Message):
+    __slots__ = ("drafter_id", "verified", "accepted", "alone")
+    DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
+    drafter_id: str
+    verified: int
+    accepted: int
+    alone: int
+    def __init__(self, drafter_id: _Optional[str] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., alone: _Optional[int] = ...) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason",)

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from bench.asking import Ask
 from bench.local import Pair
 from bench.rows import Models, worker_row
-from drafter_svc.upstream import Attachment, Update
+from drafter_svc.replica import Update
+from drafter_svc.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.contract import Plan, StepReport
 from outrider.core.control import FixedGamma

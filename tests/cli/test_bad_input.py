@@ -104,6 +104,22 @@ def test_an_unreachable_redis_is_named(role: str) -> None:
     assert_refused(done, "Redis at 127.0.0.1:1 cannot be reached", "REDIS_URL")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (("--layers", "3"), "layers: is 3, must be from 1 to 2"),
+        (("--skip", "2"), "skip: the checkpoint has no layer 2; its layers are 0 to 1"),
+        (("--skip", "0", "--skip", "1"), "skip: lists all 2 layers"),
+        (("--layers", "1", "--skip", "0"), "skip: cannot be given together with layers"),
+    ],
+    ids=["too many", "unknown", "none left", "both"],
+)
+def test_layers_that_the_checkpoint_does_not_have_are_named(
+    redis_url: str, arguments: tuple[str, ...], fragment: str
+) -> None:
+    assert_refused(outrider("drafter", "--model", "models/drafter", *arguments, redis=redis_url), fragment)
+
+
 def test_a_busy_port_is_named(redis_url: str, busy: str) -> None:
     done = outrider("router", "--model", "target=models/target", "--listen", busy, redis=redis_url)
     assert_refused(done, f"cannot bind {busy} (Address already in use)", "port 0")
@@ -119,6 +135,9 @@ def test_a_busy_port_is_named(redis_url: str, busy: str) -> None:
         (("verifier", "--model", "x", "--threads", "two"), ("--threads", "valid integer")),
         (("drafter", "--model", "x", "--level-nodes", "0"), ("level_nodes", "greater than or equal to 1")),
         (("drafter", "--model", "x", "--speed", "9"), ("--speed",)),
+        (("drafter", "--model", "x", "--dtype", "int2"), ("dtype", "'bfloat16', 'int8' or 'int4'")),
+        (("drafter", "--model", "x", "--layers", "0"), ("layers", "greater than or equal to 1")),
+        (("drafter", "--model", "x", "--skip", "1", "--skip", "-1"), ("skip.1", "greater than or equal to 0")),
         (("drafter",), ("--model",)),
     ],
     ids=" ".join,

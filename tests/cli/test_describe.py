@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.describe import last_line
 from outrider.cli.main import app
+from outrider.engine.native import Engine
 from outrider.rpc.server import serving
 from outrider.v1 import (
     drafter_pb2,
@@ -142,6 +143,18 @@ def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
     decode, at_32 = rows[0][3], rows[4][3]
     last = result.stdout.splitlines()[-1]
     assert last == f"describe: invariant_over_fast_decode={decode} invariant_over_fast_32={at_32}"
+
+
+def test_a_quantized_copy_of_some_layers_is_described_as_what_it_is(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    options = ["--dtype", "int8", "--skip", "0", "--skip", "2"]
+    result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.stderr
+    text = re.sub(" +", " ", result.stdout)
+    engine = Engine.load(folder, dtype="int8", skip=(0, 2), slots=1, threads=1)
+    for words in (f"parameters {engine.parameters:,}", "layers 1 of 3, of width 64", "weights int8", "int8, 1 thread)"):
+        assert words in text
+    assert f"weights a pass reads {engine.weight_bytes / 1e6:.1f} MB" in text
 
 
 def test_the_ratio_is_that_of_times() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drafter_svc.drawn import DrawnSession
-from drafter_svc.session import Snapshot
+from drafter_svc.replica import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import Fits

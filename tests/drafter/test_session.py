@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_svc.ranked import RankedSession
-from drafter_svc.session import Snapshot
+from drafter_svc.replica import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import Fits

@@ -25,6 +25,7 @@ PROMPT = [3, 1, 4]
 TOKENS = 100  # of a text
 AT_ONCE = 8
 LEVEL = 0.01
+RARELY = 1e-4  # the level where a run cannot be repeated: what is drawn there depends on what came in time
 SEED = 5  # of what the tests themselves draw
 
 
@@ -103,7 +104,7 @@ async def test_and_so_they_do_under_every_lossless_rule(
 ) -> None:
     results = await said(small, 100, rule=rule)
     found = p_values(sample_of(results, checkpoints), SEED)
-    assert corrected(found) > LEVEL, found
+    assert corrected(found) > RARELY, found
     assert {(result.rule, result.lossy) for result in results} == {(rule, False)}
 
 
@@ -114,7 +115,7 @@ LENIENT = {"rule": "lenient-speculative-sampling", "lenience": 0.1}
 @pytest.mark.asyncio(loop_scope="session")
 async def test_and_under_a_lossy_one_they_do_not(small: LocalCluster, checkpoints: tuple[Path, Path, Path]) -> None:
     results = await said(small, 200, **LENIENT)
-    assert corrected(p_values(sample_of(results, checkpoints), SEED)) < LEVEL
+    assert corrected(p_values(sample_of(results, checkpoints), SEED)) < RARELY
 
 
 @pytest.mark.asyncio(loop_scope="session")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from outrider.engine.batch import Segment
@@ -52,11 +56,12 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(folder: Path, shape: str = "grouped", **saving: Any) -> Path:
+def make_checkpoint(folder: Path, shape: str = "grouped", ffn: int | None = None, **saving: Any) -> Path:
     """A random float32 checkpoint; the logits' deviation is about one."""
     kind, changes = SHAPES[shape]
+    sizes = {} if ffn is None else {"intermediate_size": ffn}
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(kind(**{**BASE, **changes}))
+    model = AutoModelForCausalLM.from_config(kind(**{**BASE, **changes, **sizes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Norms and biases too: those that are one or zero hide mistakes.
@@ -64,6 +69,24 @@ def make_checkpoint(folder: Path, shape: str = "grouped", **saving: Any) -> Path
     model.save_pretrained(folder, **saving)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     return folder
+
+
+def keep_layers(source: Path, destination: Path, kept: Sequence[int]) -> Path:
+    """A checkpoint that has only some of another's layers, renumbered."""
+    shutil.copytree(source, destination)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        if match is None:
+            tensors[name] = tensor
+        elif int(match[1]) in kept:
+            tensors[f"model.layers.{kept.index(int(match[1]))}.{match[2]}"] = tensor
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    raw.pop("layer_types", None)
+    raw["num_hidden_layers"] = len(kept)
+    (destination / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return destination
 
 
 @dataclass

@@ -187,7 +187,7 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only() 
     assert np.sqrt(np.mean((ours - exact) ** 2)) < np.sqrt(np.mean((rounded - exact) ** 2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(dtype: str) -> None:
     """Linears are bitwise invariant, a single row included; attention over one key is exact."""
     engine = Engine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]

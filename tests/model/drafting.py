@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafter_svc.ranked import RankedSession
-from drafter_svc.session import Snapshot
+from drafter_svc.replica import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import extend
 from outrider.core.tree import Delta, Node

@@ -152,7 +152,7 @@ class Attaching:
         self._fleet, self._post = fleet, post
         fleet.tell(Note(post, attach=True))
 
-    def observe(self, subscribed: int) -> None:
+    def observe(self, subscribed: int, owed: tuple[Any, ...] = ()) -> None:
         pass
 
     def dismiss(self) -> None:

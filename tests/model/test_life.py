@@ -46,3 +46,21 @@ def test_what_was_logged_stays_although_verifiers_disagree() -> None:
 @pytest.mark.parametrize("life", [Life, Unsteady])
 def test_the_same_for_a_long_time(life: type[Life]) -> None:
     run_state_machine_as_test(life, settings=LONG)
+
+
+def test_a_request_whose_session_redis_lost_while_it_began_is_asked_again() -> None:
+    """Found by a run: its other call had begun it, Redis lost that, and it was told that somebody else was faster."""
+    life = Unsteady()
+    life.begin(words=1, stop=(), router=0, count=1, seed=0)
+    life.hang_up(pick=0, router=0)
+    life.save()
+    life.answer_badly(outcome="lost", pick=0)
+    life.go_on(count=1, seed=0)
+    life.ask(router=0, stop=(), words=1)
+    life.answer_badly(outcome="lost", pick=0)
+    for pick in (0, 1, 0):
+        life.hang_up(pick=pick, router=0)
+    life.go_on(count=19, seed=1067)
+    life.lose()
+    life.go_on(count=5, seed=1)
+    life.teardown()

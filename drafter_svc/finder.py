@@ -1,0 +1,149 @@
+"""The loop of a drafter without a model: what follows by what followed before, said as soon as a commit is heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drafter_svc.replica import Replica, Snapshot, Update
+from drafter_svc.upstream import Attachment
+from outrider.core.growth import floor_score
+from outrider.core.lookup import Lookup, Lookups, fits, grow
+from outrider.core.tree import Delta
+from outrider.rpc.liveness import Progress
+
+CHUNK = 2048  # tokens of a prompt that are read before others have their turn; some ten milliseconds
+
+
+@dataclass(slots=True)
+class Member:
+    """A session in the loop, and what its upstream said that is not dealt with."""
+
+    news: deque[Snapshot | Update] = field(default_factory=deque)
+    replica: Replica | None = None
+    lookup: Lookup | None = None
+    read: int = 0  # tokens that the lookup has
+    answer_position: int = 0
+
+
+class Finder:
+    """Owns the sessions. It is told of them, and tells, as `Grower` is."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        *,
+        slots: int,
+        send: Callable[[Attachment, Delta, int, bool], None],
+        resync: Callable[[Attachment], None],
+    ) -> None:
+        self.members: dict[Attachment, Member] = {}
+        self.progress = Progress()
+        self.nodes = 0
+        self._lookups = lookups
+        self._slots = slots
+        self._send = send
+        self._resync = resync
+        self._changed = asyncio.Event()
+
+    def opened(self, key: Attachment, snapshot: Snapshot) -> None:
+        """A session begins, or begins anew. Ignored when there are too many."""
+        if key not in self.members and len(self.members) >= self._slots:
+            return
+        self.members.setdefault(key, Member()).news.append(snapshot)
+        self._changed.set()
+
+    def updated(self, key: Attachment, update: Update) -> None:
+        """A session's upstream committed tokens or changed the terms."""
+        member = self.members.get(key)
+        if member is not None:
+            member.news.append(update)
+            self._changed.set()
+
+    def closed(self, key: Attachment) -> None:
+        """A session is over. Its answer is kept where answers are."""
+        member = self.members.pop(key, None)
+        if member is not None and member.replica is not None and member.lookup is not None:
+            member.lookup.finish(member.replica.tokens[member.answer_position :])
+
+    async def run(self) -> None:
+        """Answers until cancelled. Nobody with a short text waits for who reads a long one."""
+        while True:
+            self._changed.clear()
+            behind = False
+            for key, member in list(self.members.items()):
+                if member.news or self._is_behind(member):
+                    self.progress.begin()
+                    self._turn(key, member)
+                    self.progress.end()
+                    behind = behind or self._is_behind(member)
+            if behind:
+                await asyncio.sleep(0)
+            else:
+                await self._changed.wait()
+
+    def _is_behind(self, member: Member) -> bool:
+        return member.replica is not None and member.replica.wanted and member.read < len(member.replica.tokens)
+
+    def _turn(self, key: Attachment, member: Member) -> None:
+        """Hears what is new, reads on, and once all is read says what may follow."""
+        if not self._hear(key, member):
+            return
+        replica, lookup = member.replica, member.lookup
+        if replica is None or lookup is None or not replica.plan.depth:
+            return
+        if replica.wanted:
+            part = replica.tokens[member.read : member.read + CHUNK]
+            lookup.extend(part)
+            member.read += len(part)
+        if not self._is_behind(member):
+            delta = self._propose(replica, lookup)
+            self.nodes += len(delta.tokens)
+            self._send(key, delta, replica.plan.version, True)
+
+    def _hear(self, key: Attachment, member: Member) -> bool:
+        """False when the copy turned out to be another one than the upstream's: a snapshot is asked for."""
+        while member.news:
+            news = member.news.popleft()
+            if isinstance(news, Snapshot):
+                first = member.replica.next_id if member.replica is not None else 1
+                member.replica = Replica(news, first_id=first)
+                member.lookup, member.read = self._lookups.begin(key.tenant), 0
+                member.answer_position = news.answer_position
+                same = member.replica.tree.digest == news.digest
+            elif member.replica is None:
+                continue  # from before the snapshot that has been asked for
+            else:
+                same = self._follow(member.replica, news)
+            if not same:
+                member.replica = member.lookup = None
+                member.news.clear()
+                self._resync(key)
+                return False
+        return True
+
+    def _follow(self, replica: Replica, update: Update) -> bool:
+        if update.position != len(replica.tokens):
+            return False
+        replica.tree.commit(update.tokens)
+        replica.tokens.extend(update.tokens)
+        replica.obey(update)
+        return replica.tree.digest == update.digest
+
+    def _propose(self, replica: Replica, lookup: Lookup) -> Delta:
+        """What is new of what may follow. Nothing for a rule that wants draws."""
+        if not replica.wanted or not fits(replica.contract):
+            return replica.announce(())
+        plan = replica.plan
+        added = grow(
+            replica.tree,
+            lookup,
+            nodes=plan.nodes,
+            depth=plan.depth,
+            width=plan.width,
+            floor=floor_score(replica.price),
+            room=replica.room,
+        )
+        return replica.announce([node for node, _ in added])

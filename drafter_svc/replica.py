@@ -1,0 +1,102 @@
+"""A drafter's copy of a session: what is committed, on what terms to draft, and the tree that grows on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.contract import Contract, Plan
+from outrider.core.tree import Delta, Node, TokenTree
+
+OWN = 0  # the drafter's own name as a sender, in its own tree
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a drafter needs to start: what is committed, and under which terms to draft."""
+
+    tokens: tuple[int, ...]
+    digest: int
+    contract: Contract
+    plan: Plan
+    credit: int
+    price: float = 0.0
+    time_price: float = 0.0
+    ahead: bool = False
+    answer_position: int = 0  # where the contract's penalties and limits count from
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an upstream's Commit frame says."""
+
+    position: int
+    tokens: tuple[int, ...]
+    digest: int
+    plan: Plan | None
+    price: float
+    time_price: float
+    ahead: bool
+    credit: int
+    dropped: tuple[int, ...]
+
+
+class Replica:
+    """The copy. What drafts adds nodes to `tree`, and announces them."""
+
+    def __init__(self, snapshot: Snapshot, *, first_id: int = 1) -> None:
+        self.contract = snapshot.contract
+        self.plan = snapshot.plan
+        self.credit = snapshot.credit
+        self.price = snapshot.price
+        self.time_price = snapshot.time_price
+        self.ahead = snapshot.ahead
+        self.tokens = list(snapshot.tokens)
+        self.tree = TokenTree(self.tokens)
+        self.next_id = first_id
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything that may be drafted is worth it. At a price of 1 nothing is."""
+        return self.plan.depth > 0 and self.price < 1.0
+
+    def obey(self, update: Update) -> None:
+        """Takes the terms of an update whose tokens have been followed."""
+        if update.plan is not None and update.plan.version > self.plan.version:
+            self.plan = update.plan
+        self.price, self.time_price = update.price, update.time_price
+        self.ahead = update.ahead
+        self.credit = update.credit
+        self.abandon(update.dropped)
+
+    def announce(self, added: Sequence[Node]) -> Delta:
+        """Names new nodes, parents before children, and puts them as a delta. It may be empty."""
+        first = self.next_id
+        for node in added:
+            self.tree.name(node, OWN, self.next_id)
+            self.next_id += 1
+        return Delta(
+            root_position=self.tree.root.position,
+            root_digest=self.tree.digest,
+            first_id=first,
+            parents=tuple(self._identity(node.parent) for node in added if node.parent),
+            tokens=tuple(node.token for node in added),
+            edges=tuple(node.edge for node in added),
+            drawn=tuple(parent.q for parent in dict.fromkeys(node.parent for node in added) if parent and parent.q),
+        )
+
+    def abandon(self, identities: Sequence[int]) -> None:
+        """The upstream dropped these nodes: so does this copy."""
+        for identity in identities:
+            node = self.tree.node(OWN, identity)
+            if node is not None:
+                self.tree.remove(node)
+
+    @property
+    def room(self) -> int:
+        """Nodes that the upstream's credit still allows."""
+        return max(0, self.credit - self.next_id + 1)
+
+    def _identity(self, node: Node) -> int:
+        return 0 if node is self.tree.root else node.names[0][1]

@@ -1,0 +1,164 @@
+"""Drafting without a model: for one session, what may follow by what followed before.
+
+Which ways there are is said by name: `prompt-lookup` looks for the longest repetition within the text and proposes one
+chain; `suffix` counts what followed in the text and in the tenant's finished outputs, and proposes a tree; with a
+store, either also looks into a corpus; `retrieval` looks there alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, get_args
+
+from outrider.core.continuations import NOTHING, BestOf, Continuation, Source
+from outrider.core.contract import Contract
+from outrider.core.datastore import Datastore
+from outrider.core.repeats import RepeatFit, Repeats
+from outrider.core.retrieval import Retrieval
+from outrider.core.rules import Drawn, rule_of
+from outrider.core.suffixes import FinishedOutputs, SessionSuffixes, TenantOutputs
+from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
+from outrider.errors import ConfigError
+
+Way = Literal["prompt-lookup", "suffix", "retrieval"]
+WAYS: tuple[str, ...] = get_args(Way)
+
+LONGEST_END = 64  # tokens of the text's end that sources are shown; none looks at more
+LEAST_CHANCE = 1e-6
+
+
+class Lookup(Protocol):
+    """What one session asks."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+
+    def propose(self, nodes: int, depth: int) -> Continuation:
+        """What may come next."""
+
+    def finish(self, output: Sequence[int]) -> None:
+        """The session has ended with this answer."""
+
+
+class PromptLookup:
+    """The longest repetition within the text, as a chain.
+
+    Sources: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., arXiv 2304.04487. What a match is worth by its length
+    is learned.
+    """
+
+    def __init__(self, fit: RepeatFit) -> None:
+        self._repeats = Repeats(())
+        self._fit = fit
+        self._said: tuple[int, int] | None = None  # the match's length, and the token that it named
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on; learns from its first token."""
+        if self._said is not None and tokens:
+            self._fit.observe(self._said[0], self._said[1] == tokens[0])
+        self._said = None
+        self._repeats.extend(tokens)
+
+    def propose(self, nodes: int, depth: int) -> Continuation:
+        """One chain."""
+        found = self._repeats.find(min(nodes, depth))
+        if found is None or not found.tokens:
+            return NOTHING
+        self._said = found.length, found.tokens[0]
+        chances = (self._fit.chance(found.length + step) for step in range(len(found.tokens)))
+        return Continuation(tuple(range(-1, len(found.tokens) - 1)), tuple(found.tokens), tuple(chances), found.length)
+
+    def finish(self, output: Sequence[int]) -> None:
+        """Nothing of it is kept."""
+
+
+class Suffixes:
+    """What followed in the text, in the tenant's finished outputs, in a corpus: whichever expects the most."""
+
+    def __init__(self, own: bool, shared: FinishedOutputs | None, corpus: Retrieval | None) -> None:
+        self._own = SessionSuffixes() if own else None
+        self._shared = shared
+        self._corpus = corpus
+        self._end: list[int] = []
+        sources: tuple[Source | None, ...] = (self._own, shared, corpus)
+        self._best = BestOf([source for source in sources if source is not None])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on. Of what comes a few tokens at a time all sources learn."""
+        if not tokens:
+            return
+        if self._own is not None:
+            self._own.extend(tokens)
+        if self._end and len(tokens) <= LONGEST_END:
+            if self._shared is not None:
+                self._shared.learn(self._end, tokens[0])
+            if self._corpus is not None:
+                self._corpus.learn(self._end, tokens[0])
+        self._end = [*self._end, *tokens][-LONGEST_END:]
+
+    def propose(self, nodes: int, depth: int) -> Continuation:
+        """The best of all."""
+        return self._best.propose(self._end, nodes, depth)
+
+    def finish(self, output: Sequence[int]) -> None:
+        """Keeps the answer for other sessions of the tenant."""
+        if self._shared is not None:
+            self._shared.add(output)
+
+
+class Lookups:
+    """Makes the lookups of a process's sessions; what they learn and share is here."""
+
+    def __init__(self, way: Way, store: Datastore | None) -> None:
+        """Raises ConfigError when the way needs a store and there is none."""
+        if way == "retrieval" and store is None:
+            raise ConfigError("store: retrieval needs one; make it with `outrider index`")
+        self._way = way
+        self._store = store
+        self._corpus = Retrieval(store) if store is not None else None
+        self._outputs = TenantOutputs()
+        self._fit = RepeatFit()
+
+    def begin(self, tenant: str) -> Lookup:
+        """For a session that has no tokens yet."""
+        if self._way == "prompt-lookup" and self._corpus is None:
+            return PromptLookup(self._fit)
+        own = self._way != "retrieval"
+        return Suffixes(own, self._outputs.of(tenant) if self._way == "suffix" else None, self._corpus)
+
+
+def fits(contract: Contract) -> bool:
+    """Whether a contract's rule takes what was looked up: not one that holds p against q, for there is no q."""
+    return rule_of(contract).drawn is not Drawn.SAMPLED
+
+
+def grow(
+    tree: TokenTree,
+    lookup: Lookup,
+    *,
+    nodes: int,
+    depth: int,
+    width: int,
+    floor: float,
+    room: int,
+    judge: Callable[[float], float] = lambda edge: edge,
+) -> list[tuple[Node, float]]:
+    """Adds what a lookup proposes below the root: nodes whose path score is at least `floor`, at most `room` new ones.
+
+    `judge` says what an edge is worth. Returns the new nodes, parents before children, and what was claimed of each.
+    """
+    proposal = lookup.propose(nodes, depth)
+    placed: list[Node | None] = []
+    added: list[tuple[Node, float]] = []
+    for above, token, chance in zip(proposal.parents, proposal.tokens, proposal.chances, strict=True):
+        parent = tree.root if above < 0 else placed[above]
+        child = parent.children.get(token) if parent else None
+        if parent and child is None and len(added) < room and len(parent.children) < width:
+            claimed = edge_from_code(edge_code(math.log(max(chance, LEAST_CHANCE))))
+            edge = judge(claimed)
+            if tree.score(parent) * math.exp(edge) >= floor:
+                child = tree.add(parent, token, edge)
+                added.append((child, claimed))
+        placed.append(child)
+    return added

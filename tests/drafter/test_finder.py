@@ -1,0 +1,167 @@
+"""A drafter without a model keeps its copies in step, and never lets a long text hold up a short one."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from drafter_svc.finder import CHUNK, Finder
+from drafter_svc.replica import Snapshot, Update
+from drafter_svc.upstream import Attachment
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.lookup import Lookups
+from outrider.core.tree import Delta, TokenTree
+
+PLAN = Plan(version=1, depth=6, width=2, nodes=6)
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+
+
+class Upstream:
+    """Both ends in one place: what the finder says is grafted at once."""
+
+    def __init__(self, *, slots: int = 4) -> None:
+        self.said: list[tuple[Attachment, Delta, bool]] = []
+        self.lost: list[Attachment] = []
+        self.finder = Finder(
+            Lookups("suffix", None),
+            slots=slots,
+            send=lambda key, delta, version, exhausted: self.said.append((key, delta, exhausted)),
+            resync=self.lost.append,
+        )
+
+    def snapshot(self, tokens: list[int], **changes: object) -> Snapshot:
+        fields: dict[str, object] = {
+            "tokens": tuple(tokens),
+            "digest": extend(EMPTY, tokens),
+            "contract": Contract(seed=1, max_tokens=99),
+            "plan": PLAN,
+            "credit": 100,
+        }
+        return Snapshot(**(fields | changes))  # type: ignore[arg-type]
+
+    async def settle(self) -> None:
+        running = asyncio.create_task(self.finder.run())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+def key(name: str = "s", tenant: str = "") -> Attachment:
+    return Attachment(name, tenant, 1, b"")
+
+
+def update(whole: list[int], new: int, **changes: object) -> Update:
+    fields: dict[str, object] = {
+        "position": len(whole) - new,
+        "tokens": tuple(whole[len(whole) - new :]),
+        "digest": extend(EMPTY, whole),
+        "plan": None,
+        "price": 0.0,
+        "time_price": 0.0,
+        "ahead": False,
+        "credit": 100,
+        "dropped": (),
+    }
+    return Update(**(fields | changes))  # type: ignore[arg-type]
+
+
+async def test_it_says_what_followed_and_goes_on_with_every_commit() -> None:
+    upstream, session = Upstream(), key()
+    upstream.finder.opened(session, upstream.snapshot(TEXT))
+    await upstream.settle()
+    tree = TokenTree(TEXT)
+    (_, delta, exhausted), *_ = upstream.said
+    assert exhausted
+    assert delta.tokens == (1, 2, 3, 4, 5, 6)
+    tree.graft(1, delta)
+    tree.commit([1, 2])
+    upstream.finder.updated(session, update([*TEXT, 1, 2], 2))
+    await upstream.settle()
+    delta = upstream.said[-1][1]
+    assert delta.tokens == (7, 8)  # behind what is there already
+    assert tree.graft(1, delta).dropped == []
+    tree.commit([9])
+    upstream.finder.updated(session, update([*TEXT, 1, 2, 9], 1))
+    await upstream.settle()
+    assert upstream.said[-1][1].tokens == ()
+    tree.commit([1])
+    upstream.finder.updated(session, update([*TEXT, 1, 2, 9, 1], 1))
+    await upstream.settle()
+    delta = upstream.said[-1][1]
+    assert delta.root_digest == tree.digest
+    assert delta.tokens[0] == 2
+    tree.graft(1, delta)
+    tree.check_integrity()
+    assert not upstream.lost
+
+
+async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
+    upstream = Upstream()
+    upstream.finder.opened(key("a"), upstream.snapshot(TEXT, price=1.0))
+    upstream.finder.opened(key("b"), upstream.snapshot(TEXT, plan=Plan(version=1, depth=0)))
+    await upstream.settle()
+    assert all(member.read == 0 for member in upstream.finder.members.values())
+    assert all(delta.tokens == () for _, delta, _ in upstream.said)
+
+
+async def test_credit_and_price_bound_what_it_says() -> None:
+    upstream = Upstream()
+    upstream.finder.opened(key("a"), upstream.snapshot(TEXT, credit=2))
+    upstream.finder.opened(key("b"), upstream.snapshot(TEXT, price=0.9999))
+    upstream.finder.opened(key("c"), upstream.snapshot(TEXT, contract=Contract(seed=1, max_tokens=9, rule=DRAWN)))
+    await upstream.settle()
+    assert [(name.session_id, len(delta.tokens)) for name, delta, _ in upstream.said] == [("a", 2), ("b", 0), ("c", 0)]
+
+
+DRAWN = "recursive-rejection"
+
+
+async def test_a_copy_that_drifted_is_given_up_for_a_snapshot() -> None:
+    upstream, session = Upstream(), key()
+    upstream.finder.opened(session, upstream.snapshot(TEXT))
+    upstream.finder.updated(session, update([*TEXT, 1, 2], 1))  # one was lost on the way
+    await upstream.settle()
+    assert upstream.lost == [session]
+    upstream.finder.updated(session, update([*TEXT, 1, 2, 3], 1))
+    upstream.finder.opened(session, upstream.snapshot([*TEXT, 1, 2, 3]))
+    await upstream.settle()
+    assert upstream.said[-1][1].tokens[0] == 4
+
+
+async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered() -> None:
+    upstream = Upstream()
+    upstream.finder.opened(key("long"), upstream.snapshot([*range(4 * CHUNK)] * 2))
+    upstream.finder.opened(key("short"), upstream.snapshot(TEXT))
+    await upstream.settle()
+    assert [name.session_id for name, _, _ in upstream.said] == ["short", "long"]
+    assert upstream.said[1][1].tokens == (0, 1, 2, 3, 4, 5)
+
+
+async def test_more_sessions_than_slots_are_passed_over_and_an_ended_answer_is_kept_for_its_tenant() -> None:
+    upstream, first = Upstream(slots=1), key("a", "t")
+    upstream.finder.opened(first, upstream.snapshot([1, 2, 40, 41, 42, 43, 44], answer_position=2))
+    upstream.finder.opened(key("b", "t"), upstream.snapshot(TEXT))
+    await upstream.settle()
+    assert list(upstream.finder.members) == [first]
+    upstream.finder.closed(first)
+    for tenant, expected in (("t", (42, 43)), ("u", ())):
+        other = key(tenant, tenant)
+        upstream.finder.opened(other, upstream.snapshot([9, 40, 41]))
+        await upstream.settle()
+        assert upstream.said[-1][1].tokens[:2] == expected
+        upstream.finder.closed(other)
+
+
+@pytest.mark.parametrize("dropped", [(1,), (2,)])
+async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) -> None:
+    upstream, session = Upstream(), key()
+    upstream.finder.opened(session, upstream.snapshot(TEXT))
+    await upstream.settle()
+    upstream.finder.updated(session, update(TEXT, 0, dropped=dropped))
+    await upstream.settle()
+    again = upstream.said[-1][1]
+    assert again.first_id == 7
+    assert again.tokens == (1, 2, 3, 4, 5, 6)[dropped[0] - 1 :]

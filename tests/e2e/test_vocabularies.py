@@ -1,0 +1,50 @@
+"""A drafter whose tokenizer is another one drafts by text; without being told so it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.cluster import LocalCluster
+from outrider.client import AsyncClient
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.errors import ConfigError
+from tests.drafter.other_tokenizer import make_other
+from tests.e2e.conftest import MODELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TARGET = MODELS / "target"
+
+
+def config(drafter: DrafterConfig) -> ClusterConfig:
+    return ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": TARGET}, overlap=True),
+        verifier=[VerifierConfig(model=TARGET, dtype="float32")],
+        drafter=[drafter],
+    )
+
+
+async def test_a_drafter_with_another_tokenizer_drafts_by_text(tmp_path: Path, prompts: list[str]) -> None:
+    other = make_other(tmp_path / "other")
+    drafter = DrafterConfig(model=other, dtype="float32", target=TARGET)
+    accepted = 0
+    async with (
+        LocalCluster(config(drafter), forward=lambda name, line: print(name, line)) as cluster,
+        AsyncClient(cluster.router_address) as client,
+    ):
+        for temperature, prompt in ((0.0, prompts[0]), (0.6, prompts[1]), (0.0, prompts[3])):
+            terms = {"seed": 5, "max_tokens": 160, "ignore_eos": True, "temperature": temperature}
+            plain = await client.generate(prompt, speculation="off", **terms)
+            fast = await client.generate(prompt, speculation="fixed", **terms)
+            assert fast.token_ids == plain.token_ids
+            accepted += fast.usage.accepted
+    assert accepted > 20
+
+
+async def test_one_that_is_not_told_the_target_is_refused_at_start_with_the_reason(tmp_path: Path) -> None:
+    drafter = DrafterConfig(model=make_other(tmp_path / "other"), dtype="float32")
+    with pytest.raises(ConfigError, match=r"drafter\.0\.model: .*another tokenizer.*target"):
+        async with LocalCluster(config(drafter)):
+            pass
