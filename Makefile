@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long bench bench-quick lint proto clean
+.PHONY: demo test test-long bench bench-quick bench-trees lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -23,6 +23,10 @@ bench: $(STAMP)
 # The first suite, small: at most five minutes.
 bench-quick: $(STAMP)
 	$(BIN)/python -m bench --quick $(ARGS)
+
+# Tree constructions x acceptance rules x drafters, by acceptance length: at most ten minutes on two cores.
+bench-trees: $(STAMP)
+	$(BIN)/python -m bench.trees $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

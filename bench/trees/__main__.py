@@ -1,0 +1,81 @@
+"""`make bench-trees`: at most ten minutes on two cores."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from bench.trees.cells import DRAFTERS, MODELS, Setting
+from bench.trees.figures import last_line
+from bench.trees.running import run
+from bench.trees.tables import print_tables, save
+from outrider.cli import openmp
+from outrider.cli.load import read_prompts
+from outrider.cli.reporting import reported
+from outrider.errors import ConfigError
+
+WIDTH = 132  # of tables in a file
+LONGEST = 400  # tokens of a prompt: with its text it must fit the models' context
+
+
+def main(
+    prompts: Annotated[int, typer.Option(min=1, help="To measure on.")] = 12,
+    taught: Annotated[int, typer.Option("--taught", min=1, help="Other prompts, to learn from.")] = 8,
+    drafters: Annotated[list[str] | None, typer.Option("--drafter", help="[default: all]")] = None,
+    temperatures: Annotated[
+        list[float] | None, typer.Option("--temperature", min=0, help="[default: 0, 0.6 and 1]")
+    ] = None,
+    budgets: Annotated[list[int] | None, typer.Option("--nodes", min=1, help="[default: 4, 8, 16, 32, 64]")] = None,
+    noises: Annotated[int, typer.Option(min=1, help="Draws of the shared noise at each root.")] = Setting().noises,
+    drafts: Annotated[int, typer.Option(min=1, help="Draws of trees at each root.")] = Setting().drafts,
+    roots: Annotated[int, typer.Option(min=1, help="Places in each text.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Each on one thread.")] = 2,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/, drafter/ and mid/.")] = Path("models"),
+    texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
+    name: Annotated[str | None, typer.Option("--save", metavar="NAME", help="[default: trees and the time]")] = None,
+) -> None:
+    """Measure acceptance lengths of tree constructions x acceptance rules x drafters x budgets x temperatures."""
+    began = time.monotonic()
+    default = Setting()
+    setting = Setting(
+        drafters=tuple(drafters or default.drafters),
+        temperatures=tuple(temperatures or default.temperatures),
+        budgets=tuple(sorted(set(budgets or default.budgets))),
+        noises=noises,
+        drafts=drafts,
+        roots=roots,
+    )
+    with reported():
+        if unknown := set(setting.drafters) - set(DRAFTERS):
+            raise ConfigError(f"--drafter: {', '.join(sorted(unknown))}: must be one of {', '.join(DRAFTERS)}")
+        for needed in (models / model / "config.json" for model in ("target", *MODELS)):
+            if not needed.is_file():
+                raise ConfigError(f"--models: {needed} does not exist; run in a checkout of Outrider")
+        held_out = read_prompts(texts)
+        if prompts + taught > len(held_out):
+            raise ConfigError(f"--prompts: and --taught are {prompts + taught}, {texts} has {len(held_out)}")
+    openmp.settle(1)
+    tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+    ids = [tokenizer.encode(prompt).ids[:LONGEST] for _, prompt in held_out[: prompts + taught]]
+    progress = Console(stderr=True, highlight=False)
+    results = run(setting, models, ids[:prompts], ids[prompts:], processes, progress.print)
+    cells = {cell: [figures[cell] for figures in results] for cell in results[0]}
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    print_tables(screen, setting, cells)
+    seconds = time.monotonic() - began
+    path = save(setting, cells, [name for name, _ in held_out[:prompts]], name, seconds)
+    screen.print(f"{seconds:.0f} s. {path}", markup=False, soft_wrap=True)
+    print(last_line(cells), flush=True)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,82 @@
+"""Means, standard errors, and where ours stands. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bench.trees.cells import DRAFTERS, FEWEST, OURS, Cell
+
+Results = Mapping[Cell, Sequence[float]]  # of each prompt, in the same order for all cells
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts."""
+
+    mean: float
+    error: float  # its standard error; NaN of a single prompt
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Prompts are what varies independently: roots of one text are no more than one observation."""
+        count = len(values)
+        mean = sum(values) / count
+        squares = sum((value - mean) ** 2 for value in values)
+        return cls(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan)
+
+
+class Verdict(NamedTuple):
+    """Ours against the best other lossless cell of the same drafter, temperature and budget."""
+
+    ours: Cell
+    length: Estimate
+    best: Cell  # of the others
+    best_length: Estimate
+    lead: Estimate  # ours less that, paired by prompt
+    holds: bool  # whether ours is at least equal to every other, within one standard error of the paired difference
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """One for each drafter, temperature and budget."""
+    found = []
+    for ours in sorted(filter(_is_ours, results), key=_place):
+        lengths = results[ours]
+        others = {
+            cell: values
+            for cell, values in results.items()
+            if not cell.ours
+            and not cell.lossy
+            and (cell.drafter, cell.temperature, cell.budget) == (ours.drafter, ours.temperature, ours.budget)
+        }
+        if not others:
+            continue
+        leads = {
+            cell: Estimate.of([mine - other for mine, other in zip(lengths, values, strict=True)])
+            for cell, values in others.items()
+        }
+        best = max(others, key=lambda cell: sum(others[cell]))
+        holds = all(lead.mean >= -(lead.error if math.isfinite(lead.error) else 0.0) - 1e-9 for lead in leads.values())
+        found.append(Verdict(ours, Estimate.of(lengths), best, Estimate.of(others[best]), leads[best], holds))
+    return found
+
+
+def _is_ours(cell: Cell) -> bool:
+    return cell.ours
+
+
+def _place(cell: Cell) -> tuple[int, float, int]:
+    return DRAFTERS.index(cell.drafter), cell.temperature, cell.budget
+
+
+def last_line(results: Results) -> str:
+    """The line for scripts: cells measured; of the combinations from eight nodes on, where ours is the best or as good,
+    and where it is behind."""
+    judged = [verdict.holds for verdict in verdicts(results) if verdict.ours.budget >= FEWEST]
+    return f"trees: cells={len(results)} ours_best_or_equal={sum(judged)} behind={len(judged) - sum(judged)}"
+
+
+def our_name(cell: Cell) -> str:
+    """How tables call a row."""
+    name = f"{cell.rule}{' (lossy)' if cell.lossy else ''}, {cell.construction}"
+    return f"{name} *" if (cell.rule, cell.construction) == OURS else name

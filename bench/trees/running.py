@@ -1,0 +1,62 @@
+"""A run: the prompts shared out among processes of one thread each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.trees.cells import MODELS, Setting
+from bench.trees.measuring import Figures, Lessons, measure, teach
+from bench.trees.paths import PathRows, load
+from outrider.cli import openmp
+
+_bench: tuple[Setting, Mapping[str, PathRows], Lessons] | None = None  # of a process that shares the work
+
+
+def run(
+    setting: Setting,
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    others: Sequence[Sequence[int]],
+    processes: int,
+    say: Callable[[str], None],
+) -> list[Figures]:
+    """Teaches the drafters on `others` and measures on `prompts`: each one's figures. `say` hears how far it is."""
+    say(f"{len(others)} prompts to learn from ...")
+    models = _models(setting, folder)
+    lessons = teach(setting, models, others)
+    jobs = list(enumerate(prompts))
+    results: list[Figures] = []
+    with ExitStack() as stack:
+        if processes == 1:
+            figures: Iterable[Figures] = (measure(setting, models, lessons, prompt, at) for at, prompt in jobs)
+        else:
+            del models
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(processes, _begin, (setting, folder, lessons)))
+            figures = pool.imap(_measure, jobs)
+        for found in figures:
+            results.append(found)
+            say(f"{len(results)} of {len(prompts)} prompts")
+    return results
+
+
+def _models(setting: Setting, folder: Path) -> dict[str, PathRows]:
+    return {
+        name: PathRows(load(folder / name))
+        for name in ("target", *(each for each in MODELS if each in setting.drafters))
+    }
+
+
+def _begin(setting: Setting, folder: Path, lessons: Lessons) -> None:
+    global _bench
+    openmp.settle(1)
+    _bench = setting, _models(setting, folder), lessons
+
+
+def _measure(job: tuple[int, Sequence[int]]) -> Figures:
+    assert _bench is not None
+    number, prompt = job
+    return measure(*_bench, prompt, number)

@@ -1,0 +1,183 @@
+"""The benchmark of trees: its expectations are the rules' own, its tables are whole, and it says who is behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench.trees import __main__ as command
+from bench.trees import tables
+from bench.trees.cells import OURS, Cell, Setting, cells_of, taken
+from bench.trees.expecting import Tree, followed, matched, rejected, traversed
+from bench.trees.figures import Estimate, last_line, verdicts
+from bench.trees.lessons import RankMeans
+from bench.trees.paths import PathRows, continued, load
+from outrider.core.contract import SHARED_NOISE, Contract
+from outrider.core.rules import Chance, Rule, rule_of
+from outrider.core.sampler import Sampler
+from tests.core.rules.enumeration import JudgeOf, Language, drawn, outcomes
+from tests.core.rules.enumeration import Tree as DrawnTree
+from tests.engine.checkpoints import MODELS
+
+CHAIN = (((((),),),),)
+TREE = (((), ()), ((),))
+
+
+def rule(name: str, lenience: float = 1.0) -> Rule:
+    return rule_of(Contract(seed=0, max_tokens=1, rule=name, lenience=lenience))
+
+
+def by_enumeration(walker: Rule, language: Language, tree: DrawnTree) -> float:
+    """The slow way: every way in which chance can go."""
+
+    def run(chance: Chance) -> int:
+        return len(walker.walk(tree.rows, JudgeOf(language, tree), chance).path)
+
+    return sum(probability * accepted for probability, accepted in outcomes(run))
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
+    names = {"recursive-rejection": rejected, "traversal-verification": traversed}
+    if shape is CHAIN:
+        names |= {"speculative-sampling": rejected, "block-verification": traversed}
+    for seed in range(4):
+        language = Language(3, Contract(seed=0, max_tokens=1), seed=seed)
+        made = [tree for _, tree in outcomes(lambda chance, lang=language: drawn(lang, shape, chance))]
+        for tree in made[:: max(1, len(made) // 6)]:
+            same = Tree.of(tree.paths[1:])
+
+            def q(path: tuple[int, ...], language: Language = language) -> np.ndarray:
+                return language.q(path).dense(3)
+
+            for name, expected in names.items():
+                assert expected(same, language.p, q) == pytest.approx(
+                    by_enumeration(rule(name), language, tree), abs=1e-3
+                )
+            assert matched(same, language.p) == pytest.approx(
+                by_enumeration(rule("target-match"), language, tree), abs=1e-3
+            )
+            if shape is CHAIN:
+                lenient = by_enumeration(rule("lenient-speculative-sampling", 0.5), language, tree)
+                assert rejected(same, language.p, q, 0.5) == pytest.approx(lenient, abs=1e-3)
+
+
+def test_under_shared_noise_the_targets_own_tokens_count_as_far_as_the_tree_has_them() -> None:
+    tree = Tree.of([(3,), (4,), (3, 1), (3, 1, 7)])
+    assert followed(tree, lambda path: [3, 1, 7, 9][len(path)]) == 3
+    assert followed(tree, lambda path: [4, 1][len(path)]) == 1
+    assert followed(Tree.of([]), lambda path: 5) == 0
+
+
+def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
+    rows = PathRows(load(MODELS / "drafter"))
+    text = list(range(10, 40))
+    rows.read(text)
+    for place in (29, 15, 9):
+        rows.root(place)
+        rows.fetch([(5, 6), (5, 7, 8), (9,)])
+        for path in [(), (5,), (5, 7, 8), (9,), (9, 4)]:
+            found = rows.after(path)
+            plain = PathRows(rows._engine).read([*text[: place + 1], *path])[-1]  # overwrites the text: read it anew
+            assert np.abs(found - plain).max() < 1e-3
+            rows.read(text)
+            rows.root(place)
+    contract = Contract(seed=7, max_tokens=1)
+    said = continued(rows, [1, 2, 3], contract, 3)
+    sampler = Sampler(contract, rows.vocabulary, [1, 2, 3], 3)
+    assert said[3] == sampler.choose(rows.read([1, 2, 3])[-1]).token
+
+
+def test_means_by_rank_fall() -> None:
+    means = RankMeans()
+    for chances in ([1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]):
+        means.observe(chances)
+    rates = means.rates()
+    assert rates[0] == pytest.approx(0.6, abs=0.05)
+    assert all(0.0 < later <= earlier for earlier, later in itertools.pairwise(rates))
+
+
+def cell(rule: str, construction: str, budget: int = 8) -> Cell:
+    return Cell("drafter", 1.0, rule, construction, budget)
+
+
+def test_standard_errors_are_over_prompts_and_ours_is_compared_by_pairs() -> None:
+    assert Estimate.of([1.0, 2.0, 3.0]) == pytest.approx((2.0, math.sqrt(1.0 / 3)))
+    assert math.isnan(Estimate.of([1.0]).error)
+    results = {
+        cell(*OURS): [3.0, 5.0, 4.0],
+        cell(SHARED_NOISE, "chain"): [2.9, 5.1, 3.9],
+        cell("typical-acceptance", "chain"): [9.0, 9.0, 9.0],  # lossy
+    }
+    (verdict,) = verdicts(results)
+    assert verdict.holds
+    assert verdict.best.construction == "chain"
+    assert last_line(results) == "trees: cells=3 ours_best_or_equal=1 behind=0"
+    results[cell("block-verification", "chain")] = [3.2, 5.21, 4.19]
+    (verdict,) = verdicts(results)
+    assert not verdict.holds
+    assert verdict.lead == pytest.approx((-0.2, 0.00577), abs=1e-4)
+    assert last_line(results) == "trees: cells=4 ours_best_or_equal=0 behind=1"
+    small = {at._replace(budget=4): values for at, values in results.items()}
+    assert last_line(small).endswith("ours_best_or_equal=0 behind=0")  # too few nodes to be judged
+
+
+def test_trees_chosen_by_value_are_not_held_against_q_and_who_has_no_q_is_not_either() -> None:
+    assert taken("recursive-rejection", "sequoia", "mid")
+    assert not taken("recursive-rejection", "opt-tree", "mid")
+    assert not taken("recursive-rejection", "sequoia", "suffix index")
+    assert not taken("block-verification", "k-ary", "mid")
+    assert taken("typical-acceptance", "eagle-2", "suffix index")
+    assert taken("shared-noise", "chain", "prompt lookup")
+    assert not taken("shared-noise", "k-ary", "prompt lookup")
+
+
+def test_a_quick_run_prints_its_tables_and_ends_with_its_line(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    app = command.typer.Typer()
+    app.command()(command.main)
+    flags = "--prompts 2 --taught 1 --roots 2 --noises 2 --drafts 2 --processes 1"
+    flags += " --nodes 4 --nodes 8 --temperature 0 --temperature 1"
+    drafters = ("drafter", "suffix index")
+    chosen = [part for name in drafters for part in ("--drafter", name)]
+    folders = [
+        "--models",
+        str(MODELS),
+        "--texts",
+        str(MODELS.parent / "examples" / "held_out.jsonl"),
+        "--save",
+        "quick",
+    ]
+    result = CliRunner().invoke(app, [*flags.split(), *chosen, *folders])
+    assert result.exit_code == 0, result.output
+    setting = Setting(drafters, (0.0, 1.0), (4, 8))
+    count = len(list(cells_of(setting)))
+    assert re.fullmatch(
+        rf"trees: cells={count} ours_best_or_equal=\d+ behind=\d+", result.output.strip().splitlines()[-1]
+    )
+    saved = json.loads((tmp_path / "quick.json").read_text())
+    lengths = {
+        Cell(each["drafter"], each["temperature"], each["rule"], each["construction"], each["budget"]): each["mean"]
+        for each in saved["cells"]
+    }
+    assert set(lengths) == set(cells_of(setting))
+    for at, length in lengths.items():
+        assert 1.0 <= length <= 1.0 + min(at.budget, 24)
+        if at.temperature == 0 and at.rule == "target-match":  # greedy, the target's token is the same by both rules
+            assert length == pytest.approx(lengths[at._replace(rule=SHARED_NOISE)])
+    (row,) = [line for line in result.output.splitlines() if "recursive-rejection, opt-tree" in line][:1]
+    assert row.split()[-2:] == ["-", "-"]
+
+
+def test_a_drafter_that_does_not_exist_is_refused() -> None:
+    app = command.typer.Typer()
+    app.command()(command.main)
+    result = CliRunner().invoke(app, ["--drafter", "oracle", "--models", str(MODELS)])
+    assert result.exit_code != 0
+    assert "must be one of" in result.output
