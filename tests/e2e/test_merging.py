@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider.cli.cluster import LocalCluster
 from outrider.client import AsyncClient
-from tests.e2e.conftest import cluster_config
+from outrider.config import DrafterConfig
+from outrider.core.datastore import write_datastore
+from outrider.core.digest import tokenizer_digest
+from tests.e2e.conftest import MODELS, cluster_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize(("drafters", "left"), [(2, 1)])
-async def test_of_two_drafters_that_say_the_same_one_is_released_and_the_text_stays(
-    prompts: list[str], drafters: int, left: int
-) -> None:
-    config = cluster_config(drafters)
-    terms = {"overlap": True, "drafters_per_session": drafters}
+async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_path: Path, prompts: list[str]) -> None:
+    store = tmp_path / "foreign.rest"  # in which nothing of the text stands
+    digest = tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes())
+    write_datastore(store, [[4000, 4001, 4002]], tokenizer_digest=digest, vocabulary=4096, progress=lambda *_: None)
+    config = cluster_config(drafters=1)
+    useless = DrafterConfig(model=MODELS / "target", drafts="retrieval", store=store)
+    terms = {"overlap": True, "drafters_per_session": 2}
     config = config.model_copy(
-        update={"router": config.router.model_copy(update=terms), "drafter": config.drafter[:drafters]}
+        update={
+            "router": config.router.model_copy(update=terms),
+            "drafter": [config.drafter[0], useless],
+        }
     )
     async with (
         LocalCluster(config, forward=lambda name, line: print(name, line)) as cluster,
@@ -28,4 +37,4 @@ async def test_of_two_drafters_that_say_the_same_one_is_released_and_the_text_st
         merged = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="fixed")
         assert merged.token_ids == plain.token_ids
         assert merged.usage.accepted > 0
-        assert len((await client.get_session(merged.session_id)).drafters) == left
+        assert len((await client.get_session(merged.session_id)).drafters) == 1
