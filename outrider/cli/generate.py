@@ -120,6 +120,7 @@ def _figures(result: Generation) -> str:
     resumed = f", broke off and went on: {result.resumes}" if result.resumes else ""
     return (
         f"outrider: session {result.session_id}{forked}, "
+        f"{f'LOSSY by the rule {result.rule}, ' if result.lossy else ''}"
         f"{usage.completion_tokens} tokens, ended by {result.finish_reason}, seed {result.seed}, "
         f"{usage.tokens_per_second:.1f} tok/s after a first token in {usage.first_token_s * 1000:.0f} ms, "
         f"acceptance length {usage.acceptance_length:.2f} over {usage.steps} steps, "
