@@ -14,7 +14,8 @@ from outrider.core.filters import FloatRow
 from outrider.core.rules.chance import Chance
 
 LARGEST_WEIGHT = 65535
-MOST_TOKENS = 64  # of a row; the rest of the vocabulary counts as none
+MOST_TOKENS = 512  # of a row
+MASS = 0.99  # that a row holds, if so many tokens do; the rest of the vocabulary counts as none
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,14 @@ class SparseRow:
     weights: tuple[int, ...]  # 1 to 65535
 
     @classmethod
-    def of(cls, p: FloatRow, most: int = MOST_TOKENS) -> SparseRow:
-        """The nearest to a distribution [vocabulary] that holds at most so many tokens."""
-        best = np.sort(np.argsort(-p, kind="stable")[:most])
+    def of(cls, p: FloatRow, most: int = MOST_TOKENS, mass: float = MASS) -> SparseRow:
+        """The likeliest tokens of a distribution [vocabulary], until they have that much of it; at most so many.
+
+        Of a flat distribution 64 tokens are too few: of the reference drafters they hold three quarters at temperature
+        1, and with so much left out the chance that p and q agree falls from 0.85 to 0.69.
+        """
+        best = np.argsort(-p, kind="stable")[:most]
+        best = np.sort(best[: 1 + int(np.searchsorted(np.cumsum(p[best]), mass))])
         weights = np.rint(p[best] / p[best].max() * LARGEST_WEIGHT).astype(np.int64)
         kept = weights > 0
         return cls(tuple(best[kept].tolist()), tuple(weights[kept].tolist()))
