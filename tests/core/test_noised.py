@@ -36,14 +36,15 @@ def world(doubt: bool, fit: NoisedFit, steps: int = 500) -> tuple[float, float]:
 
 def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chances_do() -> None:
     doubtful, certain = NoisedFit(), NoisedFit()
-    assert doubtful.share == certain.share == 0.5
+    assert doubtful.share(FOUND) == certain.share(FOUND) == 0.5
     hits, believed = world(True, doubtful)
     assert hits > 0.85  # by the chances alone 0.55
     assert believed == pytest.approx(hits, abs=0.08)
     hits, believed = world(False, certain)
     assert hits == pytest.approx(0.55, abs=0.07)
     assert believed == pytest.approx(hits, abs=0.1)
-    assert certain.share < 0.4 < 0.8 < doubtful.share
+    assert certain.share(FOUND) < 0.4 < 0.8 < doubtful.share(FOUND)
+    assert certain.share([(1, -0.01)]) == 0.5  # places of another class
 
 
 def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_what_is_said_often() -> None:
