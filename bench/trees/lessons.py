@@ -132,9 +132,9 @@ def learn_suffixes(
 
 
 def whole_row(q: FloatRow) -> SparseRow:
-    """What is drawn from: q itself. The wire's is cut to its likeliest 64 tokens, which costs the rules that hold p
+    """What is drawn from: q itself. The wire's is cut to its likeliest 0.99, which costs the rules that hold p
     against q much at temperature 1; they are measured at their best."""
-    return SparseRow.of(q, most=len(q))
+    return SparseRow.of(q, most=len(q), mass=1.0)
 
 
 def session_suffixes(tokens: Sequence[int]) -> SessionSuffixes:

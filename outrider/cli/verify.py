@@ -203,8 +203,9 @@ async def _cluster(
     if address is not None:
         yield address
         return
+    # Drafters go on beside the steps: where they are not worth it they would rest, and nothing would be verified.
     config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, max_sessions=slots),
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, max_sessions=slots, overlap=True),
         verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots)],
         drafter=[DrafterConfig(model=drafter, slots=slots)],
     )
