@@ -116,21 +116,13 @@ class Finder:
             elif member.replica is None:
                 continue  # from before the snapshot that has been asked for
             else:
-                same = self._follow(member.replica, news)
+                same = member.replica.follow(news)
             if not same:
                 member.replica = member.lookup = None
                 member.news.clear()
                 self._resync(key)
                 return False
         return True
-
-    def _follow(self, replica: Replica, update: Update) -> bool:
-        if update.position != len(replica.tokens):
-            return False
-        replica.tree.commit(update.tokens)
-        replica.tokens.extend(update.tokens)
-        replica.obey(update)
-        return replica.tree.digest == update.digest
 
     def _propose(self, replica: Replica, lookup: Lookup) -> Delta:
         """What is new of what may follow. Nothing for a rule that wants draws."""

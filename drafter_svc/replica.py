@@ -61,6 +61,16 @@ class Replica:
         """Whether anything that may be drafted is worth it. At a price of 1 nothing is."""
         return self.plan.depth > 0 and self.price < 1.0
 
+    def follow(self, update: Update) -> bool:
+        """Takes what the target said, and the terms. False when the copy is another one than the upstream's: it needs a
+        snapshot."""
+        if update.position != len(self.tokens):
+            return False
+        self.tree.commit(update.tokens)
+        self.tokens.extend(update.tokens)
+        self.obey(update)
+        return self.tree.digest == update.digest
+
     def obey(self, update: Update) -> None:
         """Takes the terms of an update whose tokens have been followed."""
         if update.plan is not None and update.plan.version > self.plan.version:

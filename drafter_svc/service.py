@@ -17,7 +17,6 @@ from drafter_svc.grower import Grower
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
-from outrider.core.datastore import Datastore
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
 from outrider.engine.checkpoint import read_config, read_tokenizer_digest
@@ -223,7 +222,7 @@ def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder
     assert config.drafts != "model"
     model = read_config(config.model)
     digest = read_tokenizer_digest(config.model)
-    lookups = Lookups(config.drafts, Datastore.open(config.store, digest) if config.store is not None else None)
+    lookups = Lookups.open(config.drafts, config.store, digest)
     roster = Roster(config, worker_id, Capacity(digest, model.vocabulary, model.context, config.slots, 0))
     finder = Finder(lookups, slots=config.slots, send=roster.send, resync=roster.resync)
     roster.serve(finder)

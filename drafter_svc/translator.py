@@ -94,17 +94,11 @@ class Translator:
         member = self._sessions.get(key)
         if member is None:
             return
-        replica = member.replica
-        if update.position != len(replica.tokens):
-            self._lose(key)
+        if not member.replica.follow(update):
+            self.closed(key)
+            self._resync(key)
             return
         known = member.translation.own_tokens[: member.sent]
-        replica.tree.commit(update.tokens)
-        replica.tokens.extend(update.tokens)
-        replica.obey(update)
-        if replica.tree.digest != update.digest:
-            self._lose(key)
-            return
         member.translation.extend(update.tokens)
         own = member.translation.own_tokens
         if own[: len(known)] != known:
@@ -186,10 +180,6 @@ class Translator:
                 added.append(child)
             at = child
         return added
-
-    def _lose(self, key: Attachment) -> None:
-        self.closed(key)
-        self._resync(key)
 
 
 def _own_terms(contract: Contract) -> Contract:

@@ -26,7 +26,7 @@ from outrider.core.contract import Overlap, StepReport
 from outrider.core.filters import FloatRow
 from outrider.core.logprobs import pack
 from outrider.core.lookup import Lookups, fits
-from outrider.core.rules import VERIFY, Drawn, Rows, SeededChance, Walk
+from outrider.core.rules import VERIFY, Rows, SeededChance, Walk
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
@@ -223,7 +223,7 @@ class StepLoop:
         everyone = [work for work in works if work.chooses]
         certain = len(everyone) + self._take_drawn(everyone, rows)
         base += len(rows)
-        deciding = [work for work in everyone if work.session.rule.drawn is not Drawn.SAMPLED]
+        deciding = [work for work in everyone if not work.session.drawn]
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
@@ -245,7 +245,7 @@ class StepLoop:
         for work in works:
             session = work.session
             allowed = session.ceilings.nodes
-            if session.rule.drawn is not Drawn.SAMPLED or allowed > left:
+            if not session.drawn or allowed > left:
                 continue
             left -= allowed
             for level in itertools.islice(session.tree.levels(), min(session.ceilings.depth, session.room - 1)):

@@ -12,7 +12,6 @@ import grpc.aio
 
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
-from outrider.core.datastore import Datastore
 from outrider.core.lookup import Lookups
 from outrider.engine.native import Engine
 from outrider.engine.threads import briefly
@@ -48,7 +47,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         prefill_chunk=config.prefill_chunk,
         max_nodes=config.max_nodes,
         publish=sink.publish,
-        lookups=_lookups(config, engine.tokenizer_digest),
+        lookups=config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest),
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -84,13 +83,6 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         tasks.create_task(loop.run())
         tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s))
         announce(address)
-
-
-def _lookups(config: VerifierConfig, tokenizer_digest: bytes) -> Lookups | None:
-    """What it drafts by without a model."""
-    if config.lookup is None:
-        return None
-    return Lookups(config.lookup, Datastore.open(config.store, tokenizer_digest) if config.store is not None else None)
 
 
 def load(config: VerifierConfig) -> tuple[Engine, CostModel]:

@@ -77,6 +77,7 @@ class Session:
         self.contract = start.contract
         self.answer_position = start.answer_position
         self.rule = rule_of(start.contract)
+        self.drawn = self.rule.drawn is Drawn.SAMPLED  # whether its tree is drawn from q
         self.plan = start.plan
         self.place = place
         self.tokens = list(start.tokens)
@@ -122,7 +123,7 @@ class Session:
         """Has its drafters work in this way, as far as the plan allows."""
         if self.plan.overlap is Overlap.ALWAYS:
             way = Way.AHEAD
-        useless = self.plan.overlap is Overlap.NEVER or self.rule.drawn is Drawn.SAMPLED  # no draw outlives a commit
+        useless = self.plan.overlap is Overlap.NEVER or self.drawn  # no draw outlives a commit
         self.way = Way.TURNS if way is Way.AHEAD and useless else way
 
     def worth(self) -> float:
@@ -140,7 +141,7 @@ class Session:
     def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
         self.unsubscribe(stream)
-        most = 1 if self.rule.drawn is Drawn.SAMPLED else MAX_DRAFTERS
+        most = 1 if self.drawn else MAX_DRAFTERS
         if len(self.subscriptions) >= most:
             drafters = "drafter" if most == 1 else "drafters"
             raise Overloaded(f"a session under {self.rule.name} has at most {most} {drafters}")
@@ -168,7 +169,7 @@ class Session:
         last = delta.first_id + len(delta.tokens) - 1
         if last > subscription.granted:
             raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
-        graft = self.tree.graft_drawn if self.rule.drawn is Drawn.SAMPLED else self.tree.graft
+        graft = self.tree.graft_drawn if self.drawn else self.tree.graft
         grafted = graft(subscription.sender, delta, subscription.calibration.corrected)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
@@ -258,7 +259,7 @@ class Session:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
-        if self.rule.drawn is Drawn.SAMPLED:
+        if self.drawn:
             self.tree.clear()  # what is there is there by chance, that of what was said: a further draw must be fresh
         position = len(self.tokens)
         self.tokens.extend(tokens)

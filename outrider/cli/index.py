@@ -55,11 +55,14 @@ def index(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
+    from outrider.cli.tokenizers import read_tokenizer
     from outrider.core.datastore import write_datastore
 
     began = time.monotonic()
     with reported():
-        reader, digest = _read_tokenizer(tokenizer)
+        reader, digest = read_tokenizer(tokenizer)
+        reader.no_truncation()
+        reader.no_padding()
         files = _files(sources, pattern, besides=output)
         screen = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn()
@@ -78,26 +81,6 @@ def index(
         f"outrider index: wrote {output}: documents={written.documents} tokens={written.tokens} "
         f"megabytes={written.bytes / 1e6:.1f} seconds={time.monotonic() - began:.1f} not_utf8={corpus.skipped}"
     )
-
-
-def _read_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
-    """A checkpoint's tokenizer and its digest. Raises CheckpointError."""
-    from tokenizers import Tokenizer
-
-    from outrider.core.digest import tokenizer_digest
-    from outrider.errors import CheckpointError
-
-    path = folder / "tokenizer.json"
-    try:
-        blob = path.read_bytes()
-        tokenizer = Tokenizer.from_buffer(blob)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give the folder of the target's checkpoint") from None
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, tokenizer_digest(blob)
 
 
 def _files(sources: Sequence[Path], pattern: str, *, besides: Path) -> list[Path]:

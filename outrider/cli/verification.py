@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from tokenizers import Tokenizer
-
 from outrider.cli.compare import Difference, Verdict, difference, verdict
+from outrider.cli.tokenizers import read_tokenizer
 from outrider.client import AsyncClient, Generation
 from outrider.core.contract import Contract
-from outrider.core.digest import tokenizer_digest
-from outrider.errors import CheckpointError, ConfigError, Overloaded
+from outrider.errors import ConfigError, Overloaded
 
 if TYPE_CHECKING:
     from outrider.cli.reference import Reference
@@ -54,14 +52,7 @@ def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, c
 
     Raises ConfigError for a file that is none, CheckpointError for a folder without a tokenizer.
     """
-    path = folder / "tokenizer.json"
-    try:
-        content = path.read_bytes()
-        tokenizer = Tokenizer.from_buffer(content)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give the folder of the target's checkpoint") from None
-    except Exception as error:  # the library raises bare Exceptions
-        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    tokenizer, digest = read_tokenizer(folder)
     named = [(f"prompt-{number}", text) for number, text in enumerate(texts or (), 1)]
     if not named:
         source = file or HELD_OUT
@@ -74,7 +65,7 @@ def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, c
             raise ConfigError(f"{source}: must hold JSON lines with an id and a prompt") from None
         if file is None:
             named = [(name, text) for name, text in named if name.endswith("#short")]
-    digest, taken = tokenizer_digest(content), named[: len(texts or ()) or count]
+    taken = named[: len(texts or ()) or count]
     return [Prompt(name, text, tuple(tokenizer.encode(text).ids), digest) for name, text in taken]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 from outrider.core.continuations import NOTHING, BestOf, Continuation, Source
@@ -115,10 +116,14 @@ class Lookups:
         if way == "retrieval" and store is None:
             raise ConfigError("store: retrieval needs one; make it with `outrider index`")
         self._way = way
-        self._store = store
         self._corpus = Retrieval(store) if store is not None else None
         self._outputs = TenantOutputs()
         self._fit = RepeatFit()
+
+    @classmethod
+    def open(cls, way: Way, store: Path | None, tokenizer_digest: bytes) -> Lookups:
+        """With the store of that file, if one is named. Raises as the store does, and ConfigError."""
+        return cls(way, None if store is None else Datastore.open(store, tokenizer_digest))
 
     def begin(self, tenant: str) -> Lookup:
         """For a session that has no tokens yet."""

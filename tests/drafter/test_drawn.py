@@ -10,11 +10,11 @@ from drafter_svc.replica import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import Fits
-from outrider.core.shapes import RankRates, Shape, best_shape
+from outrider.core.shapes import RankRates, Shape, best_shape, size_of
 from outrider.core.tree import Delta, Drifted, TokenTree
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import delta_from_pb, delta_to_pb
-from tests.core.rules.enumeration import shapes, size
+from tests.core.rules.enumeration import shapes
 
 VOCABULARY = 30
 PROMPT = (4, 9, 2)
@@ -127,9 +127,9 @@ def worth(shape: Shape, rates: list[float]) -> float:
 def test_the_best_shape_is_the_best_of_all(nodes: int) -> None:
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5], [0.3, 0.29]):
         best = best_shape(rates, nodes=nodes, depth=3)
-        assert size(best) == nodes
+        assert size_of(best) == nodes
         assert worth(best, rates) == pytest.approx(max(worth(shape, rates) for shape in shapes(2, 3, nodes)))
-    assert size(best_shape([0.5, 0.4], nodes=9, depth=3, least=0.3)) == 2
+    assert size_of(best_shape([0.5, 0.4], nodes=9, depth=3, least=0.3)) == 2
 
 
 def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:

@@ -13,9 +13,9 @@ from outrider.core.contract import Contract
 from outrider.core.filters import FloatRow
 from outrider.core.rules import Chance, Rows, Rule, SparseRow
 from outrider.core.sampler import Choice, Sampler
+from outrider.core.shapes import Shape
 
 Path = tuple[int, ...]
-Shape = tuple["Shape", ...]  # a node's children, by rank
 ResultT = TypeVar("ResultT")
 
 
@@ -198,16 +198,6 @@ def shapes(width: int, depth: int, nodes: int) -> list[Shape]:
                 yield from siblings(count, nodes)
 
     return sorted({shape for shape, size in of(depth, nodes) if size <= nodes}, key=repr)
-
-
-def chain(length: int) -> Shape:
-    """A path."""
-    return (chain(length - 1),) if length else ()
-
-
-def size(shape: Shape) -> int:
-    """Nodes below the root."""
-    return sum(1 + size(child) for child in shape)
 
 
 def cut(shape: Shape, levels: int) -> Shape:

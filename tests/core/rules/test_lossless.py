@@ -14,21 +14,19 @@ from outrider.core.rules import Chance, Drawn, Rows, Rule, SparseRow, Walk, rule
 from outrider.core.rules.joint import TraversalVerification
 from outrider.core.rules.rejection import RecursiveRejection, without
 from outrider.core.rules.rule import Judge, accepted
+from outrider.core.shapes import Shape, chain_shape, size_of
 from tests.core.rules.enumeration import (
     JudgeOf,
     Language,
     Path,
-    Shape,
     Tape,
     Tree,
-    chain,
     cut,
     distance,
     drawn,
     law_of,
     outcomes,
     shapes,
-    size,
 )
 
 PLAIN = Contract(seed=0, max_tokens=9)
@@ -76,7 +74,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, 2, 3, shapes(2, 3, 7), id=f"{name}-2")
         yield pytest.param(name, 3, 3, shapes(3, 3, 5), id=f"{name}-3")
     for name in CHAINS:
-        yield pytest.param(name, 3, 3, [chain(length) for length in range(4)], id=f"{name}-3")
+        yield pytest.param(name, 3, 3, [chain_shape(length) for length in range(4)], id=f"{name}-3")
 
 
 @pytest.mark.parametrize(("name", "vocabulary", "depth", "every"), [*cases()])
@@ -91,14 +89,14 @@ def test_the_text_is_distributed_as_the_target_s_for_every_shape(
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
 def test_and_under_every_filter(name: str, filters: str) -> None:
     contract = Contract(seed=0, max_tokens=9, **FILTERS[filters])
-    shape = chain(3) if name in CHAINS else (((), ()), ((),))
+    shape = chain_shape(3) if name in CHAINS else (((), ()), ((),))
     for seed in range(4):
-        assert error(rule(name), Language(3, contract, seed=seed), shape, size(chain(3)) + 1) < 1e-9
+        assert error(rule(name), Language(3, contract, seed=seed), shape, size_of(chain_shape(3)) + 1) < 1e-9
 
 
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
 def test_and_for_whatever_levels_had_been_streamed(name: str) -> None:
-    whole = chain(3) if name in CHAINS else ((((),), ()), ((),))
+    whole = chain_shape(3) if name in CHAINS else ((((),), ()), ((),))
     for levels in range(4):
         assert error(rule(name), Language(2, PLAIN, seed=levels), cut(whole, levels), 4) < 1e-9
 
@@ -107,7 +105,7 @@ def test_and_for_whatever_levels_had_been_streamed(name: str) -> None:
 def test_where_draft_and_target_agree_everything_is_accepted(name: str) -> None:
     language = Language(3, PLAIN)
     language.p = lambda path: language.q(path).dense(3)  # type: ignore[method-assign]
-    for chance, walked in outcomes(lambda chance: walk_of(rule(name), language, chain(3), chance)):
+    for chance, walked in outcomes(lambda chance: walk_of(rule(name), language, chain_shape(3), chance)):
         assert len(walked.path) == 3 or chance < 1e-12
 
 
@@ -126,8 +124,8 @@ def test_judging_jointly_accepts_no_less_than_token_by_token() -> None:
     for seed in range(12):
         language = Language(3, PLAIN, seed=seed)
         gains.append(
-            expected(rule("block-verification"), language, chain(3))
-            - expected(rule("speculative-sampling"), language, chain(3))
+            expected(rule("block-verification"), language, chain_shape(3))
+            - expected(rule("speculative-sampling"), language, chain_shape(3))
         )
         shape = (((), ()), ((),))
         gains.append(
@@ -212,7 +210,7 @@ def kept(tree: Tree, keep: Any) -> Tree:
 @pytest.mark.parametrize("name", [*TREES, *CHAINS])
 @pytest.mark.parametrize("mistake", ["pruned by q", "late by value"])
 def test_a_drawn_token_that_is_dropped_for_what_it_is_biases_the_text(name: str, mistake: str) -> None:
-    shape = chain(2) if name in CHAINS else ((), ())
+    shape = chain_shape(2) if name in CHAINS else ((), ())
 
     def keep(path: Path, language: Language) -> bool:
         if mistake == "pruned by q":
@@ -242,7 +240,7 @@ def test_another_q_than_was_drawn_from_biases_the_text() -> None:
 
     language = Language(3, PLAIN, seed=1)
     for name in (*TREES, *CHAINS):
-        draw = lambda chance: drawn(language, chain(2), chance)  # noqa: E731
+        draw = lambda chance: drawn(language, chain_shape(2), chance)  # noqa: E731
         assert distance(law_of(rule(name), language, 3, draw, judge=Shipped), language.law(3)) > 1e-3
 
 
@@ -264,7 +262,7 @@ def test_noise_that_draft_and_verdict_share_biases_the_text() -> None:
     for name in ("recursive-rejection", "traversal-verification"):
         counts = np.zeros(3)
         for step in range(grid):
-            walked = walk_of(rule(name), language, chain(1), Shared((step + 0.5) / grid))
+            walked = walk_of(rule(name), language, chain_shape(1), Shared((step + 0.5) / grid))
             counts[walked.choices[0].token] += 1 / grid
         assert abs(counts - language.p(())).sum() / 2 > 0.02
 
@@ -291,14 +289,14 @@ def test_lenience_accepts_more_and_makes_no_token_more_than_that_much_likelier(l
     lossy = 0.0
     for seed in range(6):
         language = Language(3, PLAIN, seed=seed)
-        law = law_of(lenient, language, 1, lambda chance, lang=language: drawn(lang, chain(1), chance))
+        law = law_of(lenient, language, 1, lambda chance, lang=language: drawn(lang, chain_shape(1), chance))
         lossy = max(lossy, distance(law, language.law(1)))
         for path, chance in language.law(1).items():
             assert law[path] < chance / lenience + 1e-12
-        assert expected(lenient, language, chain(2)) >= expected(strict, language, chain(2)) - 1e-12
+        assert expected(lenient, language, chain_shape(2)) >= expected(strict, language, chain_shape(2)) - 1e-12
     assert lossy > 0.01
     same = rule_of(Contract(seed=0, max_tokens=1, rule="lenient-speculative-sampling", lenience=1.0))
-    assert error(same, Language(3, PLAIN, seed=3), chain(3), 4) < 1e-9
+    assert error(same, Language(3, PLAIN, seed=3), chain_shape(3), 4) < 1e-9
 
 
 def test_typical_acceptance_takes_the_longest_path_of_what_is_likely_enough_and_is_lossy() -> None:
