@@ -18,6 +18,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CROWD = 32
 TOKENS = 64
+STAY = 4  # of those that hear all of it: the crowd thins out around them
+LONGER = 256  # tokens for each of these
 SEED = 3  # of who goes away, and where
 
 
@@ -83,6 +85,8 @@ async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
     rng = random.Random(SEED)
     places = {number: rng.randrange(1, TOKENS * 2 // 3) for number in rng.sample(range(CROWD), CROWD // 3)}
     leavers = set(rng.sample(sorted(places), len(places) // 2))
+    staying = rng.sample(sorted(set(range(CROWD)) - set(places)), STAY)
+    lengths = [LONGER if number in staying else TOKENS for number in range(CROWD)]
 
     async with outrider.AsyncClient(roomy.router_address) as client:
 
@@ -91,20 +95,20 @@ async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
                 prompts[number % len(prompts)],
                 temperature=(0.0, 0.8, 1.0)[number % 3],
                 seed=number,
-                max_tokens=TOKENS,
+                max_tokens=lengths[number],
                 ignore_eos=True,
                 speculation=policy,
                 timeout=60,
             )
 
         crowd = Crowd(client)
-        alone = [await crowd.hear(stream(number, "off"), CROWD * TOKENS, leave=False) for number in range(CROWD)]
+        alone = [await crowd.hear(stream(number, "off"), sum(lengths), leave=False) for number in range(CROWD)]
         assert crowd.most == 1
         together = await asyncio.gather(
             *(
                 crowd.hear(
                     stream(number, "fixed" if number % 2 else "ema"),
-                    places.get(number, CROWD * TOKENS),
+                    places.get(number, sum(lengths)),
                     leave=number in leavers,
                 )
                 for number in range(CROWD)
@@ -112,8 +116,8 @@ async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
         )
         sessions = [await client.get_session(heard.session_id) for heard in together]
 
-    for reference, heard in zip(alone, together, strict=True):
-        assert len(reference.tokens) == TOKENS
+    for reference, heard, length in zip(alone, together, lengths, strict=True):
+        assert len(reference.tokens) == length
         assert heard.tokens == (reference.tokens if heard.whole else reference.tokens[: len(heard.tokens)])
         if heard.whole:
             assert heard.result is not None
