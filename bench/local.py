@@ -1,6 +1,6 @@
 """Ours in one process: the verifier's step loop and the drafter's grower on one event loop, joined by calls.
 
-What `verifier_svc.sink` and `drafter_svc.upstream` do over a stream is done here at once: nodes are grafted where
+What `outrider.sink` and `drafter_svc.upstream` do over a stream is done here at once: nodes are grafted where
 they are proposed, commits are heard where they are made. Credit, plans and prices hold as on the wire.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -24,10 +25,11 @@ from outrider.core.control import policy
 from outrider.core.tree import Delta, Drifted
 from outrider.engine.threads import briefly
 from outrider.errors import InternalError
+from outrider.sink.drafted import Subscription
+from outrider.sink.stream import DraftStream
 from verifier_svc.loop import StepLoop
 from verifier_svc.service import load as load_target
-from verifier_svc.session import Commit, Session, Start, Subscription
-from verifier_svc.stream import DraftStream
+from verifier_svc.session import Commit, Session, Start
 
 
 class _Ear(DraftStream):
@@ -124,9 +126,9 @@ class Pair:
         for session in self.loop.sessions.values():
             session.commits.put_nowait(None)
 
-    def _publish(self, session: Session, commit: Commit) -> None:
+    def _publish(self, session: Session, position: int, tokens: Sequence[int]) -> None:
         if self._subscription is not None:
-            self._tell(commit.position, tuple(choice.token for choice in commit.choices))
+            self._tell(position, tuple(tokens))
 
     def _tell(self, position: int | None = None, tokens: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
         """What the sink says in a Commit frame."""

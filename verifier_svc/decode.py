@@ -17,12 +17,12 @@ from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMisma
 from outrider.rpc import liveness
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
 from outrider.rpc.status import translated
+from outrider.sink.sink import Sink
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Commit, Session, Start
-from verifier_svc.sink import Sink
 
 HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
 MAX_WINDOW = 4096  # tokens beyond the durable position

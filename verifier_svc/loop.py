@@ -120,7 +120,7 @@ class StepLoop:
         *,
         prefill_chunk: int,
         max_nodes: int,
-        publish: Callable[[Session, Commit], None],
+        publish: Callable[[Session, int, Sequence[int]], None],
         lookups: Lookups | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
@@ -176,9 +176,11 @@ class StepLoop:
         session.leave_answer()
         session.commits.put_nowait(None)
         self.slots.give_back(session.place.slot, session.tokens[: session.cached], session.tenant)
-        for stream, subscription in list(session.subscriptions.items()):
-            session.unsubscribe(stream)
-            stream.close(subscription.attachment, "fenced" if session.fenced else "finished")
+        session.dismiss("fenced" if session.fenced else "finished")
+
+    def met(self) -> None:
+        """A drafter's stream has opened: other drafters than those that were measured."""
+        self.pace.forget()
 
     def wake(self) -> None:
         """Something changed that may make a session ready or a tree better."""
@@ -341,7 +343,7 @@ class StepLoop:
         for session in self.sessions.values():
             session.follow(self.pace.way)
         for session, commit in said:
-            self._publish(session, commit)
+            self._publish(session, commit.position, [choice.token for choice in commit.choices])
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""

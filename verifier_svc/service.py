@@ -16,6 +16,8 @@ from outrider.core.lookup import Lookups
 from outrider.engine.native import Engine
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
+from outrider.sink.keyring import Keyring
+from outrider.sink.sink import Sink
 from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
 from outrider.store.tickets import ticket_key
@@ -24,7 +26,6 @@ from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.decode import Decoder
 from verifier_svc.loop import StepLoop
-from verifier_svc.sink import Keyring, Sink
 
 SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start

@@ -8,21 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.credit import Credit
-from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Choice, Sampler
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.tree import Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.sink.drafted import MAX_DRAFTERS, Drafted, Subscription
 from verifier_svc.own import SENDER, OwnDrafts
-from verifier_svc.stream import DraftStream
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
-MAX_DRAFTERS = 16  # of one session
 RESTING_PRICE = 1.0  # no node is better than certain
 
 
@@ -51,33 +47,17 @@ class Commit(NamedTuple):
     owed: tuple[Credit, ...] = ()  # one for each drafter, where there are several
 
 
-@dataclass(eq=False, slots=True)
-class Subscription:
-    """One drafter's part in a session. Node ids are scoped to it."""
-
-    session: Session
-    stream: DraftStream
-    attachment: int
-    sender: int  # its key in the tree
-    calibration: Calibration  # of the drafter
-    granted: int = 0  # the largest id that it was ever allowed
-    plan_version: int = -1  # the last one that it was told
-    exhausted: int = -1  # position of the root below which it has sent all it will
-
-
-class Session:
+class Session(Drafted):
     """State of one session. Only the event loop's thread touches it."""
 
     def __init__(
         self, start: Start, place: Taken, vocabulary: int, patterns: Patterns, own: OwnDrafts | None = None
     ) -> None:
+        super().__init__(start.contract, SENDER)
         self.id = start.session_id
         self.tenant = start.tenant
         self.epoch = start.epoch
-        self.contract = start.contract
         self.answer_position = start.answer_position
-        self.rule = rule_of(start.contract)
-        self.drawn = self.rule.drawn is Drawn.SAMPLED  # whether its tree is drawn from q
         self.plan = start.plan
         self.place = place
         self.tokens = list(start.tokens)
@@ -87,18 +67,14 @@ class Session:
         self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
         self.sampler = Sampler(start.contract, vocabulary, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
-        self.subscriptions: dict[DraftStream, Subscription] = {}
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
         self.way = Way.TURNS  # how its drafters work
-        self.wire_bytes = 0
         self.committed_at = 0.0  # when the last commit went out
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self._window = start.window
-        self._senders = SENDER
-        self._claims: dict[int, Calibration] = {}  # by sender
         self._own = own
         if own is not None:
             self._claims[SENDER] = own.calibration
@@ -138,47 +114,26 @@ class Session:
             worth += score - self.verified_price
         return worth
 
-    def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
-        """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
-        self.unsubscribe(stream)
-        most = 1 if self.drawn else MAX_DRAFTERS
-        if len(self.subscriptions) >= most:
-            drafters = "drafter" if most == 1 else "drafters"
-            raise Overloaded(f"a session under {self.rule.name} has at most {most} {drafters}")
-        self._senders += 1
-        subscription = Subscription(self, stream, attachment, self._senders, calibration)
-        self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
-        self._claims[subscription.sender] = calibration
+    @property
+    def space(self) -> int:
+        """Nodes that may still come."""
+        return TREE_CAPACITY - self.tree.size
+
+    @property
+    def most(self) -> int:
+        """Drafters that it may have. What two have drawn is no draw from either's q."""
+        return 1 if self.drawn else MAX_DRAFTERS
+
+    def joined(self) -> None:
+        """What was learned of its drafters' pace does not hold any more."""
         self.arrivals.disturb()
-        return subscription
 
-    def unsubscribe(self, stream: DraftStream) -> None:
-        """Removes a drafter; its nodes stay."""
-        subscription = self.subscriptions.pop(stream, None)
-        if subscription:
-            stream.subscriptions.pop(subscription.attachment, None)
-            self.tree.forget(subscription.sender)
-
-    def graft(
-        self, subscription: Subscription, delta: Delta, now: float, *, passing: bool
-    ) -> dict[Subscription, list[int]]:
-        """Takes nodes that came while a pass runs or not. Returns ids that were dropped, by whose they are.
-
-        Raises as the tree does, and InvalidRequest for nodes beyond the credit.
-        """
-        last = delta.first_id + len(delta.tokens) - 1
-        if last > subscription.granted:
-            raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
-        graft = self.tree.graft_drawn if self.drawn else self.tree.graft
-        grafted = graft(subscription.sender, delta, subscription.calibration.corrected)
-        if grafted.added:
+    def grown(
+        self, subscription: Subscription, added: Sequence[Node], origin: str, now: float, *, passing: bool
+    ) -> None:
+        """Learns what a delta brings, and when."""
+        if added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
-        theirs = {other.sender: other for other in self.subscriptions.values()} if grafted.dropped else {}
-        dropped: dict[Subscription, list[int]] = {}
-        for sender, identity in grafted.dropped:
-            if sender in theirs:
-                dropped.setdefault(theirs[sender], []).append(identity)
-        return dropped
 
     @property
     def ahead(self) -> bool:
@@ -210,18 +165,6 @@ class Session:
         """Whether drafters may still send something that a step could take."""
         return self.drafting and not self.resting and self.ceilings.depth > 0 and self.room > 1
 
-    @property
-    def drafting(self) -> bool:
-        """Whether some drafter may still send something below the present root."""
-        root = self.tree.root.position
-        return any(subscription.exhausted != root for subscription in self.subscriptions.values())
-
-    def grant(self, subscription: Subscription) -> int:
-        """The largest id that the drafter may send from here on."""
-        credit = self.tree.last_id(subscription.sender) + max(0, TREE_CAPACITY - self.tree.size)
-        subscription.granted = max(subscription.granted, credit)
-        return credit
-
     def draft_own(self) -> None:
         """Reads on, and drafts without a model, where the verifier does that."""
         if self._own is not None and self.plan.depth and self._own.read(self.tokens):
@@ -234,23 +177,18 @@ class Session:
         if self._own is not None:
             self._own.finish(self.tokens[self.answer_position :])
 
-    def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
-        """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
-        for node in nodes:
-            if node.claim and (node.parent is self.tree.root or node.parent in path):
-                sender, claimed = node.claim
-                self._claims[sender].observe(claimed, node in path)
-
     def owed(self, nodes: Sequence[Node], path: set[Node]) -> tuple[Credit, ...]:
         """What a step that verified `nodes` and accepts `path` owes to each drafter, where there are several."""
-        if len(self.subscriptions) < 2:
+        drafters = {stream.drafter_id: own.sender for stream, own in self.subscriptions.items()}
+        drafters |= self._origins
+        if len(drafters) < 2:
             return ()
-        sent = Counter(sender for node in nodes for sender in node.senders)
-        accepted = Counter(sender for node in path for sender in node.senders)
-        alone = Counter(sender for node in path for sender in node.senders if len(node.senders) == 1)
+        sent = Counter(sender for node in nodes for sender in self.tree.origins(node))
+        origins = [self.tree.origins(node) for node in path]
+        accepted = Counter(sender for senders in origins for sender in senders)
+        alone = Counter(sender for senders in origins for sender in senders if len(senders) == 1)
         return tuple(
-            Credit(stream.drafter_id, sent[own.sender], accepted[own.sender], alone[own.sender])
-            for stream, own in self.subscriptions.items()
+            Credit(drafter, sent[sender], accepted[sender], alone[sender]) for drafter, sender in drafters.items()
         )
 
     def commit(

@@ -63,11 +63,6 @@ class Node:
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
 
-    @property
-    def senders(self) -> set[int]:
-        """Who sent it."""
-        return {sender for sender, _ in self.names}
-
     def ancestors(self, root: Node) -> Iterator[Node]:
         """The node itself, its parent, and so on, without `root`."""
         node = self
@@ -88,12 +83,25 @@ class Delta:
     tokens: tuple[int, ...]
     edges: tuple[float, ...]  # logarithms, each a multiple of 1/16
     drawn: tuple[SparseRow, ...] = ()  # from which each parent's children were drawn, in order of their first child
+    origin: str = ""  # who drafted all of them, if not the sender
+    rescored: tuple[tuple[int, float], ...] = ()  # ids sent before, and their edges as they are judged now
+    version: int = 0  # of `rescored`: a delta whose version is not newer than the last judges nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """The best of an upstream's own tree, as its drafters hear it; parents before children."""
+
+    root_position: int
+    parents: tuple[int, ...]  # index of each node's parent among these; -1 is the root
+    tokens: tuple[int, ...]
+    edges: tuple[float, ...]  # logarithms, by the upstream's judgement
 
 
 class Grafted(NamedTuple):
     """What became of a delta's nodes. Those in neither list were known, or contradict what is committed."""
 
-    added: int  # nodes that were new to the tree or that raised a score
+    added: list[Node]  # that were new to the tree, parents before children
     dropped: list[tuple[int, int]]  # (sender, id) of nodes that are not in the tree although they might be right
 
 
@@ -108,8 +116,15 @@ class _Sender:
     nodes: dict[int, Node] = field(default_factory=dict)
     committed: dict[int, int] = field(default_factory=dict)  # id -> position of the committed token it equals
     last_id: int = 0
+    origins: dict[int, int] = field(default_factory=dict)  # id -> who drafted it, if not the sender
+    version: int = 0  # of the last rescoring
     settled: int = 0  # every id up to here that has no entry is dead
     dead: set[int] = field(default_factory=set)  # dead ids above `settled`
+
+    def unname(self, identity: int) -> None:
+        """It stands for no live node any more."""
+        del self.nodes[identity]
+        self.origins.pop(identity, None)
 
 
 def _believe(edge: float) -> float:
@@ -197,8 +212,11 @@ class TokenTree:
         entry.nodes[identity] = node
         entry.last_id = max(entry.last_id, identity)
 
-    def graft(self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe) -> Grafted:
-        """Adds a drafter's nodes. A replayed delta changes nothing. `judge` says what a claimed edge score is worth.
+    def graft(
+        self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe, *, origin: int | None = None
+    ) -> Grafted:
+        """Adds a drafter's nodes. A replayed delta changes nothing. `judge` says what a claimed edge score is worth,
+        `origin` who drafted them, if that was not the sender.
 
         A node that equals a token committed meanwhile becomes an alias of it, so that its children are still good.
         Raises Drifted when the delta's root is not what is committed there, InvalidRequest when the delta
@@ -207,7 +225,7 @@ class TokenTree:
         """
         self._check_root(delta)
         entry = self._sender(sender)
-        added = 0
+        added: list[Node] = []
         dropped: list[tuple[int, int]] = []
         for identity, parent_id, token, edge in zip(
             range(delta.first_id, delta.first_id + len(delta.tokens)),
@@ -240,8 +258,11 @@ class TokenTree:
                     dropped.append((sender, identity))
             elif self._make_room(parent, token, parent.log_score + judge(edge), dropped):
                 added += self._put(sender, identity, parent, token, edge, judge(edge))
+                if origin is not None:
+                    entry.origins[identity] = origin
             else:
                 dropped.append((sender, identity))
+        self._judge_anew(sender, delta, judge)
         return Grafted(added, dropped)
 
     def graft_drawn(self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe) -> Grafted:
@@ -254,10 +275,11 @@ class TokenTree:
         entry = self._sender(sender)
         ids = range(delta.first_id, delta.first_id + len(delta.tokens))
         if delta.first_id <= entry.last_id:
-            return Grafted(0, [])
+            return Grafted([], [])
         entry.last_id = max(entry.last_id, delta.first_id + len(delta.tokens) - 1)
         if delta.root_position != self.root.position:
-            return Grafted(0, [])
+            return Grafted([], [])
+        added: list[Node] = []
         rows = iter(delta.drawn)
         opened: set[int] = set()
         for identity, parent_id, token, edge in zip(ids, delta.parents, delta.tokens, delta.edges, strict=True):
@@ -273,10 +295,10 @@ class TokenTree:
                 raise InvalidRequest("drawn", f"node {identity} cannot have been drawn from its parent's distribution")
             if self.size >= self.capacity:
                 raise InvalidRequest("tokens", f"the tree is full; it holds {self.capacity} nodes")
-            self._put(sender, identity, parent, token, edge, judge(edge))
+            added += self._put(sender, identity, parent, token, edge, judge(edge))
         if next(rows, None) is not None:
             raise InvalidRequest("drawn", "has more rows than the delta's nodes have parents")
-        return Grafted(len(delta.tokens), [])
+        return Grafted(added, [])
 
     def clear(self) -> None:
         """Drops all nodes below the root."""
@@ -310,6 +332,10 @@ class TokenTree:
     def last_id(self, sender: int) -> int:
         """The largest id seen from a drafter."""
         return self._sender(sender).last_id
+
+    def origins(self, node: Node) -> set[int]:
+        """Who drafted it."""
+        return {self._senders[sender].origins.get(identity, sender) for sender, identity in node.names}
 
     def node(self, sender: int, identity: int) -> Node | None:
         """The live node that a drafter calls `identity`."""
@@ -403,21 +429,35 @@ class TokenTree:
             self.size -= 1
             matched.append(child)
             for sender, identity in child.names:
-                del self._senders[sender].nodes[identity]
+                self._senders[sender].unname(identity)
                 self._alias(sender, identity, child.position)
             child.parent = None
         self.root = child
         self._tokens[child.position] = token
         self._digests[child.position] = extend(self._digests[old.position], (token,))
 
-    def _put(self, sender: int, identity: int, parent: Node, token: int, claimed: float, edge: float) -> int:
-        """Adds a sender's node; 1 if it was new, else 0."""
+    def _put(self, sender: int, identity: int, parent: Node, token: int, claimed: float, edge: float) -> list[Node]:
+        """Adds a sender's node. Returns it if it was new."""
         before = self.size
         child = self.add(parent, token, edge)
         if child.edge == edge:
             child.claim = sender, claimed
         self.name(child, sender, identity)
-        return self.size - before
+        return [child] if self.size > before else []
+
+    def _judge_anew(self, sender: int, delta: Delta, judge: Callable[[float], float]) -> None:
+        """Takes a sender's later judgement of its nodes, unless another sender's counts and is higher."""
+        entry = self._sender(sender)
+        if delta.version <= entry.version:
+            return
+        entry.version = delta.version
+        for identity, claimed in delta.rescored:
+            if identity > entry.last_id:
+                raise InvalidRequest("rescored", f"names node {identity}, which was not sent")
+            node, edge = entry.nodes.get(identity), judge(claimed)
+            if node is not None and (node.claim is None or node.claim[0] == sender or edge > node.edge):
+                self.rescore(node, edge)
+                node.claim = sender, claimed
 
     def _make_room(self, parent: Node, token: int, log_score: float, dropped: list[tuple[int, int]]) -> bool:
         """Whether a child of that score fits, or can take the place of the worst leaf, whose names go to `dropped`."""
@@ -448,7 +488,7 @@ class TokenTree:
             node = stack.pop()
             self.size -= 1
             for sender, identity in node.names:
-                del self._senders[sender].nodes[identity]
+                self._senders[sender].unname(identity)
             stack.extend(node.children.values())
 
     def _expire(self) -> None:

@@ -8,11 +8,12 @@ from dataclasses import fields
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
-from outrider.core.tree import Delta, edge_code, edge_from_code
+from outrider.core.tree import Delta, Hints, edge_code, edge_from_code
 from outrider.errors import InvalidRequest
 from outrider.v1 import drafter_pb2, types_pb2
 
 MAX_DELTA_NODES = 1024  # nodes in one delta
+MAX_NAME = 64  # characters of a worker's name
 SNAPSHOT_TOKENS = 4096  # tokens in one part of a snapshot
 
 
@@ -72,6 +73,10 @@ def delta_to_pb(
         drawn=[drafter_pb2.DrawnFrom(tokens=row.tokens, weights=row.weights) for row in delta.drawn],
         plan_version=plan_version,
         exhausted=exhausted,
+        origin=delta.origin,
+        rescored=[identity for identity, _ in delta.rescored],
+        rescored_edges=bytes(edge_code(edge) for _, edge in delta.rescored),
+        rescore_version=delta.version,
     )
 
 
@@ -86,6 +91,12 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         )
     if len(message.drawn) > count:
         raise InvalidRequest("drawn", f"has {len(message.drawn)} rows for {count} nodes")
+    if len(message.rescored) != len(message.rescored_edges) or len(message.rescored) > MAX_DELTA_NODES:
+        raise InvalidRequest(
+            "rescored", f"{len(message.rescored)} ids, {len(message.rescored_edges)} edges; at most {MAX_DELTA_NODES}"
+        )
+    if len(message.origin) > MAX_NAME:
+        raise InvalidRequest("origin", f"has {len(message.origin)} characters, must have at most {MAX_NAME}")
     if message.first_id < 1:
         raise InvalidRequest("first_id", "must be at least 1: id 0 is the root")
     tokens = tuple(message.tokens)
@@ -103,6 +114,39 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         tokens=tokens,
         edges=tuple(map(edge_from_code, message.edges)),
         drawn=tuple(_drawn_from_pb(row, vocabulary) for row in message.drawn),
+        origin=message.origin,
+        rescored=tuple(zip(message.rescored, map(edge_from_code, message.rescored_edges), strict=True)),
+        version=message.rescore_version,
+    )
+
+
+def hints_to_pb(hints: Hints, *, attachment: int, epoch: int) -> drafter_pb2.Hints:
+    """The hints' message."""
+    return drafter_pb2.Hints(
+        attachment=attachment,
+        epoch=epoch,
+        root_position=hints.root_position,
+        parents=[index - parent if parent >= 0 else 0 for index, parent in enumerate(hints.parents)],
+        tokens=hints.tokens,
+        edges=bytes(edge_code(edge) for edge in hints.edges),
+    )
+
+
+def hints_from_pb(message: drafter_pb2.Hints, vocabulary: int) -> Hints:
+    """The hints. Raises InvalidRequest as `delta_from_pb` does."""
+    count = len(message.tokens)
+    if count > MAX_DELTA_NODES:
+        raise InvalidRequest("tokens", f"{count} hints, must be at most {MAX_DELTA_NODES}")
+    if len(message.parents) != count or len(message.edges) != count:
+        raise InvalidRequest("parents", f"{len(message.parents)}, and {len(message.edges)} edges, for {count} tokens")
+    check_tokens(message.tokens, vocabulary)
+    if any(distance > index for index, distance in enumerate(message.parents)):
+        raise InvalidRequest("parents", "one lies before the first hint")
+    return Hints(
+        message.root_position,
+        tuple(index - distance if distance else -1 for index, distance in enumerate(message.parents)),
+        tuple(message.tokens),
+        tuple(map(edge_from_code, message.edges)),
     )
 
 

@@ -50,7 +50,7 @@ class Unsubscribe(_message.Message):
     def __init__(self, attachment: _Optional[int] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted", "drawn")
+    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted", "drawn", "origin", "rescored", "rescored_edges", "rescore_version")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,10 @@ class TreeDelta(_message.Message):
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
     DRAWN_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    RESCORED_FIELD_NUMBER: _ClassVar[int]
+    RESCORED_EDGES_FIELD_NUMBER: _ClassVar[int]
+    RESCORE_VERSION_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     root_position: int
@@ -73,7 +77,11 @@ class TreeDelta(_message.Message):
     plan_version: int
     exhausted: bool
     drawn: _containers.RepeatedCompositeFieldContainer[DrawnFrom]
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ..., drawn: _Optional[_Iterable[_Union[DrawnFrom, _Mapping]]] = ...) -> None: ...
+    origin: str
+    rescored: _containers.RepeatedScalarFieldContainer[int]
+    rescored_edges: bytes
+    rescore_version: int
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ..., drawn: _Optional[_Iterable[_Union[DrawnFrom, _Mapping]]] = ..., origin: _Optional[str] = ..., rescored: _Optional[_Iterable[int]] = ..., rescored_edges: _Optional[bytes] = ..., rescore_version: _Optional[int] = ...) -> None: ...
 
 class DrawnFrom(_message.Message):
     __slots__ = ("tokens", "weights")
@@ -84,18 +92,36 @@ class DrawnFrom(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftDown(_message.Message):
-    __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat")
+    __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat", "hints")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     snapshot: Snapshot
     commit: Commit
     closed: Closed
     heartbeat: _types_pb2.Heartbeat
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+
+class Hints(_message.Message):
+    __slots__ = ("attachment", "epoch", "root_position", "parents", "tokens", "edges")
+    ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    attachment: int
+    epoch: int
+    root_position: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    edges: bytes
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("upstream_id",)
@@ -198,7 +224,7 @@ class DetachResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames", "tasks")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames", "tasks", "tier", "drafters")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +236,8 @@ class DrafterDescription(_message.Message):
     NODES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FRAMES_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     tokenizer_digest: bytes
@@ -221,4 +249,6 @@ class DrafterDescription(_message.Message):
     nodes: int
     refused_frames: int
     tasks: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ...) -> None: ...
+    tier: int
+    drafters: int
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ..., tier: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...

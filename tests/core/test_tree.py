@@ -78,7 +78,7 @@ def test_late_children_of_a_committed_node_are_still_good() -> None:
     sender.name(child, OWN, 3)
     late = delta_for(sender, [child], 3)
     receiver.commit([5, 6])
-    assert receiver.graft(1, late).added == 1
+    assert len(receiver.graft(1, late).added) == 1
     assert set(paths(receiver)) == {(7,)}
 
 
@@ -87,7 +87,7 @@ def test_a_late_node_that_was_committed_meanwhile_becomes_an_alias() -> None:
     late = chain(sender, [5, 6, 7, 8], 1)
     receiver.commit([5, 6])
     grafted = receiver.graft(1, late)
-    assert (grafted.added, grafted.dropped) == (2, [])
+    assert (len(grafted.added), grafted.dropped) == (2, [])
     assert set(paths(receiver)) == {(7,), (7, 8)}
 
 
@@ -95,12 +95,12 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     sender, receiver = TokenTree([1]), TokenTree([1])
     late = chain(sender, [5, 6, 7], 1)
     receiver.commit([5, 9])
-    assert receiver.graft(1, late) == (0, [])
+    assert receiver.graft(1, late) == ([], [])
     node = sender.node(OWN, 3)
     assert node is not None
     child = sender.add(node, 4, -0.5)
     sender.name(child, OWN, 4)
-    assert receiver.graft(1, delta_for(sender, [child], 4)) == (0, [])
+    assert receiver.graft(1, delta_for(sender, [child], 4)) == ([], [])
     assert receiver.size == 0
 
 
@@ -109,7 +109,7 @@ def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() ->
     digest = receiver.digest
     assert receiver.graft(1, Delta(0, digest, 5, (3,), (9,), (0.0,))).dropped == [(1, 5)]
     grafted = receiver.graft(1, Delta(0, digest, 6, (0, 6, 7), (1, 2, 3), (0.0, 0.0, 0.0)))
-    assert (grafted.added, grafted.dropped) == (2, [(1, 8)])
+    assert (len(grafted.added), grafted.dropped) == (2, [(1, 8)])
     receiver.check_integrity()
 
 
@@ -118,10 +118,10 @@ def test_a_full_tree_gives_up_its_worst_leaf_for_a_better_node_and_says_so_to_wh
     digest = receiver.digest
     receiver.graft(1, Delta(0, digest, 1, (0, 1, 0), (5, 6, 7), (-0.5, -0.5, -3.0)))
     better = receiver.graft(2, Delta(0, digest, 1, (0,), (8,), (-1.0,)))
-    assert (better.added, better.dropped) == (1, [(1, 3)])
+    assert (len(better.added), better.dropped) == (1, [(1, 3)])
     assert set(paths(receiver)) == {(5,), (5, 6), (8,)}
     worse = receiver.graft(2, Delta(0, digest, 2, (0,), (9,), (-2.0,)))
-    assert (worse.added, worse.dropped) == (0, [(2, 2)])
+    assert (worse.added, worse.dropped) == ([], [(2, 2)])
     receiver.check_integrity()
 
 
@@ -130,7 +130,7 @@ def test_a_replayed_delta_changes_nothing() -> None:
     delta = chain(TokenTree([1]), [5, 6], 1)
     receiver.graft(1, delta)
     before = paths(receiver)
-    assert receiver.graft(1, delta) == (0, [])
+    assert receiver.graft(1, delta) == ([], [])
     assert paths(receiver) == before
 
 
@@ -138,7 +138,7 @@ def test_two_drafters_merge_by_path_and_the_larger_score_stays() -> None:
     receiver = TokenTree([1])
     receiver.graft(1, chain(TokenTree([1]), [5, 6], 1, edge=-1.0))
     grafted = receiver.graft(2, chain(TokenTree([1]), [5, 6, 7], 10, edge=-0.5))
-    assert grafted.added == 1
+    assert len(grafted.added) == 1
     assert paths(receiver)[5, 6] == pytest.approx(math.exp(-1.0))
     receiver.check_integrity()
     receiver.commit([5])
@@ -167,7 +167,7 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
     assert len(receiver._tokens) == len(receiver._digests) == ALIAS_SPAN + 1
     assert receiver.digest == extend(EMPTY, [1, 5, *(step % 7 for step in range(2 * ALIAS_SPAN))])
     old = Delta(1, extend(EMPTY, [1, 5]), 2, (1,), (0,), (0.0,))
-    assert receiver.graft(1, old).added == 0
+    assert not receiver.graft(1, old).added
 
 
 def test_an_empty_session_is_refused() -> None:
@@ -241,7 +241,7 @@ class TwoCopies(RuleBasedStateMachine):
                 if dropped is not None:
                     self.lower.remove(dropped)
             if twice:
-                assert self.upper.graft(7, delta) == (0, [])
+                assert self.upper.graft(7, delta) == ([], [])
 
     @rule(other=st.lists(st.integers(0, 3), min_size=1, max_size=3))
     def graft_of_another_drafter(self, other: list[int]) -> None:

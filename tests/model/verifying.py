@@ -15,6 +15,8 @@ from outrider.core.tree import Delta, Drifted, Node
 from outrider.core.waiting import Patterns
 from outrider.engine.slots import Taken
 from outrider.errors import OutriderError
+from outrider.sink.drafted import Subscription
+from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from router.decoding import Commit, End, Idle, Start
@@ -23,9 +25,8 @@ from tests.model.language import VOCABULARY
 from tests.model.redis import Violation
 from tests.model.routing import Durable, Started
 from tests.model.wires import Ended, Link
-from verifier_svc.session import Session, Subscription
+from verifier_svc.session import Session
 from verifier_svc.session import Start as Opening
-from verifier_svc.stream import DraftStream
 
 PART = 5  # tokens of a snapshot's part
 ROOM = 2  # frames that are written ahead to a drafter that does not read

@@ -13,15 +13,20 @@ from outrider.core.sampler import Choice
 from outrider.core.waiting import Patterns
 from outrider.core.ways import Way
 from outrider.engine.slots import Taken
+from outrider.sink.keyring import Keyring
+from outrider.sink.sink import Sink
+from outrider.sink.stream import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
 from verifier_svc.pace import Pace
-from verifier_svc.session import Session, Start
-from verifier_svc.sink import Keyring, Sink
-from verifier_svc.stream import DraftStream
+from verifier_svc.session import Commit, Session, Start
 
 
 async def no_key() -> bytes:
     return b""
+
+
+def publish(sink: Sink, session: Session, commit: Commit) -> None:
+    sink.publish(session, commit.position, [choice.token for choice in commit.choices])
 
 
 def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[Sink, Session]:
@@ -37,7 +42,7 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     for resting in (True, True, False):
         session.follow(Way.REST if resting else Way.TURNS)
         assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
-        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
+        publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert stream._wake.is_set() != resting
     frame = await stream.next()
     assert frame is not None
@@ -49,7 +54,7 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
     session.follow(Way.REST)
-    sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
+    publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
     sink.refresh(session)
     frame = await stream.next()
     assert frame is not None
@@ -99,7 +104,7 @@ async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, fol
     for now, (way, kept) in enumerate(zip((Way.TURNS, Way.AHEAD, Way.REST), followed, strict=True), 1):
         session.follow(way)
         assert session.way is kept
-        sink.publish(session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
+        publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
     sink.refresh(session)
     frame = await stream.next()
     assert frame is not None

@@ -7,9 +7,9 @@ import pytest
 
 from outrider.core.tree import ALIAS_SPAN
 from outrider.errors import Overloaded
+from outrider.sink.stream import CONTROL_FRAMES, DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from verifier_svc.stream import CONTROL_FRAMES, DraftStream
 
 
 def stream() -> DraftStream:

@@ -10,6 +10,7 @@ import pytest
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.codec import plan_to_pb
+from outrider.sink.sink import _parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
@@ -17,7 +18,6 @@ from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of
 from tests.e2e.protocol.talk import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
-from verifier_svc.sink import _parts
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -15,14 +15,15 @@ from outrider.core.tree import edge_code, edge_from_code
 from outrider.core.waiting import Patterns, Trials
 from outrider.engine.slots import Taken
 from outrider.rpc.codec import plan_to_pb
+from outrider.sink.keyring import Keyring
+from outrider.sink.sink import Sink
+from outrider.sink.stream import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
 from tests.e2e.protocol.upstreams import Copy, upstream_of
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Session, Start
-from verifier_svc.sink import Keyring, Sink
-from verifier_svc.stream import DraftStream
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

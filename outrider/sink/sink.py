@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.core.calibration import Calibration
 from outrider.core.tree import Drifted
-from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch, Unavailable
+from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, plan_to_pb
 from outrider.rpc.status import translated
 from outrider.rpc.tickets import Permit
-from outrider.rpc.tickets import check as check_ticket
+from outrider.sink.drafted import Drafted, Subscription
+from outrider.sink.keyring import Keyring
+from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
-from verifier_svc.loop import StepLoop
-from verifier_svc.session import Commit, Session, Subscription
-from verifier_svc.stream import DraftStream
 
 log = logging.getLogger(__name__)
 
@@ -34,36 +33,27 @@ WAITING_SUBSCRIPTIONS = 1024  # of one drafter, that came before their session
 PATIENCE_S = 5.0  # how long one may wait
 LAST_WRITE_S = 1.0  # for a write that is under way when a stream ends
 MOST_REFUSED = 1000  # frames in a row that are refused before the stream is; a session's end explains a handful
-KEY_AGE_S = 1.0  # a ticket that does not fit the key has it read again at most this often
 DRAFTERS_REMEMBERED = 1024  # whose calibration is kept
 
 Requests = AsyncIterator[pb.DraftUp]
 
 
-class Keyring:
-    """The cluster's ticket key, read again when tickets do not fit it: Redis may have lost it and got another."""
+class Host(Protocol):
+    """Whoever has the sessions."""
 
-    def __init__(self, key: bytes, read: Callable[[], Awaitable[bytes]]) -> None:
-        self._key = key
-        self._read = read
-        self._read_at = time.monotonic()
-        self._reading: asyncio.Task[None] | None = None
+    @property
+    def sessions(self) -> Mapping[str, Drafted]:
+        """By their ids."""
 
-    def check(self, ticket: bytes, permit: Permit) -> None:
-        """Raises Forbidden unless the ticket permits this."""
-        try:
-            check_ticket(self._key, ticket, permit)
-        except Forbidden:
-            if time.monotonic() - self._read_at > KEY_AGE_S:
-                self._read_at = time.monotonic()
-                self._reading = asyncio.create_task(self._refresh())
-            raise
+    @property
+    def progress(self) -> liveness.Progress:
+        """How it goes, for heartbeats."""
 
-    async def _refresh(self) -> None:
-        try:
-            self._key = await self._read()
-        except Unavailable as error:
-            log.warning("the ticket key cannot be read again: %s", error)
+    def wake(self) -> None:
+        """Something changed that may make a session ready or a tree better."""
+
+    def met(self) -> None:
+        """A drafter's stream has opened."""
 
 
 class Sink(TreeSinkServicer):
@@ -77,16 +67,16 @@ class Sink(TreeSinkServicer):
         self._keys = keys
         self._streams: set[DraftStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
-        self._loop: StepLoop
+        self._host: Host
 
     @property
     def streams(self) -> int:
         """Draft streams that are open."""
         return len(self._streams)
 
-    def serve(self, loop: StepLoop) -> None:
-        """Takes the sessions from `loop`. Called once, before the first stream."""
-        self._loop = loop
+    def serve(self, host: Host) -> None:
+        """Takes the sessions from `host`. Called once, before the first stream."""
+        self._host = host
 
     async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One drafter's stream, for as long as it lives."""
@@ -96,7 +86,7 @@ class Sink(TreeSinkServicer):
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self._streams.add(stream)
-            self._loop.pace.forget()
+            self._host.met()
             try:
                 done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -109,7 +99,7 @@ class Sink(TreeSinkServicer):
                 writing.cancel()
                 await asyncio.gather(reading, writing, return_exceptions=True)
 
-    def welcome_waiting(self, session: Session) -> None:
+    def welcome_waiting(self, session: Drafted) -> None:
         """A session opened: subscribes the drafters that were there before it."""
         for stream in self._streams:
             for subscribe in list(stream.waiting.values()):
@@ -117,18 +107,22 @@ class Sink(TreeSinkServicer):
                     del stream.waiting[subscribe.attachment]
                     self._open(stream, subscribe)
 
-    def refresh(self, session: Session) -> None:
+    def refresh(self, session: Drafted) -> None:
         """The plan or the credit changed without a commit. Whoever rests hears it, too."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, False)
             self._tell(subscription, pb.Commit(position=len(session.tokens)))
 
-    def publish(self, session: Session, commit: Commit) -> None:
-        """Tells a session's drafters what was committed."""
-        tokens = [choice.token for choice in commit.choices]
+    def publish(self, session: Drafted, position: int, tokens: Sequence[int]) -> None:
+        """Tells a session's drafters what was committed, from `position` on."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, session.resting)
-            self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
+            self._tell(subscription, pb.Commit(position=position, tokens=tokens))
+
+    def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        """Tells drafters of nodes that are not in the tree any more although they might be right."""
+        for subscription, ids in dropped.items():
+            self._tell(subscription, pb.Commit(position=len(subscription.session.tokens), dropped=ids))
 
     def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
         session = subscription.session
@@ -165,10 +159,10 @@ class Sink(TreeSinkServicer):
         if hello.tokenizer_digest != self._tokenizer_digest or hello.vocabulary != self._vocabulary:
             raise TokenizerMismatch(
                 f"tokenizer_digest: drafter '{hello.drafter_id}' uses another tokenizer or vocabulary "
-                f"({hello.vocabulary} tokens) than this verifier's model ({self._vocabulary} tokens); "
+                f"({hello.vocabulary} tokens) than this upstream's model ({self._vocabulary} tokens); "
                 "draft with a model of the same family"
             )
-        stream = DraftStream(hello.drafter_id, self._loop.progress.heartbeat)
+        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat)
         stream.say(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
         return stream
 
@@ -209,7 +203,7 @@ class Sink(TreeSinkServicer):
 
     def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
         """Gives a drafter its session, has it wait for it, or says why not."""
-        session = self._loop.sessions.get(subscribe.session_id)
+        session = self._host.sessions.get(subscribe.session_id)
         try:
             if session is None:
                 self._wait(stream, subscribe)
@@ -218,13 +212,13 @@ class Sink(TreeSinkServicer):
         except OutriderError as error:
             self._refuse(stream, subscribe.attachment, str(error))
 
-    def _admit(self, stream: DraftStream, subscribe: pb.Subscribe, session: Session) -> None:
+    def _admit(self, stream: DraftStream, subscribe: pb.Subscribe, session: Drafted) -> None:
         if subscribe.epoch != session.epoch:
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._keys.check(subscribe.ticket, permit)
         self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
-        self._loop.wake()
+        self._host.wake()
 
     def _calibration(self, drafter_id: str) -> Calibration:
         if drafter_id not in self._calibrations and len(self._calibrations) >= DRAFTERS_REMEMBERED:
@@ -245,7 +239,7 @@ class Sink(TreeSinkServicer):
         subscription = stream.subscriptions.get(unsubscribe.attachment)
         if subscription:
             subscription.session.unsubscribe(stream)
-            self._loop.wake()
+            self._host.wake()
         elif not stream.waiting.pop(unsubscribe.attachment, None):
             self.refused += 1  # it was on its way when the session ended
 
@@ -259,7 +253,7 @@ class Sink(TreeSinkServicer):
         session.wire_bytes += message.ByteSize()
         try:
             delta = delta_from_pb(message, self._vocabulary)
-            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._loop.progress.running)
+            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._host.progress.running)
         except Drifted:
             self.refused += 1
             self._snapshot(subscription)
@@ -270,10 +264,9 @@ class Sink(TreeSinkServicer):
             self._refuse(stream, message.attachment, f"malformed: {error}")
             return
         if message.exhausted:
-            subscription.exhausted = message.root_position
-        for other, ids in dropped.items():
-            self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
-        self._loop.wake()
+            session.exhaust(subscription, message.root_position)
+        self.drop(dropped)
+        self._host.wake()
 
     def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:
         self.refused += 1
@@ -284,7 +277,7 @@ class Sink(TreeSinkServicer):
         stream.waiting.clear()
         for subscription in list(stream.subscriptions.values()):
             subscription.session.unsubscribe(stream)
-        self._loop.wake()
+        self._host.wake()
 
 
 def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:

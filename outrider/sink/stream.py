@@ -15,7 +15,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from verifier_svc.session import Subscription
+    from outrider.sink.drafted import Subscription
 
 CONTROL_FRAMES = 4096  # that may wait; a drafter that reads needs a handful
 
