@@ -16,7 +16,7 @@ from outrider.core.digest import extend
 from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
 from outrider.core.shapes import Shape
-from outrider.core.tree import Delta, Node, edge_code, edge_from_code
+from outrider.core.tree import Delta, Hints, Node, edge_code, edge_from_code
 
 
 class DrawnSession(DraftSession):
@@ -87,6 +87,9 @@ class DrawnSession(DraftSession):
     def rest(self, fits: Fits) -> Delta:
         """Nothing: a level goes up whole."""
         return self.announce(())
+
+    def heed(self, hints: Hints) -> None:
+        """Not at all: what is in the tree must have been drawn."""
 
     def learn(self, fits: Fits) -> None:
         """What became of the children of each rank."""

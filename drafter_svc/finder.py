@@ -11,7 +11,7 @@ from drafter_svc.replica import Replica, Snapshot, Update
 from drafter_svc.upstream import Attachment
 from outrider.core.growth import floor_score
 from outrider.core.lookup import Lookup, Lookups, fits, grow
-from outrider.core.tree import Delta
+from outrider.core.tree import Delta, Hints, Node
 from outrider.rpc.liveness import Progress
 
 CHUNK = 2048  # tokens of a prompt that are read before others have their turn; some ten milliseconds
@@ -21,7 +21,7 @@ CHUNK = 2048  # tokens of a prompt that are read before others have their turn; 
 class Member:
     """A session in the loop, and what its upstream said that is not dealt with."""
 
-    news: deque[Snapshot | Update] = field(default_factory=deque)
+    news: deque[Snapshot | Update | Hints] = field(default_factory=deque)
     replica: Replica | None = None
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has
@@ -60,6 +60,13 @@ class Finder:
         member = self.members.get(key)
         if member is not None:
             member.news.append(update)
+            self._changed.set()
+
+    def hinted(self, key: Attachment, hints: Hints) -> None:
+        """A session's upstream drafts, too, and says what it believes."""
+        member = self.members.get(key)
+        if member is not None:
+            member.news.append(hints)
             self._changed.set()
 
     def closed(self, key: Attachment) -> None:
@@ -115,6 +122,9 @@ class Finder:
                 same = member.replica.tree.digest == news.digest
             elif member.replica is None:
                 continue  # from before the snapshot that has been asked for
+            elif isinstance(news, Hints):
+                member.replica.heed(news)
+                same = True
             else:
                 same = member.replica.follow(news)
             if not same:
@@ -128,14 +138,24 @@ class Finder:
         """What is new of what may follow. Nothing for a rule that wants draws."""
         if not replica.wanted or not fits(replica.contract):
             return replica.announce(())
-        plan = replica.plan
-        added = grow(
-            replica.tree,
-            lookup,
-            nodes=plan.nodes,
-            depth=plan.depth,
-            width=plan.width,
-            floor=floor_score(replica.price),
-            room=replica.room,
-        )
-        return replica.announce([node for node, _ in added])
+        plan, tree = replica.plan, replica.tree
+        best = tree.best_first(depth=plan.depth, width=plan.width)
+        hinted = next((node for _, node in best if node.judged and not node.children), None)
+        added: list[Node] = []
+        for start in (tree.root, hinted):
+            if start is None:
+                break
+            added += (
+                node
+                for node, _ in grow(
+                    tree,
+                    lookup,
+                    nodes=plan.nodes,
+                    depth=plan.depth,
+                    width=plan.width,
+                    floor=floor_score(replica.price),
+                    room=replica.room - len(added),
+                    start=start,
+                )
+            )
+        return replica.announce(added)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from drafter_svc.drawn import DrawnSession
 from drafter_svc.ranked import RankedSession
+from drafter_svc.relay import Below, NobodyBelow, Relay
 from drafter_svc.replica import Snapshot, Update
 from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
@@ -21,13 +24,14 @@ from outrider.core.construction import construction_of, shaped_of
 from outrider.core.contract import Contract
 from outrider.core.growth import Fits
 from outrider.core.rules import Drawn, rule_of
-from outrider.core.tree import Delta, Node
+from outrider.core.tree import Delta, Hints, Node
 from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
 
+News = Snapshot | Update | Hints
 LEARNING = 0.1  # how far what a level takes follows one level
 
 
@@ -36,8 +40,9 @@ class Member:
     """A session in the loop, and what its upstream said since the last level."""
 
     place: Taken
-    news: deque[Snapshot | Update] = field(default_factory=deque)
+    news: deque[News] = field(default_factory=deque)
     session: DraftSession | None = None
+    relay: Relay | None = None  # its other side, for a lower tier
     next: tuple[Segment, list[Node]] | None = None  # what to run for it next, and the nodes that this expands
 
 
@@ -69,10 +74,13 @@ class Grower:
         send: Callable[[Attachment, Delta, int, bool], None],
         resync: Callable[[Attachment], None],
         tree: str = "best-first",
+        below: Below | None = None,
     ) -> None:
-        """`tree`: how trees are constructed, by name. Raises ConfigError when there is no such construction."""
+        """`tree`: how trees are constructed, by name; `below`: how a lower tier is told. Raises ConfigError when there
+        is no such construction."""
         self._ranked, self._shaped = construction_of(tree), shaped_of(tree)
         self.members: dict[Attachment, Member] = {}
+        self.sessions: dict[str, Relay] = {}  # as the lower tier finds them
         self.progress = Progress()
         self.slots = Slots(engine.slots)
         self.nodes = 0
@@ -83,6 +91,7 @@ class Grower:
         self._prefill_chunk = prefill_chunk
         self._send = send
         self._resync = resync
+        self._below = below or NobodyBelow()
         self._fits: dict[tuple[str, str], Fits] = {}
         self._changed = asyncio.Event()
 
@@ -103,6 +112,20 @@ class Grower:
             member.news.append(update)
             self._changed.set()
 
+    def hinted(self, key: Attachment, hints: Hints) -> None:
+        """A session's upstream drafts, too, and says what it believes."""
+        member = self.members.get(key)
+        if member is not None:
+            member.news.append(hints)
+            self._changed.set()
+
+    def wake(self) -> None:
+        """There is news from below."""
+        self._changed.set()
+
+    def met(self) -> None:
+        """A drafter below has come. Nothing that was measured hangs on that."""
+
     def closed(self, key: Attachment) -> None:
         """A session is over. Its KV stays until memory is needed.
 
@@ -110,6 +133,9 @@ class Grower:
         """
         member = self.members.pop(key, None)
         if member is not None:
+            if member.relay is not None:
+                del self.sessions[member.relay.id]
+                member.relay.dismiss("the upstream has let it go")
             self._give_back(key, member)
 
     async def run(self) -> None:
@@ -129,11 +155,13 @@ class Grower:
         """Catches up with the upstreams; waits until there is something worth growing."""
         while True:
             self._changed.clear()
-            turns, chunk = [], self._prefill_chunk
+            turns, chunk, hold = [], self._prefill_chunk, math.inf
             for key, member in list(self.members.items()):
-                if member.news:
+                if member.news or (member.relay is not None and member.relay.changed):
                     self._catch_up(key, member)
-                if member.session is not None and member.next is not None:
+                if (left := self._patience(member)) > 0.0:
+                    hold = min(hold, left)
+                elif member.session is not None and member.next is not None:
                     segment, nodes = member.next
                     reads = len(segment.tokens) - len(nodes)
                     if reads <= chunk:  # a prompt's chunk must not wait for another session's
@@ -141,23 +169,33 @@ class Grower:
                         turns.append(Turn(key, member.session, segment, nodes))
             if turns:
                 return turns
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold if hold < math.inf else None):
+                    await self._changed.wait()
+
+    def _patience(self, member: Member) -> float:
+        """Seconds for which what is being drafted below is worth waiting for; a prompt is read at once."""
+        if member.relay is None or member.next is None or not member.next[1]:
+            return 0.0
+        return member.relay.patience(time.monotonic(), self._level_s)
 
     def _catch_up(self, key: Attachment, member: Member) -> None:
         """Applies what the upstream said. A session with nothing left to draft says so at once."""
         self._apply_news(key, member)
         session = member.session
         if session is not None:
+            if member.relay is not None:
+                member.relay.changed = False
             delta = session.refill(self._fit(session.contract))
-            member.next = self._next(session)
+            member.next = self._next(member, session)
             if session.plan.depth:
-                self._tell(key, session, delta, exhausted=member.next is None)
+                self._tell(key, member, session, delta)
 
-    def _next(self, session: DraftSession) -> tuple[Segment, list[Node]] | None:
+    def _next(self, member: Member, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
             self._fit(session.contract),
             chunk=self._prefill_chunk,
-            limit=self._level_nodes,
+            limit=max(self._level_nodes, session.plan.nodes if member.relay and member.relay.subscriptions else 0),
             context=self._engine.context,
             rows=self._engine.rows,
             level_s=self._level_s,
@@ -169,10 +207,11 @@ class Grower:
             if isinstance(news, Snapshot):
                 member.session = self._begin(key, member, news)
                 if member.session.tree.digest == news.digest:
+                    self._relay(key, member, member.session)
                     continue
-            elif member.session is None or self._apply(member.session, news):
+            elif member.session is None or self._apply(member, member.session, news):
                 continue
-            member.session = None
+            member.session = member.next = None
             member.place = Taken(member.place.slot, 0, None)  # what it holds is not known any more
             member.news.clear()
             self._resync(key)
@@ -199,16 +238,43 @@ class Grower:
         held = member.session.tokens[: member.session.cached] if member.session else []
         self.slots.give_back(member.place.slot, held, key.tenant)
 
-    def _apply(self, session: DraftSession, update: Update) -> bool:
+    def _relay(self, key: Attachment, member: Member, session: DraftSession) -> None:
+        """Has the lower tier find the session."""
+        if member.relay is not None:
+            member.relay.renew(session)
+            return
+        member.relay = Relay(key, session, self._below, partial(self._forward_up, key, member))
+        self.sessions[key.session_id] = member.relay
+        self._below.welcome_waiting(member.relay)
+
+    def _forward_up(self, key: Attachment, member: Member, nodes: Sequence[Node], origin: str) -> None:
+        """Sends on what came from below, at once, with what this model thinks of it, if it knows."""
+        session = member.session
+        if session is not None and nodes:
+            session.judge(nodes, self._fit(session.contract))
+            self._deliver(key, session, session.announce(nodes, origin), exhausted=False)
+
+    def _apply(self, member: Member, session: DraftSession, news: Update | Hints) -> bool:
         """False when the copy turns out to be another one than the upstream's."""
+        if isinstance(news, Hints):
+            session.heed(news)
+            return True
+        update, relay = news, member.relay
         if update.position != len(session.tokens):
             return False
         if update.tokens:
+            if relay is not None:
+                relay.learn_from(update.tokens)
             move = session.commit(update.tokens)
             if move is not None:
                 self._passes.move(session.slot, move.source, move.target)
-        session.obey(update)
-        return session.tree.digest == update.digest
+        dropped = session.obey(update)
+        if session.tree.digest != update.digest:
+            return False
+        if relay is not None:
+            self._below.drop(relay.owners(dropped))
+            relay.publish(update.position, update.tokens, time.monotonic())
+        return True
 
     async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
         """The packed pass; noise and lessons are dealt with meanwhile."""
@@ -233,11 +299,14 @@ class Grower:
                 continue  # it ended while the pass ran
             turn.session.advance(turn.segment, turn.nodes)
             delta = turn.session.expand(turn.nodes, rows, self._fit(turn.session.contract))
-            member.next = self._next(turn.session)
-            self._tell(turn.key, turn.session, delta, exhausted=member.next is None)
+            if member.relay is not None and turn.nodes:
+                member.relay.hint(time.monotonic())
+            member.next = self._next(member, turn.session)
+            self._tell(turn.key, member, turn.session, delta)
 
-    def _tell(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
+    def _tell(self, key: Attachment, member: Member, session: DraftSession, delta: Delta) -> None:
         """Sends what is new; when that was all until the next commit, also what was held back until then."""
+        exhausted = member.next is None and not (member.relay is not None and member.relay.drafting)
         if exhausted:
             rest = session.rest(self._fit(session.contract))
             if rest.tokens:
@@ -247,7 +316,7 @@ class Grower:
 
     def _deliver(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
         self.nodes += len(delta.tokens)
-        if delta.tokens or exhausted:
+        if delta.tokens or delta.rescored or exhausted:
             self._send(key, delta, session.plan.version, exhausted)
 
     def _fit(self, contract: Contract) -> Fits:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession, Move
 from outrider.core.construction import BestFirst, Construction, Terms
-from outrider.core.growth import Candidates, Fits, candidates, floor_score
+from outrider.core.growth import WORTH_TELLING, Candidates, Fits, candidates, floor_score
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Node
@@ -58,8 +58,21 @@ class RankedSession(DraftSession):
             if not self.tree.holds(node):
                 continue  # it was guessed at, and has just been found not to be worth it
             self._rows[node] = candidates(self._scores(row, self.tree.path(node)))
+            self.judge([child for child in node.children.values() if child.names], fits)
             added += self._propose(node, self._rows[node], fits, terms)
         return self.announce(added)
+
+    def judge(self, nodes: Sequence[Node], fits: Fits) -> None:
+        """What this model says of nodes that a lower tier has drafted, where it has seen their parents. The upstream
+        hears it with the next delta."""
+        for node in nodes:
+            row = self._rows.get(node.parent) if node.parent else None
+            if row is None or node.judged or node.parent is None:
+                continue
+            (edge,) = fits.judge(row, (node.token,), self._hints.get(node.parent))
+            if abs(edge - node.edge) > WORTH_TELLING and node.names:
+                self._rescored.append(node)
+            self.tree.rescore(node, edge)
 
     def refill(self, fits: Fits) -> Delta:
         """Proposes again from rows that are known already: children that were not worth sending may have become so.
@@ -97,11 +110,12 @@ class RankedSession(DraftSession):
         self._keep_rows({self.tree.root, *self.scratch})
         return move
 
-    def abandon(self, identities: Sequence[int]) -> None:
+    def abandon(self, identities: Sequence[int]) -> list[tuple[int, int]]:
         """Also forgets the rows of what is gone."""
-        super().abandon(identities)
+        names = super().abandon(identities)
         if identities:
             self._keep_rows({self.tree.root, *(node for _, node in self.tree.best_first(depth=2**32, width=2**32))})
+        return names
 
     @property
     def _floor(self) -> float:

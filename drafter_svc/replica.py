@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.tree import Delta, Hints, Node, TokenTree
 
 OWN = 0  # the drafter's own name as a sender, in its own tree
 
@@ -53,8 +53,11 @@ class Replica:
         self.time_price = snapshot.time_price
         self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
+        self.answer_position = snapshot.answer_position
         self.tree = TokenTree(self.tokens)
         self.next_id = first_id
+        self._rescored: list[Node] = []  # that the upstream knows, and whose edges have changed since
+        self._version = 0  # of the last rescoring
 
     @property
     def wanted(self) -> bool:
@@ -71,21 +74,34 @@ class Replica:
         self.obey(update)
         return self.tree.digest == update.digest
 
-    def obey(self, update: Update) -> None:
-        """Takes the terms of an update whose tokens have been followed."""
+    def obey(self, update: Update) -> list[tuple[int, int]]:
+        """Takes the terms of an update whose tokens have been followed. Returns the (sender, id) of nodes that the
+        upstream dropped."""
         if update.plan is not None and update.plan.version > self.plan.version:
             self.plan = update.plan
         self.price, self.time_price = update.price, update.time_price
         self.ahead = update.ahead
         self.credit = update.credit
-        self.abandon(update.dropped)
+        return self.abandon(update.dropped)
 
-    def announce(self, added: Sequence[Node]) -> Delta:
-        """Names new nodes, parents before children, and puts them as a delta. It may be empty."""
+    def heed(self, hints: Hints) -> None:
+        """Takes what the upstream believes of the tree."""
+        self.tree.hint(hints)
+
+    def announce(self, added: Sequence[Node], origin: str = "") -> Delta:
+        """Names new nodes, parents before children, and puts them as a delta. It may be empty. What hints have added
+        goes with its children; what is beyond the credit stays unsaid.
+
+        `origin`: who has drafted them, if not this drafter.
+        """
         first = self.next_id
+        added = [*self._unnamed_above(added), *added][: self.room]
         for node in added:
             self.tree.name(node, OWN, self.next_id)
             self.next_id += 1
+        rescored = tuple((self._identity(node), node.edge) for node in self._rescored if self.tree.holds(node))
+        self._rescored.clear()
+        self._version += bool(rescored)
         return Delta(
             root_position=self.tree.root.position,
             root_digest=self.tree.digest,
@@ -94,14 +110,33 @@ class Replica:
             tokens=tuple(node.token for node in added),
             edges=tuple(node.edge for node in added),
             drawn=tuple(parent.q for parent in dict.fromkeys(node.parent for node in added) if parent and parent.q),
+            origin=origin,
+            rescored=rescored,
+            version=self._version if rescored else 0,
         )
 
-    def abandon(self, identities: Sequence[int]) -> None:
-        """The upstream dropped these nodes: so does this copy."""
+    def _unnamed_above(self, added: Sequence[Node]) -> list[Node]:
+        """The ancestors of these nodes that the upstream has not heard of from here, parents before children."""
+        found: dict[Node, None] = {}
+        new = set(added)
+        for node in added:
+            missing = []
+            parent = node.parent
+            while parent not in (None, self.tree.root) and not parent.names and parent not in new:
+                missing.append(parent)
+                parent = parent.parent
+            found.update(dict.fromkeys(reversed(missing)))
+        return [*found]
+
+    def abandon(self, identities: Sequence[int]) -> list[tuple[int, int]]:
+        """The upstream dropped these nodes: so does this copy. Returns all (sender, id) of them."""
+        names: list[tuple[int, int]] = []
         for identity in identities:
             node = self.tree.node(OWN, identity)
             if node is not None:
+                names += node.names
                 self.tree.remove(node)
+        return names
 
     @property
     def room(self) -> int:
@@ -109,4 +144,7 @@ class Replica:
         return max(0, self.credit - self.next_id + 1)
 
     def _identity(self, node: Node) -> int:
-        return 0 if node is self.tree.root else node.names[0][1]
+        """As the upstream knows it."""
+        if node is self.tree.root:
+            return 0
+        return next(identity for sender, identity in node.names if sender == OWN)

@@ -102,6 +102,9 @@ class DraftSession(Replica, ABC):
         """Proposes the children of `nodes`, from the draft's logits after each: [nodes, vocabulary]. Returns what is
         new, as the upstream is to hear it."""
 
+    def judge(self, nodes: Sequence[Node], fits: Fits) -> None:
+        """Gives nodes that a lower tier has drafted what this model thinks of them, if it knows."""
+
     @abstractmethod
     def refill(self, fits: Fits) -> Delta:
         """What can be proposed without a pass, after a commit or new terms."""

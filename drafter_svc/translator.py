@@ -18,7 +18,7 @@ from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.core.lookup import fits
-from outrider.core.tree import Delta, Node, TokenTree, edge_code, edge_from_code
+from outrider.core.tree import Delta, Hints, Node, TokenTree, edge_code, edge_from_code
 from outrider.rpc.liveness import Progress
 
 UNBOUNDED = 2**60  # credit that the loop has; what goes up keeps to the upstream's
@@ -121,6 +121,9 @@ class Translator:
                 (),
             ),
         )
+
+    def hinted(self, key: Attachment, hints: Hints) -> None:
+        """Not taken: they are tokens of the other vocabulary, and no text."""
 
     def closed(self, key: Attachment) -> None:
         """A session is over."""

@@ -13,11 +13,11 @@ from typing import Protocol
 import grpc.aio
 
 from drafter_svc.replica import Snapshot, Update
-from outrider.core.tree import Delta
+from outrider.core.tree import Delta, Hints
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, plan_from_pb
+from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, hints_from_pb, plan_from_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
@@ -36,6 +36,9 @@ class Listener(Protocol):
 
     def updated(self, key: Attachment, update: Update) -> None:
         """New committed tokens, or new terms."""
+
+    def hinted(self, key: Attachment, hints: Hints) -> None:
+        """What an upstream that drafts itself believes."""
 
     def closed(self, key: Attachment) -> None:
         """Nothing more is wanted for this session until it is opened again."""
@@ -197,7 +200,7 @@ class Upstream:
         kind = frame.WhichOneof("frame")
         if kind == "heartbeat":
             liveness.check(frame.heartbeat, f"upstream {self.address}")
-        if kind not in ("snapshot", "commit", "closed"):
+        if kind not in ("snapshot", "commit", "closed", "hints"):
             return
         message = getattr(frame, kind)
         attachment = self._numbered.get(message.attachment)
@@ -212,6 +215,8 @@ class Upstream:
                 self._refuse()
             elif kind == "snapshot":
                 self._take_part(attachment, message)
+            elif kind == "hints":
+                self._listener.hinted(attachment, hints_from_pb(message, self._vocabulary))
             else:
                 self._listener.updated(attachment, self._update(message))
         except OutriderError as error:

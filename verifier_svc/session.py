@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.credit import Credit
 from outrider.core.sampler import Choice, Sampler
-from outrider.core.tree import Node, TokenTree
+from outrider.core.tree import Delta, Node, TokenTree
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
@@ -129,10 +129,10 @@ class Session(Drafted):
         self.arrivals.disturb()
 
     def grown(
-        self, subscription: Subscription, added: Sequence[Node], origin: str, now: float, *, passing: bool
+        self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
         """Learns what a delta brings, and when."""
-        if added:
+        if added or delta.rescored:
             self.arrivals.arrived(now, self.worth(), passing=passing)
 
     @property
@@ -176,6 +176,12 @@ class Session(Drafted):
         """The session is over: keeps its answer for others."""
         if self._own is not None:
             self._own.finish(self.tokens[self.answer_position :])
+
+    def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
+        """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
+        for node in nodes:
+            if node.parent is self.tree.root or node.parent in path:
+                self.hold((node,), node if node in path else None)
 
     def owed(self, nodes: Sequence[Node], path: set[Node]) -> tuple[Credit, ...]:
         """What a step that verified `nodes` and accepts `path` owes to each drafter, where there are several."""

@@ -67,6 +67,13 @@ class Fits:
             self._usual[rank] += LEARNING * (math.exp(edge) - self._usual[rank])
         return found
 
+    def judge(self, row: Candidates, tokens: Sequence[int], hint: Hint | None) -> list[float]:
+        """The logarithm of the chance of each of these tokens, as the wire can carry it."""
+        relative = self._relative(row, hint)
+        normalizer = math.log(float(np.exp(relative).sum()))
+        known = dict(zip(row.tokens.tolist(), relative.tolist(), strict=True))
+        return [edge_from_code(edge_code(known.get(token, -math.inf) - normalizer)) for token in tokens]
+
     def gain(self, scores: Iterable[float], width: int, price: float) -> float:
         """Tokens that expanding nodes with these path scores is expected to bring, less what verifying them costs."""
         usual = self._usual[:width] or [1.0]
@@ -155,11 +162,13 @@ def propose(tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], fl
         if edge < least:
             break
         present = node.children.get(token)
+        if present and present.judged:
+            continue
         if present and not present.names:
             tree.rescore(present, edge)
         if not present or not present.names or edge > present.edge + WORTH_TELLING:
             told.append(tree.add(node, token, edge))
     for child in list(node.children.values()):
-        if not child.names and child not in told:
+        if not child.names and not child.judged and child not in told:
             tree.remove(child)
     return told

@@ -35,8 +35,8 @@ class Lookup(Protocol):
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on."""
 
-    def propose(self, nodes: int, depth: int) -> Continuation:
-        """What may come next."""
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
+        """What may come next; with a `path`, if these tokens have come before."""
 
     def finish(self, output: Sequence[int]) -> None:
         """The session has ended with this answer."""
@@ -61,12 +61,13 @@ class PromptLookup:
         self._said = None
         self._repeats.extend(tokens)
 
-    def propose(self, nodes: int, depth: int) -> Continuation:
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
         """One chain."""
-        found = self._repeats.find(min(nodes, depth))
+        found = self._repeats.find(min(nodes, depth), path)
         if found is None or not found.tokens:
             return NOTHING
-        self._said = found.length, found.tokens[0]
+        if not path:
+            self._said = found.length, found.tokens[0]
         chances = (self._fit.chance(found.length + step) for step in range(len(found.tokens)))
         return Continuation(tuple(range(-1, len(found.tokens) - 1)), tuple(found.tokens), tuple(chances), found.length)
 
@@ -98,9 +99,9 @@ class Suffixes:
                 self._corpus.learn(self._end, tokens[0])
         self._end = [*self._end, *tokens][-LONGEST_END:]
 
-    def propose(self, nodes: int, depth: int) -> Continuation:
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
         """The best of all."""
-        return self._best.propose(self._end, nodes, depth)
+        return self._best.propose([*self._end, *path][-LONGEST_END:], nodes, depth)
 
     def finish(self, output: Sequence[int]) -> None:
         """Keeps the answer for other sessions of the tenant."""
@@ -148,16 +149,19 @@ def grow(
     floor: float,
     room: int,
     judge: Callable[[float], float] = lambda edge: edge,
+    start: Node | None = None,
 ) -> list[tuple[Node, float]]:
-    """Adds what a lookup proposes below the root: nodes whose path score is at least `floor`, at most `room` new ones.
+    """Adds what a lookup proposes below the root, or below `start`: nodes whose path score is at least `floor`, at most
+    `room` new ones.
 
     `judge` says what an edge is worth. Returns the new nodes, parents before children, and what was claimed of each.
     """
-    proposal = lookup.propose(nodes, depth)
+    start = start or tree.root
+    proposal = lookup.propose(nodes, depth - tree.depth(start), tree.path(start))
     placed: list[Node | None] = []
     added: list[tuple[Node, float]] = []
     for above, token, chance in zip(proposal.parents, proposal.tokens, proposal.chances, strict=True):
-        parent = tree.root if above < 0 else placed[above]
+        parent = start if above < 0 else placed[above]
         child = parent.children.get(token) if parent else None
         if parent and child is None and len(added) < room and len(parent.children) < width:
             claimed = edge_from_code(edge_code(math.log(max(chance, LEAST_CHANCE))))

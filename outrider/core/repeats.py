@@ -47,12 +47,13 @@ class Repeats:
                 places.append(len(self._tokens))
             self._tokens.append(token)
 
-    def find(self, most: int) -> Repeat | None:
+    def find(self, most: int, path: Sequence[int] = ()) -> Repeat | None:
         """What followed the longest earlier match of the text's end, the latest of several: at most `most` tokens.
+        With a `path`, of the text's end if these tokens followed.
 
         Where the match reaches into its own continuation, a loop, that goes round. None: nothing matches.
         """
-        text = self._tokens
+        text = [*self._tokens, *path] if path else self._tokens
         if len(text) < SHORTEST:
             return None
         best, found = 0, 0

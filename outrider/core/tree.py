@@ -25,7 +25,7 @@ LARGEST_EDGE_CODE = 255
 
 def edge_code(log_score: float) -> int:
     """An edge score as the wire carries it: one byte, minus sixteen times its logarithm."""
-    return min(LARGEST_EDGE_CODE, max(0, round(-log_score * EDGE_STEPS)))
+    return round(min(LARGEST_EDGE_CODE, max(0.0, -log_score * EDGE_STEPS)))
 
 
 def edge_from_code(code: int) -> float:
@@ -41,6 +41,7 @@ class Node:
         "claim",
         "edge",
         "expanded",
+        "judged",
         "log_score",
         "names",
         "parent",
@@ -62,6 +63,7 @@ class Node:
         self.q: SparseRow | None = None  # that its children were drawn from, where the rule needs that
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
+        self.judged = False  # whether the edge is a judgement from a tier above
 
     def ancestors(self, root: Node) -> Iterator[Node]:
         """The node itself, its parent, and so on, without `root`."""
@@ -329,6 +331,28 @@ class TokenTree:
             for node in entry.nodes.values():
                 node.names = [name for name in node.names if name[0] != sender]
 
+    def hint(self, hints: Hints) -> None:
+        """Takes an upstream's judgement of nodes below this root; those that are not there yet are added, as far as
+        there is room. Under another root nothing changes."""
+        if hints.root_position != self.root.position:
+            return
+        placed: list[Node | None] = []
+        for above, token, edge in zip(hints.parents, hints.tokens, hints.edges, strict=True):
+            parent = placed[above] if above >= 0 else self.root
+            child = parent.children.get(token) if parent else None
+            if child is not None:
+                self.rescore(child, edge)
+            elif parent is not None and self.size < self.capacity:
+                child = self.add(parent, token, edge)
+            if child is not None:
+                child.judged = True
+            placed.append(child)
+
+    def resume(self, sender: int, last_id: int) -> None:
+        """A drafter whose nodes another tree held goes on here: ids up to this one are dead."""
+        entry = self._sender(sender)
+        entry.last_id = entry.settled = last_id
+
     def last_id(self, sender: int) -> int:
         """The largest id seen from a drafter."""
         return self._sender(sender).last_id
@@ -439,8 +463,9 @@ class TokenTree:
     def _put(self, sender: int, identity: int, parent: Node, token: int, claimed: float, edge: float) -> list[Node]:
         """Adds a sender's node. Returns it if it was new."""
         before = self.size
-        child = self.add(parent, token, edge)
-        if child.edge == edge:
+        known = parent.children.get(token) if parent.expanded else None  # the judgement of the tree's own model stands
+        child = known or self.add(parent, token, edge)
+        if child.edge == edge and not known:
             child.claim = sender, claimed
         self.name(child, sender, identity)
         return [child] if self.size > before else []

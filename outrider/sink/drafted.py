@@ -94,9 +94,9 @@ class Drafted(ABC):
 
     @abstractmethod
     def grown(
-        self, subscription: Subscription, added: Sequence[Node], origin: str, now: float, *, passing: bool
+        self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
-        """A drafter's delta, from `origin` if that is not itself, had these new nodes; a pass runs or not."""
+        """A drafter's delta had these new nodes; a pass runs or not."""
 
     def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
@@ -140,7 +140,7 @@ class Drafted(ABC):
             grafted = self.tree.graft_drawn(subscription.sender, delta, judge)
         else:
             grafted = self.tree.graft(subscription.sender, delta, judge, origin=self._origin(delta.origin))
-        self.grown(subscription, grafted.added, delta.origin, now, passing=passing)
+        self.grown(subscription, delta, grafted.added, now, passing=passing)
         return self.owners(grafted.dropped)
 
     def owners(self, names: Iterable[tuple[int, int]]) -> dict[Subscription, list[int]]:
@@ -168,12 +168,12 @@ class Drafted(ABC):
         root = self.tree.root.position
         return any(subscription.exhausted != root for subscription in self.subscriptions.values())
 
-    def learn(self, nodes: Iterable[Node], path: set[Node]) -> None:
-        """Holds claims against what the target said: those of nodes whose parent is on the path."""
-        for node in nodes:
-            if node.claim and (node.parent is self.tree.root or node.parent in path):
+    def hold(self, siblings: Iterable[Node], right: Node | None) -> None:
+        """Holds what was claimed of them against what the target said, be it one of them or not."""
+        for node in siblings:
+            if node.claim:
                 sender, claimed = node.claim
-                self._claims[sender].observe(claimed, node in path)
+                self._claims[sender].observe(claimed, node is right)
 
     def _origin(self, name: str) -> int | None:
         """The key of a drafter of a lower tier. Of too many, what they drafted counts as their upstream's."""

@@ -14,10 +14,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.core.calibration import Calibration
-from outrider.core.tree import Drifted
+from outrider.core.tree import Drifted, Hints
 from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
-from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, plan_to_pb
+from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, hints_to_pb, plan_to_pb
 from outrider.rpc.status import translated
 from outrider.rpc.tickets import Permit
 from outrider.sink.drafted import Drafted, Subscription
@@ -123,6 +123,18 @@ class Sink(TreeSinkServicer):
         """Tells drafters of nodes that are not in the tree any more although they might be right."""
         for subscription, ids in dropped.items():
             self._tell(subscription, pb.Commit(position=len(subscription.session.tokens), dropped=ids))
+
+    def renew(self, session: Drafted) -> None:
+        """A session's tree is another one: all its drafters begin anew."""
+        for subscription in session.subscriptions.values():
+            self._snapshot(subscription)
+
+    def hint(self, session: Drafted, hints: Hints) -> None:
+        """Tells a session's drafters what is believed here."""
+        for subscription in session.subscriptions.values():
+            message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
+            session.wire_bytes += message.ByteSize()
+            subscription.stream.hint(message)
 
     def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
         session = subscription.session

@@ -1,4 +1,4 @@
-"""What waits to be sent on one drafter's stream: commits first, coalesced; then control frames; snapshots last."""
+"""What waits to be sent on one drafter's stream: commits first, coalesced; then control frames, hints, snapshots."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class DraftStream:
         self._heartbeat = heartbeat
         self._control: deque[pb.DraftDown] = deque()
         self._commits: dict[int, pb.Commit] = {}  # by attachment
+        self._hints: dict[int, pb.Hints] = {}  # likewise
         self._snapshots: dict[int, _Snapshot] = {}
         self._held: set[int] = set()
         self._wake = asyncio.Event()
@@ -66,6 +67,8 @@ class DraftStream:
 
     def commit(self, commit: pb.Commit) -> bool:
         """Queues a commit. False when the drafter lags too far: it needs a snapshot."""
+        if commit.tokens:
+            self._hints.pop(commit.attachment, None)  # they are under the root before
         snapshot = self._snapshots.get(commit.attachment)
         if snapshot is not None and snapshot.rest is None:
             return True  # the snapshot will hold it
@@ -85,16 +88,23 @@ class DraftStream:
             self._wake.set()
         return True
 
+    def hint(self, hints: pb.Hints) -> None:
+        """Queues hints in place of those that wait."""
+        if hints.attachment not in self._held and hints.attachment not in self._snapshots:
+            self._hints[hints.attachment] = hints
+            self._wake.set()
+
     def snapshot(self, attachment: int, begin: Callable[[], Parts]) -> None:
         """Sends all committed tokens, as they are when it is their turn, instead of what waits."""
         self._commits.pop(attachment, None)
+        self._hints.pop(attachment, None)
         self._snapshots[attachment] = _Snapshot(begin)
         self._wake.set()
 
     def close(self, attachment: int, reason: str) -> None:
         """Tells the drafter that a session is over for it."""
-        self._commits.pop(attachment, None)
-        self._snapshots.pop(attachment, None)
+        for waiting in (self._commits, self._hints, self._snapshots):
+            waiting.pop(attachment, None)
         self._held.discard(attachment)
         self.say(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
 
@@ -128,6 +138,8 @@ class DraftStream:
                 return pb.DraftDown(commit=self._commits.pop(attachment))
         if self._control:
             return self._control.popleft()
+        if self._hints:
+            return pb.DraftDown(hints=self._hints.pop(next(iter(self._hints))))
         for attachment, snapshot in self._snapshots.items():
             if snapshot.rest is None:
                 snapshot.rest = snapshot.begin()

@@ -151,10 +151,10 @@ def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
     with pytest.raises(InvalidRequest, match="at once"):
         rig.upstream.graft_drawn(1, again)
     size_before = rig.upstream.size
-    assert rig.upstream.graft_drawn(1, first) == (0, [])  # a replay
+    assert rig.upstream.graft_drawn(1, first) == ([], [])  # a replay
     assert rig.upstream.size == size_before
     tree = TokenTree(PROMPT)
     tree.commit([1])
-    assert tree.graft_drawn(1, first) == (0, [])
+    assert tree.graft_drawn(1, first) == ([], [])
     with pytest.raises(Drifted):
         tree.graft_drawn(1, Delta(**{name: getattr(first, name) for name in first.__slots__} | {"root_digest": 1}))
