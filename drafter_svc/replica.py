@@ -99,7 +99,9 @@ class Replica:
         for node in added:
             self.tree.name(node, OWN, self.next_id)
             self.next_id += 1
-        rescored = tuple((self._identity(node), node.edge) for node in self._rescored if self.tree.holds(node))
+        rescored = tuple(
+            (self._identity(node), node.edge) for node in self._rescored if _told(node) and self.tree.holds(node)
+        )
         self._rescored.clear()
         self._version += bool(rescored)
         return Delta(
@@ -122,7 +124,7 @@ class Replica:
         for node in added:
             missing = []
             parent = node.parent
-            while parent not in (None, self.tree.root) and not parent.names and parent not in new:
+            while parent not in (None, self.tree.root) and not _told(parent) and parent not in new:
                 missing.append(parent)
                 parent = parent.parent
             found.update(dict.fromkeys(reversed(missing)))
@@ -148,3 +150,8 @@ class Replica:
         if node is self.tree.root:
             return 0
         return next(identity for sender, identity in node.names if sender == OWN)
+
+
+def _told(node: Node) -> bool:
+    """Whether the upstream has heard of it from here."""
+    return any(sender == OWN for sender, _ in node.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,10 +26,18 @@ from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
-from outrider.store.registry import Worker, keep_announced
+from outrider.sink.keyring import Keyring
+from outrider.sink.sink import Sink
+from outrider.store.client import connect
+from outrider.store.registry import TOP, Worker, keep_announced
+from outrider.store.tickets import ticket_key
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
+from outrider.v1.drafter_pb2_grpc import (
+    DrafterServicer,
+    add_DrafterServicer_to_server,
+    add_TreeSinkServicer_to_server,
+)
 
 IDLE_S = 60.0  # how long the stream to an upstream stays open with no session on it
 
@@ -49,7 +58,9 @@ class Capacity:
 class Roster(DrafterServicer):
     """Which sessions to draft for, as the routers say, and the stream to each upstream."""
 
-    def __init__(self, config: DrafterConfig, worker_id: str, capacity: Capacity) -> None:
+    def __init__(self, config: DrafterConfig, worker_id: str, capacity: Capacity, sink: Sink | None = None) -> None:
+        """`sink`: takes trees from a lower tier."""
+        self.sink = sink
         self._config = config
         self._worker_id = worker_id
         self._capacity = capacity
@@ -62,21 +73,22 @@ class Roster(DrafterServicer):
         self._loop = loop
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
-        """Drafts for a session. Repeating it changes nothing; a higher epoch replaces a lower one."""
+        """Drafts for a session. Repeating it changes nothing; another upstream or a higher epoch replaces what was."""
         async with translated(context):
             if not request.session_id or not request.upstream:
                 raise InvalidRequest("session_id", "and upstream must both be given")
             upstream, present = self._find(request.session_id)
-            if present and upstream and request.epoch <= present.epoch:
-                if request.epoch == present.epoch:
-                    present.ticket = request.ticket  # for the next time it subscribes
+            if present and upstream and request.epoch < present.epoch:
+                return pb.AttachResponse()
+            if present and upstream and request.epoch == present.epoch and upstream.address == self._way(request):
+                present.ticket = request.ticket  # for the next time it subscribes
                 return pb.AttachResponse()
             if present and upstream:
                 self._drop(upstream, present)
             if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._capacity.slots:
                 raise Overloaded(f"all {self._capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
-            upstream = await self._reach(request.upstream)
+            upstream = await self._reach(self._way(request))
             upstream.attach(attachment)
             return pb.AttachResponse()
 
@@ -101,6 +113,8 @@ class Roster(DrafterServicer):
             nodes=self._loop.nodes,
             refused_frames=self._refused,
             tasks=len(asyncio.all_tasks()),
+            tier=self._config.tier,
+            drafters=self.sink.streams if self.sink is not None else 0,
         )
 
     def describe(self, address: str) -> Worker:
@@ -116,6 +130,9 @@ class Roster(DrafterServicer):
             slots=self._capacity.slots,
             sessions=len(self._loop.members),
             parameters=self._capacity.parameters,
+            tier=self._config.tier,
+            above=TOP if self._config.upstream_tier is None else self._config.upstream_tier,
+            serves=self.sink is not None,
         )
 
     async def close(self) -> None:
@@ -133,12 +150,15 @@ class Roster(DrafterServicer):
         upstream.detach(attachment)
         self._loop.closed(attachment)
 
+    def _way(self, request: pb.AttachRequest) -> str:
+        """The address to draft for it at."""
+        return self._config.via or request.upstream
+
     async def _reach(self, address: str) -> Upstream:
         """The stream to an upstream, or to the tunnel that leads there. Ends those that were idle for long."""
         for idle in [upstream for upstream in self._upstreams.values() if upstream.idle_s > IDLE_S]:
             del self._upstreams[idle.address]
             await idle.close()
-        address = self._config.via or address
         if address not in self._upstreams:
             hello = pb.Hello(
                 drafter_id=self._worker_id,
@@ -183,14 +203,16 @@ def load(config: DrafterConfig) -> Engine:
 Loop = Grower | Finder | Translator
 
 
-def with_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Grower | Translator]:
-    """A drafter that has a model, and its loop."""
+def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Roster, Grower | Translator]:
+    """A drafter that has a model, and its loop. `keys`: of the tickets that a lower tier shows."""
     engine = load(config)
     capacity = Capacity(engine.tokenizer_digest, engine.vocabulary, engine.context, config.slots, engine.parameters)
     if config.target is None:
-        roster = Roster(config, worker_id, capacity)
-        grower = _grower(config, engine, roster.send, roster.resync)
+        sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys)
+        roster = Roster(config, worker_id, capacity, sink)
+        grower = _grower(config, engine, roster.send, roster.resync, sink)
         roster.serve(grower)
+        sink.serve(grower)
         return roster, grower
     digest, vocabulary = read_tokenizer_digest(config.target), read_config(config.target).vocabulary
     roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
@@ -206,6 +228,7 @@ def _grower(
     engine: Engine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
+    sink: Sink | None = None,
 ) -> Grower:
     return Grower(
         engine,
@@ -214,6 +237,7 @@ def _grower(
         send=send,
         resync=resync,
         tree=config.tree,
+        below=sink,
     )
 
 
@@ -238,17 +262,24 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     worker_id = f"drafter-{secrets.token_hex(4)}"
     roster: Roster
     loop: Loop
+    redis = connect(redis_url)
     if config.drafts == "model":
-        roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id))
+        keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
+        roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id, keys))
     else:
         roster, loop = without_model(config, worker_id)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_DrafterServicer_to_server(roster, server)
-        return [pb.DESCRIPTOR.services_by_name["Drafter"].full_name]
+        services = ["Drafter"]
+        if roster.sink is not None:
+            add_TreeSinkServicer_to_server(roster.sink, server)
+            services.append("TreeSink")
+        return [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
 
     try:
         async with (
+            aclosing(redis),
             serving(config.listen, register, drain_s=config.drain_s) as address,
             asyncio.TaskGroup() as tasks,
         ):

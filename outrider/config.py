@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
 
@@ -16,6 +16,11 @@ def _address(value: str) -> str:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError("must be HOST:PORT, for example 127.0.0.1:7070 (port 0 takes a free one)")
     return value
+
+
+def _listed(value: Any) -> Any:
+    """One section, or several under one name."""
+    return [value] if isinstance(value, dict | BaseModel) else value
 
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
@@ -97,6 +102,27 @@ class DrafterConfig(WorkerConfig):
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
+    tier: int = Field(default=0, ge=0, le=15)  # 0 drafts for verifiers, the others for a tier with a lower number
+    above: int | None = Field(default=None, ge=0)  # which one; None: the next lower number
+
+    @property
+    def upstream_tier(self) -> int | None:
+        """The tier that it drafts for; None: the verifiers."""
+        return None if not self.tier else self.tier - 1 if self.above is None else self.above
+
+    @property
+    def serves(self) -> bool:
+        """Whether a tier below can draft for it: it must be able to judge their tokens."""
+        return self.drafts == "model" and self.target is None
+
+    @model_validator(mode="after")
+    def _no_circle(self) -> Self:
+        if self.above is not None and self.above >= self.tier:
+            raise ValueError(
+                f"tier {self.tier} cannot draft for tier {self.above}: a tier drafts for one with a lower number, "
+                "so that nobody drafts for himself in a circle"
+            )
+        return self
 
 
 class ClusterConfig(Section):
@@ -106,6 +132,37 @@ class ClusterConfig(Section):
     router: RouterConfig
     verifier: list[VerifierConfig] = Field(min_length=1)
     drafter: list[DrafterConfig] = []
+    tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_listed)]] = {}  # more drafters, by their tier
+
+    @property
+    def drafters(self) -> list[DrafterConfig]:
+        """All of them."""
+        tiers = (worker.model_copy(update={"tier": tier}) for tier, some in self.tier.items() for worker in some)
+        return [*self.drafter, *tiers]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, values: Any) -> Any:
+        """A section's name says its tier."""
+        for tier, some in dict(values.get("tier") or {}).items() if isinstance(values, dict) else ():
+            for worker in _listed(some):
+                if isinstance(worker, dict) and str(worker.setdefault("tier", tier)) != str(tier):
+                    raise ValueError(f"tier.{tier}.tier: is {worker['tier']}, and the section's name says {tier}")
+        return values
+
+    @model_validator(mode="after")
+    def _tiers_stand_on_each_other(self) -> Self:
+        for worker in self.drafters:
+            upper = worker.upstream_tier
+            above = [other for other in self.drafters if other.tier == upper]
+            if upper is not None and not above:
+                raise ValueError(f"tier {worker.tier} drafts for tier {upper}, and there is none")
+            if above and not any(other.serves for other in above):
+                raise ValueError(
+                    f"tier {worker.tier} drafts for tier {upper}, which cannot judge what it is sent: "
+                    "that takes a model with the target's tokenizer"
+                )
+        return self
 
 
 def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT:
@@ -141,6 +198,10 @@ def load_cluster(path: Path) -> ClusterConfig:
             "router": router,
             "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
             "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
+            "tier": {
+                tier: [worker.model_copy(update=_rooted(base, worker)) for worker in some]
+                for tier, some in cluster.tier.items()
+            },
         }
     )
 

@@ -231,16 +231,20 @@ class Generation:
 
     def _draft(self, ledger: Ledger, stream: DecodeStream) -> Drafters:
         wanted = self._cluster.config.drafters_per_session if self._plan.depth else 0
-        if rule_of(self._opened.turn.contract).drawn is Drawn.SAMPLED:
-            wanted = min(wanted, 1)  # what is drawn beside another's draws is not drawn from one q
+        contract = self._opened.turn.contract
+        single = rule_of(contract).drawn is Drawn.SAMPLED  # what is drawn beside others is not drawn from one q
         post = Post(
             session_id=self.session_id,
             tenant=self._opened.record.tenant,
             epoch=ledger.epoch,
             upstream=stream.worker,
             tokenizer_digest=self._opened.model.digest,
+            greedy=contract.greedy,
+            single=single,
         )
-        return Drafters(self._cluster.fleet, self._cluster.background, post, wanted, self._cluster.ticket_key)
+        cluster = self._cluster
+        wanted = min(wanted, 1) if single else wanted
+        return Drafters(cluster.fleet, cluster.background, post, wanted, cluster.tiers, cluster.ticket_key)
 
     async def _start(self, emit: Emit, cached: int) -> None:
         """Tells the client where it stands, once."""
@@ -285,7 +289,7 @@ class Generation:
             await self._emit_to_reader(part, ledger, emit)
             if answer.stopped:
                 return Reason.STOP
-            drafters.observe(event.report.drafters, event.owed)
+            drafters.observe(len(event.tokens), event.report.drafters, event.owed)
             policy.observe(event.report)
             plan = policy.plan()
             if plan is not self._plan:

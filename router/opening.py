@@ -11,6 +11,7 @@ from itertools import takewhile
 from outrider.config import RouterConfig
 from outrider.core.control import GammaPolicy, policy
 from outrider.core.digest import EMPTY, extend
+from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, Turn
@@ -34,6 +35,7 @@ class Cluster:
     fleet: Fleet
     sessions: Sessions
     background: Background
+    tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
 
     def owner(self) -> str:

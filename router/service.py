@@ -14,6 +14,7 @@ import grpc.aio
 from outrider.config import RouterConfig
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
+from outrider.core.tiers import TierChoice
 from outrider.errors import Cancelled, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
@@ -159,6 +160,7 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
         fleet=fleet,
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         background=background,
+        tiers=TierChoice(),
         ticket_key=partial(ticket_key, client),
     )
     service = Inference(cluster)

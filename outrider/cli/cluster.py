@@ -162,7 +162,7 @@ class LocalCluster:
         self._stack = AsyncExitStack()
         sections: list[tuple[Role, str, Section]] = [
             *(("verifier", f"verifier-{number}", section) for number, section in enumerate(config.verifier)),
-            *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafter)),
+            *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
             ("router", "router", config.router),
         ]
         for role, name, section in sections:
@@ -212,7 +212,7 @@ class LocalCluster:
     async def _registered(self) -> None:
         """Waits until the router sees the workers. Raises ConfigError when it does not."""
         verifiers = len(self._config.verifier)
-        drafters = len(self._config.drafter)
+        drafters = len(self._config.drafters)
         async with AsyncClient(self.router_address) as client:
             give_up = asyncio.get_running_loop().time() + REGISTER_S
             while asyncio.get_running_loop().time() < give_up:
@@ -258,10 +258,10 @@ def _check_tokenizers(config: ClusterConfig) -> None:
     """Raises ConfigError for a drafter that no verifier can take. A checkpoint that is none is left to its worker to
     report."""
     targets = {_tokenizer(worker.model): worker.model_name for worker in config.verifier}
-    for number, drafter in enumerate(config.drafter):
+    for number, drafter in enumerate(config.drafters):
         if None not in (*targets, own := _tokenizer(drafter.target or drafter.model)) and own not in targets:
             raise ConfigError(
-                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
+                f"drafter-{number}: model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
                 "name that one's folder as `target` to draft by text, or draft with a model of its family"
             )
 

@@ -163,10 +163,14 @@ def drafter(
         ),
     ] = None,
     via: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Tunnel to the verifier. [default: what that advertises]")
+        str | None, typer.Option(metavar="HOST:PORT", help="Tunnel to the upstream. [default: what that advertises]")
     ] = None,
+    tier: Annotated[
+        int | None, typer.Option(help="0 drafts for verifiers, others for a tier with a lower number. [default: 0]")
+    ] = None,
+    above: Annotated[int | None, typer.Option(help="The tier to draft for. [default: the next lower number]")] = None,
 ) -> None:
-    """Run ahead of a target with a small model: grow token trees, stream them to the verifier."""
+    """Run ahead of a target: grow token trees, stream them to the verifier, or to a tier of better drafters."""
     from outrider.config import DrafterConfig
 
     config = _section(DrafterConfig, context)

@@ -103,7 +103,7 @@ class Hints:
 class Grafted(NamedTuple):
     """What became of a delta's nodes. Those in neither list were known, or contradict what is committed."""
 
-    added: list[Node]  # that were new to the tree, parents before children
+    added: list[Node]  # that nobody had named before, parents before children
     dropped: list[tuple[int, int]]  # (sender, id) of nodes that are not in the tree although they might be right
 
 
@@ -461,14 +461,14 @@ class TokenTree:
         self._digests[child.position] = extend(self._digests[old.position], (token,))
 
     def _put(self, sender: int, identity: int, parent: Node, token: int, claimed: float, edge: float) -> list[Node]:
-        """Adds a sender's node. Returns it if it was new."""
-        before = self.size
+        """Adds a sender's node. Returns it if nobody had named it before."""
         known = parent.children.get(token) if parent.expanded else None  # the judgement of the tree's own model stands
         child = known or self.add(parent, token, edge)
         if child.edge == edge and not known:
             child.claim = sender, claimed
+        new = not child.names
         self.name(child, sender, identity)
-        return [child] if self.size > before else []
+        return [child] if new else []
 
     def _judge_anew(self, sender: int, delta: Delta, judge: Callable[[float], float]) -> None:
         """Takes a sender's later judgement of its nodes, unless another sender's counts and is higher."""

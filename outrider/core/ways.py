@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from enum import Enum
+from typing import Generic, Self, TypeVar
+
+ChoiceT = TypeVar("ChoiceT", bound=Hashable)
 
 
 class Speed:
@@ -34,30 +38,24 @@ class Way(Enum):
     REST = "rest"  # they do nothing
 
 
-class Rivals:
-    """Times steps under each way. The fastest is kept; the others are tried again, for a small share of the time."""
+class Contest(Generic[ChoiceT]):
+    """Times steps under each of several ways. The fastest is kept; the others are tried again, for a small share of the
+    time."""
 
     PROOF = (8, 24)  # steps that count of a trial: at least, and at the most
     CLEAR = 1.3  # times as fast, or
     ENOUGH = 400  # tokens since the change: the least will do
     SETTLING = 4  # steps after a change that do not
-    STARTING = 12  # likewise where drafters rested: they first read what they missed
     LOSS = 0.01  # share of the time that trials of one way may cost
     APART = 5.0  # and the least time between two, in their own
 
-    def __init__(self, way: Way) -> None:
-        self.way = way  # to be followed now
-        self._kept = way
-        self._speeds = {each: Speed() for each in Way}
-        self._due = dict.fromkeys(Way, 0.0)  # seconds until it is tried again
+    def __init__(self, ways: Iterable[ChoiceT], first: ChoiceT) -> None:
+        self.way = first  # to be followed now
+        self._kept = first
+        self._speeds = {way: Speed() for way in ways}
+        self._due = dict.fromkeys(self._speeds, 0.0)  # seconds until it is tried again
         self._settling = self.SETTLING
         self._begin()
-
-    def inherited(self) -> Rivals:
-        """For other circumstances: the same is kept, and as long until the others are tried."""
-        heir = Rivals(self._kept)
-        heir._due = dict(self._due)
-        return heir
 
     def observe(self, done: float, seconds: float) -> None:
         """A step did so much, `seconds` after the one before. May change the way."""
@@ -78,8 +76,8 @@ class Rivals:
         return speeds[1] > self.CLEAR * speeds[0]
 
     def _judge(self) -> None:
-        if self.way is self._kept:
-            due = [way for way in Way if way is not self.way and self._due[way] <= 0.0]
+        if self.way == self._kept:
+            due = [way for way in self._due if way != self.way and self._due[way] <= 0.0]
             if due:
                 self._speeds[due[0]] = Speed()
                 self._follow(due[0])
@@ -91,11 +89,34 @@ class Rivals:
         self._kept = winner
         self._follow(winner)
 
-    def _follow(self, way: Way) -> None:
-        if way is not self.way:
-            self._settling = self.STARTING if self.way is Way.REST else self.SETTLING
+    def _follow(self, way: ChoiceT) -> None:
+        if way != self.way:
+            self._settling = self.settling_after(self.way)
             self.way = way
         self._begin()
 
+    def settling_after(self, previous: ChoiceT) -> int:
+        """Steps after that way which do not count."""
+        return self.SETTLING
+
     def _begin(self) -> None:
         self._steps, self._done, self._seconds = 0, 0.0, 0.0  # since the last change
+
+
+class Rivals(Contest[Way]):
+    """Between the ways."""
+
+    STARTING = 12  # steps that do not count where drafters rested: they first read what they missed
+
+    def __init__(self, way: Way) -> None:
+        super().__init__(Way, way)
+
+    def inherited(self) -> Self:
+        """For other circumstances: the same is kept, and as long until the others are tried."""
+        heir = type(self)(self._kept)
+        heir._due = dict(self._due)
+        return heir
+
+    def settling_after(self, previous: Way) -> int:
+        """Steps after that way which do not count."""
+        return self.STARTING if previous is Way.REST else self.SETTLING

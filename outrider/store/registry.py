@@ -13,6 +13,7 @@ from typing import Any, Literal
 from outrider.errors import InternalError, Unavailable
 from outrider.store.client import Client, connect, loads, translated
 
+TOP = -1  # above all tiers: the verifiers
 Role = Literal["verifier", "drafter"]
 
 _IDS = "outrider:{workers}:ids"  # one hash tag for the whole registry, so that MGET works on a Redis Cluster
@@ -36,6 +37,9 @@ class Worker:
     slots: int  # sessions at once
     sessions: int  # sessions now
     parameters: int  # of its model
+    tier: int = 0  # of a drafter
+    above: int = TOP  # the tier that it drafts for
+    serves: bool = False  # whether a drafter takes trees from a tier below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,8 @@ def _dump(worker: Worker, ttl_s: float) -> str:
 def _load(blob: bytes) -> _Entry | None:
     try:
         values = loads(blob, "a worker's entry")
-        # A newer worker may say more than we know.
-        known = {field.name: values[field.name] for field in fields(Worker)}
+        # A newer worker may say more than we know, an older one less.
+        known = {field.name: values[field.name] for field in fields(Worker) if field.name in values}
         worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
         return _Entry(worker, float(values["ttl_s"]))
     except (InternalError, KeyError, TypeError, ValueError) as error:

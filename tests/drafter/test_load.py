@@ -9,8 +9,16 @@ import pytest
 from drafter_svc.service import load, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.errors import ConfigError
+from outrider.sink.keyring import Keyring
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
+
+
+async def _no_key() -> bytes:
+    return b""
+
+
+KEYS = Keyring(b"", _no_key)
 
 
 def test_a_drafter_is_loaded_as_its_section_says() -> None:
@@ -24,10 +32,10 @@ def test_a_drafter_is_loaded_as_its_section_says() -> None:
 
 async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
     config = DrafterConfig(model=TARGET, layers=3)
-    roster, _ = with_model(config, "drafter-x")
+    roster, _ = with_model(config, "drafter-x", KEYS)
     worker = roster.describe("127.0.0.1:1")
     assert (worker.model, worker.parameters) == ("target", load(config).parameters)
-    roster, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x")
+    roster, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
     assert roster.describe("127.0.0.1:1").model == "half"
 
 

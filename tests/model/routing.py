@@ -16,6 +16,7 @@ import pytest
 from outrider import errors
 from outrider.config import RouterConfig
 from outrider.core.contract import Plan
+from outrider.core.tiers import TierChoice
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
 from outrider.store.registry import Worker
@@ -219,6 +220,7 @@ class Router:
                 fleet=fleet,  # type: ignore[arg-type]
                 sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
                 background=_Background(self.trouble),
+                tiers=TierChoice(),
                 ticket_key=_no_key,
             )
         )
