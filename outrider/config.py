@@ -52,7 +52,8 @@ class RouterConfig(Section):
     nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on one session's nodes in a step
     wait_us: int = Field(default=500_000, ge=0, le=10_000_000)
     overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
-    drafters_per_session: int = Field(default=1, ge=0, le=16)
+    drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
+    tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
     max_sessions: int = Field(default=256, ge=1)
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)
@@ -171,8 +172,9 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
         return kind.model_validate(values)
     except ValidationError as error:
         lines = [
-            f"{source}: {'.'.join(map(str, entry['loc']))}: "
-            + ("unknown key" if entry["type"] == "extra_forbidden" else entry["msg"])
+            ": ".join((source, *filter(None, [".".join(map(str, entry["loc"]))])))
+            + ": "
+            + ("unknown key" if entry["type"] == "extra_forbidden" else entry["msg"].removeprefix("Value error, "))
             for entry in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None

@@ -160,7 +160,7 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
         fleet=fleet,
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         background=background,
-        tiers=TierChoice(),
+        tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
     )
     service = Inference(cluster)

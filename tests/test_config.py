@@ -39,6 +39,54 @@ def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:
     assert (drafter.dtype, drafter.layers, drafter.skip) == ("int4", None, (3, 5))
 
 
+TIERS = """
+[tier.0]
+model = "m/mid"
+level_nodes = 24
+[[tier.1]]
+model = "m/small"
+[[tier.1]]
+model = "m/target"
+drafts = "suffix"
+[tier.2]
+model = "m/target"
+drafts = "prompt-lookup"
+above = 0
+"""
+
+
+def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_path: Path) -> None:
+    drafters = load_cluster(written(tmp_path, GOOD + TIERS)).drafters
+    assert [(worker.tier, worker.upstream_tier) for worker in drafters] == [
+        (0, None),
+        (0, None),
+        (1, 0),
+        (1, 0),
+        (2, 0),
+    ]
+    assert drafters[1].model == tmp_path / "m" / "mid"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (GOOD + TIERS.replace("above = 0", "above = 2"), r"tier\.2\.0: .*tier 2 cannot draft for tier 2.*circle"),
+        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\nabove = 1"), r"tier 0 cannot draft for tier 1.*circle"),
+        (GOOD + TIERS.replace("above = 0", "above = 1"), None),
+        (TIERS.replace("[[tier.1]]", "[[tier.3]]") + GOOD, r"tier 3 drafts for tier 2, .*cannot judge"),
+        (GOOD + "[tier.2]\nmodel = 'm/x'\n", r"tier 2 drafts for tier 1, and there is none"),
+        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\ntier = 4"), r"tier\.0\.tier: is 4, .*name says 0"),
+        (GOOD + TIERS.replace("[tier.0]", "[tier.top]"), r"tier\.top"),
+    ],
+)
+def test_tiers_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, text: str, says: str | None) -> None:
+    if says is None:
+        load_cluster(written(tmp_path, text))
+        return
+    with pytest.raises(ConfigError, match=says):
+        load_cluster(written(tmp_path, text))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

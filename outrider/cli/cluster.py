@@ -60,7 +60,9 @@ class Process:
         return self._running().returncode
 
     async def start(self, redis_url: str) -> None:
-        """Starts it and waits until it listens. Raises ConfigError or Unavailable with what it said if it ends."""
+        """Starts it, be it again, and waits until it listens. Raises ConfigError or Unavailable with what it said if it
+        ends."""
+        self._ready.clear()
         # -P: what lies in the current directory must not shadow our modules.
         command = [sys.executable, "-P", "-m", "outrider.cli", self.role, *flags(self._section)]
         self._child = await asyncio.create_subprocess_exec(

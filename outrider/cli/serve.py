@@ -68,7 +68,10 @@ def router(
     overlap: Annotated[
         bool | None, typer.Option(help="Draft on while a step runs. [default: as was measured best]")
     ] = None,
-    drafters_per_session: Annotated[int | None, typer.Option(help="0 to 16. [default: 1]")] = None,
+    drafters_per_session: Annotated[int | None, typer.Option(help="Of each tier, 0 to 16. [default: 1]")] = None,
+    tiers: Annotated[
+        str | None, typer.Option(help="all, or measured: leave out those that do not pay. [default: measured]")
+    ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,

@@ -24,12 +24,14 @@ class TierContest(Contest[Tiers]):
 class TierChoice:
     """Shared by the generations of a router. The greedy ones are on their own: drafters guess better what they say."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measured: bool = True) -> None:
+        """Not `measured`: all tiers draft."""
+        self._measured = measured
         self._contests: dict[tuple[Tiers, bool], TierContest] = {}
 
     def wanted(self, present: Tiers, greedy: bool) -> Tiers:
         """Of the tiers that are there, those that are to draft now."""
-        if len(present) < 2:
+        if len(present) < 2 or not self._measured:
             return present
         if (present, greedy) not in self._contests:
             self._contests[present, greedy] = TierContest(_sets(present), present)

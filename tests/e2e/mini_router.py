@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Answer:
     gaps: list[float] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     digest: int = 0
+    credited: Counter[str] = field(default_factory=Counter)  # accepted tokens, by drafter
 
     @property
     def accepted(self) -> int:
@@ -105,6 +107,7 @@ async def decode(
             answer.tokens += commit.tokens
             answer.gaps += commit.gaps
             answer.digest = commit.digest
+            answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
             answer.reports.append(report_from_pb(commit.report))
             length = commit.position + len(commit.tokens)
             if not pace or length == durable + window:

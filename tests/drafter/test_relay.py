@@ -1,0 +1,235 @@
+"""A drafter between two others keeps three trees in step, whatever is drafted, judged, dropped and committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafter_svc.ranked import RankedSession
+from drafter_svc.relay import Relay
+from drafter_svc.replica import OWN, Replica, Snapshot, Update
+from drafter_svc.upstream import Attachment
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.growth import WORTH_TELLING, Fits
+from outrider.core.tree import Hints, Node, TokenTree
+from outrider.errors import Overloaded
+from outrider.sink.drafted import Drafted, Subscription
+from outrider.sink.stream import DraftStream
+from outrider.v1.types_pb2 import Heartbeat
+
+VOCABULARY = 12
+PROMPT = (3, 1, 4, 1, 5)
+PLAN = Plan(version=1, depth=6, width=3, nodes=12)
+TERMS = Contract(seed=4, max_tokens=100)
+
+
+class Three:
+    """A lower drafter's copy, the relay over a session with a model, and the upstream's tree; what one tells another is
+    heard at once."""
+
+    def __init__(self, seed: int, credit: int = 400, contract: Contract = TERMS) -> None:
+        self.random = np.random.default_rng(seed)
+        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit)
+        self.session = RankedSession(snapshot, 0, VOCABULARY)
+        self.fits = Fits()
+        self.upper = TokenTree(PROMPT)
+        self.sent: list[str] = []  # origins of what went up
+        self.relay = Relay(Attachment("s", "t", 1, b""), self.session, self, self._forward)
+        self.stream = DraftStream("below", Heartbeat)
+        self.subscription = self.relay.subscribe(self.stream, 1, Calibration())
+        self.lower = Replica(
+            Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
+        )
+
+    def _forward(self, nodes: Sequence[Node], origin: str) -> None:
+        self.session.judge(nodes, self.fits)
+        self._send_up(nodes, origin)
+
+    def _send_up(self, nodes: Sequence[Node], origin: str = "") -> None:
+        delta = self.session.announce(nodes, origin)
+        assert self.upper.graft(1, delta).dropped == []
+        self.sent.append(delta.origin)
+
+    def publish(self, session: Drafted, position: int, tokens: Sequence[int]) -> None:
+        credit = self.relay.grant(self.subscription)
+        update = Update(position, tuple(tokens), self.session.tree.digest, None, 0.0, 0.0, False, credit, ())
+        assert self.lower.follow(update)
+
+    def hint(self, session: Drafted, hints: Hints) -> None:
+        self.lower.heed(hints)
+
+    def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        self.lower.abandon(dropped.get(self.subscription, ()))
+
+    def renew(self, session: Drafted) -> None:
+        credit = self.relay.grant(self.subscription)
+        digest = self.session.tree.digest
+        snapshot = Snapshot(tuple(self.session.tokens), digest, self.session.contract, PLAN, credit)
+        self.lower = Replica(snapshot, first_id=self.lower.next_id)
+
+    def welcome_waiting(self, session: Drafted) -> None:
+        pass
+
+    def draft_below(self, count: int) -> None:
+        """The lower drafter adds some nodes anywhere."""
+        nodes = [self.lower.tree.root, *(node for _, node in self.lower.tree.best_first(depth=5, width=VOCABULARY))]
+        added = []
+        for _ in range(min(count, self.lower.room // 6)):
+            parent = nodes[self.random.integers(len(nodes))]
+            token = int(self.random.integers(VOCABULARY))
+            if token not in parent.children:
+                added.append(self.lower.tree.add(parent, token, -int(self.random.integers(1, 40)) / 16))
+                nodes.append(added[-1])
+        delta = self.lower.announce(added)
+        self.drop(self.relay.graft(self.subscription, delta, 0.0, passing=False))
+        self.check()
+
+    def judge(self) -> None:
+        """One pass of the model over whatever is worth it."""
+        chosen = self.session.next_segment(self.fits, chunk=64, limit=8, context=200, rows=300)
+        if chosen is None:
+            return
+        segment, nodes = chosen
+        self.session.advance(segment, nodes)
+        logits = self.random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
+        delta = self.session.expand(nodes, logits, self.fits)
+        assert self.upper.graft(1, delta).dropped == []
+        self.relay.hint(0.0)
+        self.check()
+
+    def commit(self, tokens: list[int]) -> None:
+        position = len(self.session.tokens)
+        self.upper.commit(tokens)
+        self.relay.learn_from(tokens)
+        self.session.commit(tokens)
+        self._send_up([])
+        self.relay.publish(position, tokens, 0.0)
+        self.check()
+
+    def drop_above(self) -> None:
+        """The upstream drops some node and what is below it."""
+        nodes = [node for _, node in self.upper.best_first(depth=9, width=VOCABULARY)]
+        if not nodes:
+            return
+        node = nodes[self.random.integers(len(nodes))]
+        dropped = [identity for _, identity in node.names]
+        self.upper.remove(node)
+        self.drop(self.relay.owners(self.session.abandon(dropped)))
+        self.check()
+
+    def check(self) -> None:
+        for tree in (self.lower.tree, self.session.tree, self.upper):
+            tree.check_integrity()
+        middle = paths(self.session.tree)
+        told = {path: node for path, node in middle.items() if any(sender == OWN for sender, _ in node.names)}
+        above = paths(self.upper)
+        assert told.keys() == above.keys()
+        for path, node in told.items():
+            assert abs(above[path].edge - node.edge) <= WORTH_TELLING
+        sender = self.subscription.sender
+        for path, node in paths(self.lower.tree).items():
+            for own, identity in node.names:
+                assert own == OWN
+                assert self.session.tree.node(sender, identity) is middle[path]
+
+
+def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
+    return {tuple(tree.path(node)): node for _, node in tree.best_first(depth=99, width=99)}
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    credit=st.sampled_from([20, 60, 400]),
+    acts=st.lists(st.sampled_from(["below", "judge", "commit on", "commit off", "drop", "renew"]), max_size=30),
+)
+@settings(deadline=None)
+def test_three_trees_stay_in_step(seed: int, credit: int, acts: list[str]) -> None:
+    three = Three(seed, credit)
+    for act in acts:
+        match act:
+            case "below":
+                three.draft_below(4)
+            case "judge":
+                three.judge()
+            case "commit on":
+                best = next((node for _, node in three.upper.best_first(depth=9, width=9)), None)
+                three.commit([best.token, 7] if best else [7])
+            case "commit off":
+                three.commit([int(three.random.integers(VOCABULARY))])
+            case "drop":
+                three.drop_above()
+            case "renew":
+                old = three.session
+                snapshot = Snapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit)
+                three.session = RankedSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
+                three.upper = TokenTree(old.tokens)
+                three.upper.resume(1, old.next_id - 1)
+                three.relay.renew(three.session)
+                three.check()
+
+
+def test_what_comes_from_below_goes_up_at_once_with_its_origin() -> None:
+    three = Three(1)
+    three.draft_below(3)
+    assert three.sent == ["below"]
+    assert len(paths(three.upper)) == len(paths(three.lower.tree)) > 0
+
+
+def test_one_pass_judges_all_that_was_drafted_below_and_drops_none() -> None:
+    three = Three(2)
+    three.draft_below(6)
+    before = paths(three.upper).keys()
+    edges = {path: node.edge for path, node in paths(three.upper).items()}
+    three.judge()
+    after = paths(three.upper)
+    assert before <= after.keys()
+    assert any(after[path].edge != edge for path, edge in edges.items())
+    assert len(after) > len(before)
+
+
+def test_below_it_is_drafted_on_under_what_was_hinted() -> None:
+    three = Three(3)
+    three.judge()
+    known = paths(three.lower.tree)
+    assert known
+    assert all(node.judged and not node.names for node in known.values())
+    leaf = max(known, key=len)
+    child = three.lower.tree.add(known[leaf], 11, -0.5)
+    delta = three.lower.announce([child])
+    assert delta.tokens == (*leaf, 11)
+    three.drop(three.relay.graft(three.subscription, delta, 0.0, passing=False))
+    three.check()
+    assert (*leaf, 11) in paths(three.upper)
+
+
+def test_nothing_is_taken_that_the_upstream_has_no_room_for() -> None:
+    three = Three(4, credit=5)
+    for _ in range(9):
+        three.draft_below(4)
+    assert len(paths(three.upper)) <= 5
+
+
+def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> None:
+    three = Three(5)
+    three.relay.publish(len(PROMPT), (), 10.0)
+    assert three.relay.patience(10.0, 0.02) == pytest.approx(0.02)
+    assert three.relay.patience(10.03, 0.02) < 0
+    three.relay.exhaust(three.subscription, three.session.tree.root.position)
+    assert three.relay.patience(10.0, 0.02) == 0.0
+    three.judge()  # with what it hints, there may be more to draft
+    assert three.relay.drafting
+
+
+def test_what_is_drawn_from_q_has_no_lower_tier() -> None:
+    three = Three(6)
+    drawn = Contract(seed=4, max_tokens=100, rule="recursive-rejection")
+    snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), drawn, PLAN, 400)
+    relay = Relay(Attachment("s", "t", 1, b""), RankedSession(snapshot, 0, VOCABULARY), three, three._forward)
+    with pytest.raises(Overloaded, match="at most 0"):
+        relay.subscribe(three.stream, 2, Calibration())
