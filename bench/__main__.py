@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 from rich.console import Console
 
 from bench.figures import Results, last_line
-from bench.options import Options, Suite
+from bench.options import Drafts, Options, Suite
 from bench.peers import parse_peers
 from bench.results import save
 from bench.tables import print_tables
 from outrider.cli.load import read_prompts
 from outrider.cli.pad import parse_count
 from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.core.contract import LOSSY, RULES, SHARED_NOISE, RuleName
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -29,11 +31,26 @@ class _Preset(NamedTuple):
     prompts: int
     repetitions: int
     max_tokens: int
+    rules: tuple[RuleName, ...]
+    drafts: tuple[Drafts, ...]
+    learning_tokens: int
 
 
+# What there may be rows of beside distributed. A lossy rule's speed is that of other texts than the target's.
+RULES_BESIDE = [rule for rule in RULES if rule not in (SHARED_NOISE, *LOSSY)]
+DRAFTS_BESIDE = [drafts for drafts in get_args(Drafts) if drafts != "model"]
 WIDTH = 132  # of tables in a file
-FULL = _Preset(tuple(Suite), (150_000_000, 400_000_000), 2, 5, 64)
-QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48)
+FULL = _Preset(
+    tuple(Suite),
+    (150_000_000, 400_000_000),
+    2,
+    5,
+    64,
+    ("recursive-rejection", "block-verification"),
+    ("prompt-lookup", "suffix"),
+    512,
+)
+QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48, ("recursive-rejection",), ("suffix",), 128)
 
 
 def main(
@@ -54,6 +71,18 @@ def main(
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
     verifier: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
     drafter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule", help="A row of this rule. [default: recursive-rejection, block-verification; --quick: the first]"
+        ),
+    ] = None,
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafts", help="A row of a drafter without a model. [default: prompt-lookup, suffix; --quick: suffix]"
+        ),
+    ] = None,
     callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
     load_seconds: Annotated[float, typer.Option(min=1, help="Of each window of the load suite.")] = 20.0,
     round_trips: Annotated[
@@ -91,6 +120,9 @@ def main(
             router=_section(router, "--router"),
             verifier={"threads": verifier_threads, **_section(verifier, "--verifier")},
             drafter={"threads": drafter_threads, **_section(drafter, "--drafter")},
+            rules=_chosen(rules or preset.rules, RULES_BESIDE, "--rule"),
+            drafts=_chosen(drafts or preset.drafts, DRAFTS_BESIDE, "--drafts"),
+            learning_tokens=preset.learning_tokens,
             models=models,
             peers=parse_peers(peers or ()),
             profiled_steps=256,
@@ -148,6 +180,14 @@ def _show(options: Options, results: Results, name: str | None, seconds: float) 
     shown = ", ".join(plot.name for plot in draw(results, path))
     screen.print(f"{seconds:.0f} s. {path}{shown and '; ' + shown}", markup=False, soft_wrap=True)
     print(line, flush=True)
+
+
+def _chosen(names: Sequence[str], allowed: Sequence[Any], flag: str) -> tuple[Any, ...]:
+    """Each once. Raises ConfigError for one that there is no row of."""
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"{flag}: '{name}' must be one of {', '.join(allowed)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _section(entries: list[str] | None, flag: str) -> dict[str, str]:
