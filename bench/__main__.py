@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -61,7 +62,9 @@ def main(
         typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
     ] = None,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts. [default: 2]")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Held-out; rows: for each repetition. [default: 2]")
+    ] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="[default: 5]")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens a text. [default: 64]")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of all weights.")] = "bfloat16",
@@ -107,13 +110,15 @@ def main(
         count = prompts or preset.prompts
         if count > len(short):
             raise ConfigError(f"--prompts: is {count}, {texts} has {len(short)} short ones")
+        repeated = repetitions or preset.repetitions
         options = Options(
             suites=tuple(suites or preset.suites),
             targets=tuple(targets or preset.targets),
             temperatures=tuple(temperatures or (0.0, 1.0)),
             short=tuple(short[:count]),
+            fresh=tuple(islice(cycle(short), count * repeated + 1)),
             long=tuple(long[: -(-count // 4)]),  # one in five
-            repetitions=repetitions or preset.repetitions,
+            repetitions=repeated,
             max_tokens=max_tokens or preset.max_tokens,
             dtype=dtype,
             threads=threads,

@@ -36,6 +36,7 @@ class Options:
     targets: tuple[int, ...]  # parameters to pad the target to
     temperatures: tuple[float, ...]
     short: tuple[tuple[str, str], ...]  # (id, prompt)
+    fresh: tuple[tuple[str, str], ...]  # likewise, of the row suite: some for each repetition, and one to warm up
     long: tuple[tuple[str, str], ...]  # likewise, for the load suite alone
     repetitions: int
     max_tokens: int

@@ -39,7 +39,7 @@ Say = Callable[[str], None]  # what is being done now
 
 async def run_rows(options: Options, results: Results, say: Say) -> None:
     """Every row, one session at a time, interleaved: whatever the machine does meanwhile hits all alike."""
-    prompts = _encoded(options, options.short)
+    *prompts, familiar = _encoded(options, options.fresh)
     learning = dict.fromkeys(LEARNING, LEARNING_TOKENS)
     learning |= dict.fromkeys((*options.rules, *options.drafts), options.learning_tokens)
     for target in options.targets:
@@ -52,11 +52,11 @@ async def run_rows(options: Options, results: Results, say: Say) -> None:
                 say(f"{name}: warming {row.name} up")
                 warm_up = learning.get(row.name, WARM_UP_TOKENS)
                 for temperature in options.temperatures:
-                    await row.generate(Ask(prompts[0][1], temperature, SEED, warm_up))
+                    await row.generate(Ask(familiar[1], temperature, SEED - 1, warm_up))
             async for take in _interleaved(options, rows, prompts, target, say):
                 results.takes.append(take)
             say(f"{name}: first tokens")
-            results.firsts += await _first_tokens(rows, prompts, target)
+            results.firsts += await _first_tokens(rows, prompts[: len(options.short)], target)
             say(f"{name}: measuring the machine's limit again")
             limit = results.limits[target] = limit.better(await measure(options.threads))
             for row in rows:
@@ -69,10 +69,14 @@ async def run_rows(options: Options, results: Results, say: Say) -> None:
 async def _interleaved(
     options: Options, rows: Sequence[Row], prompts: Prompts, target: int, say: Say
 ) -> AsyncIterator[Take]:
-    """For every repetition, prompt and temperature each row once, in an order that rotates."""
-    order = list(rows)
+    """For every repetition, its prompts and every temperature each row once, in an order that rotates.
+
+    No prompt comes again, if there are enough: drafters that keep what was said would know the answer.
+    """
+    order, each = list(rows), len(prompts) // options.repetitions
     for repetition in range(options.repetitions):
-        for number, (prompt, tokens) in enumerate(prompts):
+        for number in range(repetition * each, (repetition + 1) * each):
+            prompt, tokens = prompts[number]
             for temperature in options.temperatures:
                 ask = Ask(tokens, temperature, SEED + number, options.max_tokens)
                 for row in order:

@@ -24,6 +24,7 @@ OPTIONS = Options(
     targets=(),
     temperatures=(0.0,),
     short=(),
+    fresh=(),
     long=(),
     repetitions=1,
     max_tokens=4,
@@ -90,6 +91,24 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     assert len(set(clusters)) == len(clusters) - 1
     assert clusters[0] == clusters[1]
     assert said == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
+
+
+async def test_no_prompt_comes_again() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    class Row:
+        name = "row"
+
+        async def generate(self, ask: Ask) -> Sample:
+            asked.append(ask.prompt)
+            return Sample((1,), (0.1,), 1)
+
+    row: Any = Row()
+    prompts = [(str(number), (number,)) for number in range(6)]
+    options = replace(OPTIONS, repetitions=3, temperatures=(0.0, 1.0))
+    takes = [take async for take in suites._interleaved(options, [row], prompts, 1, lambda what: None)]
+    assert asked == [(number,) for number in range(6) for _ in options.temperatures]
+    assert [take.repetition for take in takes] == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_flags_for_the_drafter_hold_for_those_without_a_model_too(tmp_path: Path) -> None:
