@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 from rich.console import Console
 
 from bench.figures import Results, last_line
-from bench.options import Options, Suite
+from bench.options import Drafts, Options, Suite
 from bench.peers import parse_peers
 from bench.results import save
 from bench.tables import print_tables
 from outrider.cli.load import read_prompts
 from outrider.cli.pad import parse_count
 from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.core.contract import LOSSY, RULES, SHARED_NOISE, RuleName
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -29,11 +32,26 @@ class _Preset(NamedTuple):
     prompts: int
     repetitions: int
     max_tokens: int
+    rules: tuple[RuleName, ...]
+    drafts: tuple[Drafts, ...]
+    learning_tokens: int
 
 
+# What there may be rows of beside distributed. A lossy rule's speed is that of other texts than the target's.
+RULES_BESIDE = [rule for rule in RULES if rule not in (SHARED_NOISE, *LOSSY)]
+DRAFTS_BESIDE = [drafts for drafts in get_args(Drafts) if drafts != "model"]
 WIDTH = 132  # of tables in a file
-FULL = _Preset(tuple(Suite), (150_000_000, 400_000_000), 2, 5, 64)
-QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48)
+FULL = _Preset(
+    tuple(Suite),
+    (150_000_000, 400_000_000),
+    2,
+    5,
+    64,
+    ("recursive-rejection", "block-verification"),
+    ("prompt-lookup", "suffix"),
+    512,
+)
+QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48, ("recursive-rejection",), ("suffix",), 128)
 
 
 def main(
@@ -44,7 +62,9 @@ def main(
         typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
     ] = None,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts. [default: 2]")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Held-out; rows: for each repetition. [default: 2]")
+    ] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="[default: 5]")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens a text. [default: 64]")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of all weights.")] = "bfloat16",
@@ -54,6 +74,18 @@ def main(
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
     verifier: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
     drafter: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule", help="A row of this rule. [default: recursive-rejection, block-verification; --quick: the first]"
+        ),
+    ] = None,
+    drafts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafts", help="A row of a drafter without a model. [default: prompt-lookup, suffix; --quick: suffix]"
+        ),
+    ] = None,
     callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
     load_seconds: Annotated[float, typer.Option(min=1, help="Of each window of the load suite.")] = 20.0,
     round_trips: Annotated[
@@ -78,19 +110,24 @@ def main(
         count = prompts or preset.prompts
         if count > len(short):
             raise ConfigError(f"--prompts: is {count}, {texts} has {len(short)} short ones")
+        repeated = repetitions or preset.repetitions
         options = Options(
             suites=tuple(suites or preset.suites),
             targets=tuple(targets or preset.targets),
             temperatures=tuple(temperatures or (0.0, 1.0)),
             short=tuple(short[:count]),
+            fresh=tuple(islice(cycle(short), count * repeated + 1)),
             long=tuple(long[: -(-count // 4)]),  # one in five
-            repetitions=repetitions or preset.repetitions,
+            repetitions=repeated,
             max_tokens=max_tokens or preset.max_tokens,
             dtype=dtype,
             threads=threads,
             router=_section(router, "--router"),
             verifier={"threads": verifier_threads, **_section(verifier, "--verifier")},
             drafter={"threads": drafter_threads, **_section(drafter, "--drafter")},
+            rules=_chosen(rules or preset.rules, RULES_BESIDE, "--rule"),
+            drafts=_chosen(drafts or preset.drafts, DRAFTS_BESIDE, "--drafts"),
+            learning_tokens=preset.learning_tokens,
             models=models,
             peers=parse_peers(peers or ()),
             profiled_steps=256,
@@ -148,6 +185,14 @@ def _show(options: Options, results: Results, name: str | None, seconds: float) 
     shown = ", ".join(plot.name for plot in draw(results, path))
     screen.print(f"{seconds:.0f} s. {path}{shown and '; ' + shown}", markup=False, soft_wrap=True)
     print(line, flush=True)
+
+
+def _chosen(names: Sequence[str], allowed: Sequence[Any], flag: str) -> tuple[Any, ...]:
+    """Each once. Raises ConfigError for one that there is no row of."""
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"{flag}: '{name}' must be one of {', '.join(allowed)}")
+    return tuple(dict.fromkeys(names))
 
 
 def _section(entries: list[str] | None, flag: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from outrider.cli.load import Speculation
 from outrider.cli.samples import Sample, timed
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RedisConfig
+from outrider.core.contract import SHARED_NOISE, RuleName
 from outrider.rpc.channels import open_channel
 from outrider.store.embedded import EmbeddedRedis
 from outrider.v1 import types_pb2
@@ -52,12 +53,13 @@ async def running(config: ClusterConfig) -> AsyncIterator[Cluster]:
 
 
 class ClusterRow:
-    """A row of a running cluster, with speculation (None: as its router has it) or without ("off")."""
+    """A row of a running cluster, with speculation (None: as its router has it) or without ("off"), under a rule."""
 
-    def __init__(self, name: str, cluster: Cluster, speculation: Speculation) -> None:
+    def __init__(self, name: str, cluster: Cluster, speculation: Speculation, rule: RuleName = SHARED_NOISE) -> None:
         self.name = name
         self.cluster = cluster
         self.speculation: Speculation = speculation
+        self._rule: RuleName = rule
 
     async def generate(self, ask: Ask) -> Sample:
         """Answers, as a client of the router sees it."""
@@ -69,8 +71,9 @@ class ClusterRow:
             max_tokens=ask.max_tokens,
             ignore_eos=True,
             speculation=self.speculation,
+            rule=self._rule,
         )
 
     def pids(self) -> Mapping[str, int]:
-        """The cluster's processes: plain and speculative rows share them."""
+        """The cluster's processes, which its rows share."""
         return self.cluster.pids()

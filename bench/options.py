@@ -12,6 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
+from outrider.core.contract import RuleName
+
+Drafts = Literal["model", "prompt-lookup", "suffix", "retrieval"]
 
 SEED = 2024  # of the first prompt; the others count up
 
@@ -33,6 +36,7 @@ class Options:
     targets: tuple[int, ...]  # parameters to pad the target to
     temperatures: tuple[float, ...]
     short: tuple[tuple[str, str], ...]  # (id, prompt)
+    fresh: tuple[tuple[str, str], ...]  # likewise, of the row suite: some for each repetition, and one to warm up
     long: tuple[tuple[str, str], ...]  # likewise, for the load suite alone
     repetitions: int
     max_tokens: int
@@ -41,6 +45,9 @@ class Options:
     router: Mapping[str, Any]  # keys of the cluster's sections that differ from their defaults
     verifier: Mapping[str, Any]
     drafter: Mapping[str, Any]
+    rules: tuple[RuleName, ...]  # of acceptance: a row of each beside shared noise
+    drafts: tuple[Drafts, ...]  # drafters without a model: a row of each
+    learning_tokens: int  # that each of these rows says at each temperature before it is measured
     models: Path
     peers: Mapping[str, Path]
     profiled_steps: int  # of a row whose steps' times are asked for
@@ -49,7 +56,9 @@ class Options:
     ramp_s: float
     round_trips_ms: tuple[float, ...]  # distance suite
 
-    def cluster(self, target: Path, *, slots: int = 2, via: str | None = None) -> ClusterConfig:
+    def cluster(
+        self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model"
+    ) -> ClusterConfig:
         """One verifier with `target`, one drafter, one router. Raises ConfigError naming a key that is wrong."""
         fixed = {"slots": slots, "dtype": self.dtype}
         return ClusterConfig(
@@ -67,7 +76,9 @@ class Options:
             ],
             drafter=[
                 parse(
-                    DrafterConfig, {"model": self.models / "drafter", "via": via, **fixed, **self.drafter}, "--drafter"
+                    DrafterConfig,
+                    {"model": self.models / "drafter", "via": via, "drafts": drafts, **fixed, **self.drafter},
+                    "--drafter",
                 )
             ],
         )

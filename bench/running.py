@@ -27,6 +27,7 @@ from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24
 LEARNING = ("in-process", "distributed")  # rows that find out how drafters had better work
+SHARED = ("plain", "distributed")  # rows of one cluster
 LEARNING_TOKENS = 512  # what that takes them
 SPARE_SLOTS = 4  # for sessions of the window before that have yet to end
 ANSWER_TOKENS = 48  # load suite
@@ -38,7 +39,9 @@ Say = Callable[[str], None]  # what is being done now
 
 async def run_rows(options: Options, results: Results, say: Say) -> None:
     """Every row, one session at a time, interleaved: whatever the machine does meanwhile hits all alike."""
-    prompts = _encoded(options, options.short)
+    *prompts, familiar = _encoded(options, options.fresh)
+    learning = dict.fromkeys(LEARNING, LEARNING_TOKENS)
+    learning |= dict.fromkeys((*options.rules, *options.drafts), options.learning_tokens)
     for target in options.targets:
         name = f"rows, {target / 1e6:.0f}M"
         say(f"{name}: padding the target")
@@ -47,17 +50,17 @@ async def run_rows(options: Options, results: Results, say: Say) -> None:
             limit = await measure(options.threads)
             for row in rows:
                 say(f"{name}: warming {row.name} up")
-                warm_up = LEARNING_TOKENS if row.name in LEARNING else WARM_UP_TOKENS
+                warm_up = learning.get(row.name, WARM_UP_TOKENS)
                 for temperature in options.temperatures:
-                    await row.generate(Ask(prompts[0][1], temperature, SEED, warm_up))
+                    await row.generate(Ask(familiar[1], temperature, SEED - 1, warm_up))
             async for take in _interleaved(options, rows, prompts, target, say):
                 results.takes.append(take)
             say(f"{name}: first tokens")
-            results.firsts += await _first_tokens(rows, prompts, target)
+            results.firsts += await _first_tokens(rows, prompts[: len(options.short)], target)
             say(f"{name}: measuring the machine's limit again")
             limit = results.limits[target] = limit.better(await measure(options.threads))
             for row in rows:
-                if isinstance(row, ClusterRow):
+                if isinstance(row, ClusterRow) and row.name in SHARED:
                     say(f"{name}: where {row.name} spends its steps")
                     results.profiles.append(await _profile(options, row, prompts, target, limit))
             results.memory += await _memory(target, rows)
@@ -66,10 +69,14 @@ async def run_rows(options: Options, results: Results, say: Say) -> None:
 async def _interleaved(
     options: Options, rows: Sequence[Row], prompts: Prompts, target: int, say: Say
 ) -> AsyncIterator[Take]:
-    """For every repetition, prompt and temperature each row once, in an order that rotates."""
-    order = list(rows)
+    """For every repetition, its prompts and every temperature each row once, in an order that rotates.
+
+    No prompt comes again, if there are enough: drafters that keep what was said would know the answer.
+    """
+    order, each = list(rows), len(prompts) // options.repetitions
     for repetition in range(options.repetitions):
-        for number, (prompt, tokens) in enumerate(prompts):
+        for number in range(repetition * each, (repetition + 1) * each):
+            prompt, tokens = prompts[number]
             for temperature in options.temperatures:
                 ask = Ask(tokens, temperature, SEED + number, options.max_tokens)
                 for row in order:
@@ -223,7 +230,16 @@ async def _rows(options: Options, target: Path, title: str, say: Say) -> AsyncIt
             rows.append(await stack.enter_async_context(peer))
         say(f"{title}: starting the cluster")
         cluster = await stack.enter_async_context(running(config))
-        yield [*rows, ClusterRow("plain", cluster, "off"), ClusterRow("distributed", cluster, None)]
+        rows += [ClusterRow("plain", cluster, "off"), ClusterRow("distributed", cluster, None)]
+        # Each in a cluster of its own: how drafters had better work is found out for all that a verifier serves.
+        for rule in options.rules:
+            say(f"{title}: starting {rule}")
+            rows.append(ClusterRow(rule, await stack.enter_async_context(running(config)), None, rule))
+        for drafts in options.drafts:
+            say(f"{title}: starting {drafts}")
+            lookup = options.cluster(target, drafts=drafts)
+            rows.append(ClusterRow(drafts, await stack.enter_async_context(running(lookup)), None))
+        yield rows
 
 
 async def _profile(options: Options, row: ClusterRow, prompts: Prompts, target: int, limit: Limit) -> Profile:
@@ -239,7 +255,7 @@ async def _profile(options: Options, row: ClusterRow, prompts: Prompts, target: 
 
 
 async def _memory(target: int, rows: Sequence[Row]) -> list[Memory]:
-    """Of all processes; those of the cluster, which its rows share, are named once."""
+    """Of all processes; those that rows share are named once."""
     found: dict[int, Memory] = {}
     for row in rows:
         fixed: dict[str, float] = {}
@@ -247,7 +263,7 @@ async def _memory(target: int, rows: Sequence[Row]) -> list[Memory]:
             described = await row.cluster.describe()
             fixed["verifier-0"] = (described.weight_bytes + described.kv_bytes) / 1e6
         for process, pid in row.pids().items():
-            name = "cluster" if isinstance(row, ClusterRow) else row.name
+            name = "cluster" if row.name in SHARED else row.name
             entry = Memory(target, name, process, peak_mb(pid), resident_mb(pid), fixed.get(process, 0.0))
             found.setdefault(pid, entry)
     return list(found.values())

@@ -117,7 +117,7 @@ class Finder:
             if isinstance(news, Snapshot):
                 first = member.replica.next_id if member.replica is not None else 1
                 member.replica = Replica(news, first_id=first)
-                member.lookup, member.read = self._lookups.begin(key.tenant), 0
+                member.lookup, member.read = self._lookups.begin(key.tenant, news.contract), 0
                 member.answer_position = news.answer_position
                 same = member.replica.tree.digest == news.digest
             elif member.replica is None:

@@ -320,7 +320,5 @@ class Grower:
             self._send(key, delta, session.plan.version, exhausted)
 
     def _fit(self, contract: Contract) -> Fits:
-        """Scores are fitted per rule and class of temperature; greedy has its own."""
-        heat = contract.temperature
-        name = "greedy" if heat == 0 else "cool" if heat <= 0.5 else "warm" if heat <= 0.8 else "hot"
-        return self._fits.setdefault((contract.rule, name), Fits())
+        """Scores are fitted per rule and class of temperature."""
+        return self._fits.setdefault((contract.rule, contract.heat), Fits())

@@ -156,7 +156,7 @@ class StepLoop:
         self._passes.fill(place)
         own = None
         if self._lookups is not None and fits(start.contract):
-            own = OwnDrafts(self._lookups.begin(start.tenant), self._own_calibration)
+            own = OwnDrafts(self._lookups.begin(start.tenant, start.contract), self._own_calibration)
         session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract), own)
         session.follow(self.pace.way)
         self.sessions[session.id] = session

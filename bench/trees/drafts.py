@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bench.trees.lessons import Learned
+from bench.trees.lessons import Learned, chances_of, noised_row
 from bench.trees.paths import Path, PathRows
 from outrider.core.construction.growing import Scored
 from outrider.core.continuations import Source
+from outrider.core.contract import Contract
 from outrider.core.growth import Fits, candidates
 from outrider.core.repeats import Hint, Repeats
 from outrider.core.sampler import Sampler
@@ -58,25 +59,35 @@ def hints_of(text: Sequence[int], depth: int) -> dict[Path, Hint]:
 
 
 class NoisedScores:
-    """What a source without a model says, and the noise, of one draw."""
+    """What a source without a model says, and at the root also what the noise of one draw says, as lookups have it."""
 
-    def __init__(self, source: Scores, sampler: Sampler, learned: Learned) -> None:
+    def __init__(self, source: Scores, text: Sequence[int], contract: Contract, learned: Learned) -> None:
         self._source = source
-        self._sampler = sampler
+        self._text = text
+        self._contract = contract
         self._learned = learned
-        self._known: dict[Path, Scored] = {}
+        self._root: Scored | None = None
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """Asks the source once for each path."""
-        missing = [path for path in paths if path not in self._known]
-        for path, found in zip(missing, self._source.after(missing), strict=True):
-            self._known[path] = self._row(path, found)
-        return [self._known[path] for path in paths]
+        """The noise is asked once."""
+        return [
+            self._first(found) if not path else found
+            for path, found in zip(paths, self._source.after(paths), strict=True)
+        ]
 
-    def _row(self, path: Path, found: Scored) -> Scored:
-        assert self._learned.background is not None
-        logits = self._learned.background.logits(found, self._sampler.contract.temperature)
-        return self._learned.noised.edges(found, self._sampler.scores(logits, path), WIDTH)
+    def _first(self, found: Scored) -> Scored:
+        if self._root is None:
+            self._root = found
+            chances = chances_of(found)
+            if self._learned.noised.wanted(chances):
+                _, row = noised_row(self._text, chances, self._contract)
+                mixed = self._learned.noised.mixed(chances, row, WIDTH)
+                self._root = sorted(((token, math.log(chance)) for token, chance in mixed.items()), key=_falling)
+        return self._root
+
+
+def _falling(scored: tuple[int, float]) -> float:
+    return -scored[1]
 
 
 class LookupScores:
@@ -117,5 +128,5 @@ class SourceScores:
                     for token, chance in zip(found.tokens, found.chances, strict=True)
                     if chance > 0.0
                 ]
-                self._known[path] = sorted(scored, key=lambda each: -each[1])
+                self._known[path] = sorted(scored, key=_falling)
         return [self._known[path] for path in paths]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from outrider.core.calibration import Calibration
 from outrider.core.continuations import BestOf, Source
 from outrider.core.contract import Contract
 from outrider.core.filters import FloatRow
-from outrider.core.growth import Fits, candidates
-from outrider.core.noised import Background, NoisedFit
+from outrider.core.growth import Candidates, Fits, candidates
+from outrider.core.noise import gumbel_at
+from outrider.core.noised import Background, Found, NoisedFit
 from outrider.core.repeats import Hint, Repeats
 from outrider.core.rules import DRAFT, SeededChance, SparseRow
 from outrider.core.rules.rejection import uncovered, without
@@ -56,7 +58,6 @@ class Learned:
     ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first
     noised: NoisedFit = field(default_factory=NoisedFit)  # without a model
     noised_ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first by that
-    background: Background | None = None  # likewise
     drawn: RankMeans = field(default_factory=RankMeans)  # of children drawn one after the other, recursive rejection
 
 
@@ -89,9 +90,9 @@ def learn_model(
             learned.drawn.observe(_accepted_by_rank(p, q, SeededChance(contract.seed, place, token, DRAFT)))
 
 
-def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract], vocabulary: int) -> Learned:
+def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract]) -> Learned:
     """By how long the match was, and by the noise."""
-    learned = Learned(background=Background(vocabulary))
+    learned = Learned()
     for text, contract in zip(texts, contracts, strict=True):
         repeats = Repeats(text.tokens[: text.prompt])
         for place in range(text.prompt, len(text.tokens)):
@@ -106,11 +107,9 @@ def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract], vocabular
     return learned
 
 
-def learn_suffixes(
-    texts: Sequence[Text], contracts: Sequence[Contract], vocabulary: int
-) -> tuple[Learned, FinishedOutputs]:
+def learn_suffixes(texts: Sequence[Text], contracts: Sequence[Contract]) -> tuple[Learned, FinishedOutputs]:
     """One text after the other, each over those before it; also gives the index of them all."""
-    learned, outputs = Learned(background=Background(vocabulary)), FinishedOutputs()
+    learned, outputs = Learned(), FinishedOutputs()
     for text, contract in zip(texts, contracts, strict=True):
         own = session_suffixes(text.tokens[: text.prompt])
         both = BestOf([own, outputs])
@@ -150,18 +149,29 @@ def best_of(tokens: Sequence[int], outputs: FinishedOutputs) -> Source:
     return BestOf([session_suffixes(tokens), outputs])
 
 
+def chances_of(found: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Tokens and their chances, from the logarithms of these."""
+    return {token: math.exp(chance) for token, chance in found}
+
+
+def noised_row(text: Sequence[int], found: Found, contract: Contract) -> tuple[Background, Candidates]:
+    """How often a text says its tokens, and what the noise says of the one after it."""
+    said = Background()
+    said.extend(text)
+    return said, said.leading(found, partial(gumbel_at, contract.seed, contract.choice, len(text)))
+
+
 def _learn_noise(
     learned: Learned, text: Text, place: int, contract: Contract, found: Sequence[tuple[int, float]]
 ) -> None:
     """What the noise says of what a source found, by what the target then said at `place`."""
-    assert learned.background is not None
-    if not contract.greedy:
-        sampler = Sampler(contract, learned.background.vocabulary, text.tokens[:place], text.prompt)
-        scores = sampler.scores(learned.background.logits(found, contract.temperature))
-        best = learned.noised.edges(found, scores, RANKS)
-        learned.noised_ranks.observe([float(token == text.tokens[place]) for token, _ in best])
-        learned.noised.observe(found, scores, text.tokens[place])
-    learned.background.extend([text.tokens[place]])
+    chances, token, best = chances_of(found), text.tokens[place], [each for each, _ in found]
+    if not contract.greedy and learned.noised.wanted(chances):
+        said, row = noised_row(text.tokens[:place], chances, contract)
+        mixed = learned.noised.mixed(chances, row, RANKS)
+        best = sorted(mixed, key=lambda each: -mixed[each])
+        learned.noised.observe(chances, row, token, said.usual(token))
+    learned.noised_ranks.observe([float(each == token) for each in best])
 
 
 def _hint(repeats: Repeats) -> Hint | None:

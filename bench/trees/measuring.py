@@ -48,7 +48,6 @@ class Lessons:
 def teach(setting: Setting, models: Mapping[str, PathRows], prompts: Sequence[Sequence[int]]) -> Lessons:
     """Lets the drafters learn from the target's texts after some prompts."""
     lessons = Lessons()
-    vocabulary = models["target"].vocabulary
     for heat in setting.temperatures:
         texts = [
             text_of(models["target"], prompt, heat, SEED + at, setting.taught) for at, prompt in enumerate(prompts)
@@ -62,9 +61,9 @@ def teach(setting: Setting, models: Mapping[str, PathRows], prompts: Sequence[Se
                         learn_model(learned, models[name], models["target"], text, contract, shared=shared)
                     lessons.of[name, heat, shared] = learned
             elif name == "prompt lookup":
-                lessons.of[name, heat, True] = learn_lookup(texts, contracts, vocabulary)
+                lessons.of[name, heat, True] = learn_lookup(texts, contracts)
             else:
-                lessons.of[name, heat, True], lessons.outputs[heat] = learn_suffixes(texts, contracts, vocabulary)
+                lessons.of[name, heat, True], lessons.outputs[heat] = learn_suffixes(texts, contracts)
     return lessons
 
 
@@ -209,12 +208,13 @@ class Root:
                     self._models[drafter], sampler, learned.fits, self._hints, shared=kind is Drawn.FREELY
                 )
             elif shared:
-                self._known[key] = NoisedScores(self._scores(drafter, Drawn.RANKED, 0, learned), sampler, learned)
+                source = self._scores(drafter, Drawn.RANKED, 0, learned)
+                self._known[key] = NoisedScores(source, self._text, sampler.contract, learned)
             elif drafter == "prompt lookup":
                 self._known[key] = LookupScores(self._text, learned, DEPTH)
             else:
-                source = best_of(self._text, self._lessons.outputs[self._heat])
-                self._known[key] = SourceScores(source, self._text, learned)
+                both = best_of(self._text, self._lessons.outputs[self._heat])
+                self._known[key] = SourceScores(both, self._text, learned)
         return self._known[key]
 
     def _drawn(self, drafter: str, shape: Shape, draw: int) -> tuple[Tree, Mapping[Path, FloatRow]]:

@@ -62,6 +62,25 @@ class Reference:
             sampler.extend([token])
         return found
 
+    def places(
+        self, prompt: Sequence[int], said: Sequence[int], contract: Contract, dice: np.random.Generator
+    ) -> NDArray[np.float64]:
+        """Where each token of an answer stands in what `transformers` gives to the same text, likelier tokens first:
+        the probability of all that is before it, and of its own a share that the dice decide. [answer]
+
+        Tokens that are drawn from these very probabilities have places that are uniform and independent (Rosenblatt
+        1952; randomized for discrete laws by Brockwell 2007). NaN for a token that may not be said at all.
+        """
+        sampler = Sampler(contract, self._vocabulary, prompt, len(prompt))
+        found = np.full(len(said), np.nan)
+        for index, (token, logits) in enumerate(zip(said, self._logits(prompt, said), strict=True)):
+            p = sampler.probabilities(logits)
+            if 0 <= token < len(p) and p[token] > 0.0:
+                before = p[p > p[token]].sum() + p[:token][p[:token] == p[token]].sum()
+                found[index] = before + dice.random() * p[token]
+            sampler.extend([token])
+        return found
+
     def _logits(self, prompt: Sequence[int], said: Sequence[int]) -> NDArray[np.float32]:
         """For each token of the answer, what it was chosen from: [answer, vocabulary]."""
         if not said:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.cli.compare import Difference, Verdict, difference, verdict
+from outrider.cli.law import LEVEL, p_value
 from outrider.cli.tokenizers import read_tokenizer
 from outrider.client import AsyncClient, Generation
-from outrider.core.contract import Contract
-from outrider.errors import ConfigError, Overloaded
+from outrider.core.contract import LOSSY, SHARED_NOISE, Contract, RuleName
+from outrider.errors import ConfigError, InternalError, Overloaded
 
 if TYPE_CHECKING:
     from outrider.cli.reference import Reference
+
+Speculation = Literal["off", "fixed"]
 
 HELD_OUT = Path("examples/held_out.jsonl")
 PATIENCE_S = 120.0  # for a place in a cluster that is busy
@@ -39,12 +46,34 @@ class Case:
     prompt: Prompt
     temperature: float
     seed: int
-    plain: Generation
+    plain: Generation | None  # None: the speculative text is a draw of its own, and there is no text to equal
     speculative: Generation
-    verdict: Verdict  # speculative against plain
+    verdict: Verdict | None  # speculative against plain
     parted: Difference | None
     reference_verdict: Verdict | None  # both against transformers; None: not compared
     reference_parted: Difference | None
+    places: tuple[float, ...] = ()  # of a draw's tokens in the target's law
+
+
+def repeatable(rule: str, temperature: float) -> bool:
+    """Whether a text under that rule is plain decoding's own text, and not just distributed as that."""
+    return rule == SHARED_NOISE or temperature == 0.0
+
+
+def check_rule(rule: str, temperatures: Sequence[float], *, judged: bool) -> None:
+    """`judged`: whether texts are held against transformers. Raises ConfigError for what cannot be verified."""
+    if rule in LOSSY:
+        raise ConfigError(
+            f"flags: rule: {rule} is lossy: its texts are not distributed as the target's own, and there is nothing "
+            "that they could be held against"
+        )
+    drawn = [temperature for temperature in temperatures if not repeatable(rule, temperature)]
+    if drawn and not judged:
+        raise ConfigError(
+            f"flags: rule: at temperature {drawn[0]:g} a text under {rule} is a draw of its own, not plain decoding's "
+            "text; only transformers' probabilities can judge it: install transformers and leave --no-reference out, "
+            "or give --temperature 0"
+        )
 
 
 def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, count: int) -> list[Prompt]:
@@ -69,13 +98,30 @@ def read_prompts(folder: Path, file: Path | None, texts: Sequence[str] | None, c
     return [Prompt(name, text, tuple(tokenizer.encode(text).ids), digest) for name, text in taken]
 
 
+def drawn_places(cases: Sequence[Case]) -> dict[float, NDArray[np.float64]]:
+    """The places of all tokens that were drawn, by temperature."""
+    drawn = [case for case in cases if case.plain is None]
+    return {
+        heat: np.array([place for case in drawn if case.temperature == heat for place in case.places])
+        for heat in dict.fromkeys(case.temperature for case in drawn)
+    }
+
+
+def follows(cases: Sequence[Case]) -> bool:
+    """Whether what was drawn follows the target's law at every temperature: one test of `LEVEL` for all together."""
+    drawn = drawn_places(cases)
+    return all(p_value(places) * len(drawn) >= LEVEL for places in drawn.values())
+
+
 def plan(prompts: Sequence[Prompt], temperatures: Sequence[float], seeds: int) -> list[tuple[Prompt, float, int]]:
-    """What to generate: at temperature 0 a seed changes nothing, so there is one."""
+    """What to generate: at temperature 0 a seed changes nothing, so there is one. No two prompts share a seed: draws
+    from the same seed at the same place are not independent.
+    """
     return [
         (prompt, temperature, seed)
         for temperature in temperatures
-        for prompt in prompts
-        for seed in range(1, 1 + (seeds if temperature else 1))
+        for first, prompt in enumerate(prompts)
+        for seed in range(1 + first * seeds, 1 + first * seeds + (seeds if temperature else 1))
     ]
 
 
@@ -85,6 +131,7 @@ async def compare(
     reference: Reference | None,
     *,
     tolerance: float,
+    rule: RuleName = SHARED_NOISE,
     model: str = "",
     max_tokens: int = 64,
     concurrency: int = 4,
@@ -92,13 +139,14 @@ async def compare(
 ) -> AsyncIterator[Case]:
     """Generates every case both ways, some at once, and judges it. Waits for room where the cluster is full.
 
+    Under a rule and at a temperature whose texts are not `repeatable` there is the speculative way alone, and the
+    places of its tokens in the reference's law, to be judged together.
+
     Raises what the client raises: TokenizerMismatch when the prompts' tokens are not of the tokenizer that is served.
     """
     room, judging = asyncio.Semaphore(concurrency), asyncio.Lock()
 
-    async def generate(
-        prompt: Prompt, temperature: float, seed: int, speculation: Literal["off", "fixed"]
-    ) -> Generation:
+    async def generate(prompt: Prompt, temperature: float, seed: int, speculation: Speculation) -> Generation:
         give_up = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -111,6 +159,7 @@ async def compare(
                     max_tokens=max_tokens,
                     ignore_eos=True,
                     speculation=speculation,
+                    rule=rule if speculation == "fixed" else SHARED_NOISE,
                     timeout=timeout,
                 )
             except Overloaded as error:
@@ -118,11 +167,26 @@ async def compare(
                     raise
                 await asyncio.sleep(error.retry_after)
 
+    async def place(prompt: Prompt, contract: Contract, drawn: Generation) -> Case:
+        if reference is None:
+            raise InternalError(f"nothing can judge a text under {rule} at temperature {contract.temperature:g}")
+        async with judging:
+            dice = np.random.default_rng(contract.seed)
+            found = await asyncio.to_thread(reference.places, prompt.tokens, drawn.token_ids, contract, dice)
+        lost = np.flatnonzero(np.isnan(found)).tolist()
+        parted = Difference(lost[0], drawn.token_ids[lost[0]], None, math.inf) if lost else None
+        judged = Verdict.BUG if lost else None
+        places = tuple(found[~np.isnan(found)].tolist())
+        return Case(prompt, contract.temperature, contract.seed, None, drawn, None, None, judged, parted, places)
+
     async def one(prompt: Prompt, temperature: float, seed: int) -> Case:
-        async def way(speculation: Literal["off", "fixed"]) -> Generation:
+        async def way(speculation: Speculation) -> Generation:
             async with room:
                 return await generate(prompt, temperature, seed, speculation)
 
+        contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature)
+        if not repeatable(rule, temperature):
+            return await place(prompt, contract, await way("fixed"))
         # "fixed", because other policies speculate only where it pays, and then much would not be verified at all.
         speculating = asyncio.create_task(way("fixed"))
         try:
@@ -132,7 +196,6 @@ async def compare(
             speculating.cancel()
         judged, parted = None, None
         if reference is not None:
-            contract = Contract(seed=seed, max_tokens=max_tokens, temperature=temperature)
             texts = dict.fromkeys((plain.token_ids, speculative.token_ids))  # the second only where it is another
             async with judging:
                 found = [

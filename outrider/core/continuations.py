@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,10 +20,49 @@ class Continuation:
     @property
     def expected(self) -> float:
         """The sum of the path scores: how many tokens are expected to be accepted (OPT-Tree, arXiv 2406.17276)."""
+        return sum(self._scores())
+
+    @property
+    def first(self) -> dict[int, float]:
+        """The tokens that may come next, and their chances."""
+        return {
+            token: chance
+            for parent, token, chance in zip(self.parents, self.tokens, self.chances, strict=True)
+            if parent < 0
+        }
+
+    def with_first(self, chances: Mapping[int, float], nodes: int) -> Continuation:
+        """With these chances of the tokens that may come next, all of `first` among them, and of the best `nodes`."""
+        known = self.first
+        new = [token for token in chances if token not in known]
+        whole = Continuation(
+            (*self.parents, *(-1 for _ in new)),
+            (*self.tokens, *new),
+            (
+                *(
+                    chances[token] if parent < 0 else chance
+                    for parent, token, chance in zip(self.parents, self.tokens, self.chances, strict=True)
+                ),
+                *(chances[token] for token in new),
+            ),
+            self.matched,
+        )
+        scores = whole._scores()
+        best = sorted(range(len(scores)), key=lambda index: -scores[index])[:nodes]  # stable: parents stay before
+        place = {old: index for index, old in enumerate(best)} | {-1: -1}
+        return Continuation(
+            tuple(place[whole.parents[old]] for old in best),
+            tuple(whole.tokens[old] for old in best),
+            tuple(whole.chances[old] for old in best),
+            self.matched,
+        )
+
+    def _scores(self) -> list[float]:
+        """The path scores."""
         scores: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             scores.append(chance if parent < 0 else scores[parent] * chance)
-        return sum(scores)
+        return scores
 
 
 NOTHING = Continuation()

@@ -111,6 +111,22 @@ class Contract:
         return self.temperature == 0.0
 
     @property
+    def heat(self) -> str:
+        """The class of temperatures for which what drafts are worth is learned together; greedy has its own."""
+        heat = self.temperature
+        return "greedy" if heat == 0 else "cool" if heat <= 0.5 else "warm" if heat <= 0.8 else "hot"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are left out of the distribution that are not likely enough."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether terms other than those make the distribution another one than the model's."""
+        return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids)
+
+    @property
     def lossy(self) -> bool:
         """Whether the text is not distributed as the target's own, as its rule wants it."""
         return self.rule in LOSSY

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 from outrider.core.continuations import NOTHING, BestOf, Continuation, Source
-from outrider.core.contract import Contract
+from outrider.core.contract import SHARED_NOISE, Contract
 from outrider.core.datastore import Datastore
+from outrider.core.growth import Candidates
+from outrider.core.noise import gumbel_at
+from outrider.core.noised import Background, Found, NoisedFit
 from outrider.core.repeats import RepeatFit, Repeats
 from outrider.core.retrieval import Retrieval
 from outrider.core.rules import Drawn, rule_of
@@ -27,6 +31,7 @@ WAYS: tuple[str, ...] = get_args(Way)
 
 LONGEST_END = 64  # tokens of the text's end that sources are shown; none looks at more
 LEAST_CHANCE = 1e-6
+MOST_FIRST = 8  # tokens that may come first, where the noise is asked
 
 
 class Lookup(Protocol):
@@ -109,6 +114,45 @@ class Suffixes:
             self._shared.add(output)
 
 
+class Noised:
+    """A lookup of a session whose target chooses under shared noise: its first token is judged by the noise, too."""
+
+    def __init__(self, lookup: Lookup, fit: NoisedFit, contract: Contract) -> None:
+        self._lookup = lookup
+        self._fit = fit
+        self._contract = contract
+        self._said = Background()
+        self._length = 0
+        self._proposal: tuple[Found, Candidates] | None = None  # where the noise was asked, since the text went on
+        self._asked = False
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on; learns from its first token."""
+        if self._proposal is not None and tokens:
+            self._fit.observe(*self._proposal, tokens[0], self._said.usual(tokens[0]))
+        self._proposal, self._asked = None, False
+        self._said.extend(tokens)
+        self._length += len(tokens)
+        self._lookup.extend(tokens)
+
+    def propose(self, nodes: int, depth: int) -> Continuation:
+        """What the lookup says, and the best that it did not find."""
+        proposal = self._lookup.propose(nodes, depth)
+        found = proposal.first
+        if not self._asked and self._length and nodes and depth:
+            self._asked = True
+            if self._fit.wanted(found):
+                terms = self._contract.seed, self._contract.choice, self._length
+                self._proposal = found, self._said.leading(found, partial(gumbel_at, *terms))
+        if self._proposal is None:
+            return proposal
+        return proposal.with_first(self._fit.mixed(*self._proposal, MOST_FIRST), nodes)
+
+    def finish(self, output: Sequence[int]) -> None:
+        """The session has ended with this answer."""
+        self._lookup.finish(output)
+
+
 class Lookups:
     """Makes the lookups of a process's sessions; what they learn and share is here."""
 
@@ -120,14 +164,22 @@ class Lookups:
         self._corpus = Retrieval(store) if store is not None else None
         self._outputs = TenantOutputs()
         self._fit = RepeatFit()
+        self._noised: dict[str, NoisedFit] = {}  # by class of contracts
 
     @classmethod
     def open(cls, way: Way, store: Path | None, tokenizer_digest: bytes) -> Lookups:
         """With the store of that file, if one is named. Raises as the store does, and ConfigError."""
         return cls(way, None if store is None else Datastore.open(store, tokenizer_digest))
 
-    def begin(self, tenant: str) -> Lookup:
+    def begin(self, tenant: str, contract: Contract) -> Lookup:
         """For a session that has no tokens yet."""
+        lookup = self._begin(tenant)
+        if contract.greedy or contract.rule != SHARED_NOISE or contract.restricts:
+            return lookup
+        kind = contract.heat + (" cut" if contract.cuts else "")
+        return Noised(lookup, self._noised.setdefault(kind, NoisedFit()), contract)
+
+    def _begin(self, tenant: str) -> Lookup:
         if self._way == "prompt-lookup" and self._corpus is None:
             return PromptLookup(self._fit)
         own = self._way != "retrieval"

@@ -25,7 +25,11 @@ def noise_key(seed: int, choice: int, position: int) -> int:
 
 def noise_bits(key: int, first: int, count: int) -> NDArray[np.uint64]:
     """For tokens first .. first + count: 32 random bits each, identical on every machine. [count] uint64"""
-    value = np.arange(first + 1, first + count + 1, dtype=np.uint64)
+    return _bits(key, np.arange(first + 1, first + count + 1, dtype=np.uint64))
+
+
+def _bits(key: int, value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`value`: tokens + 1; it is overwritten."""
     value *= np.uint64(PHI)
     value += np.uint64(key & MASK)
     value ^= value >> np.uint64(30)
@@ -43,7 +47,16 @@ def gumbel_row(seed: int, choice: int, position: int, vocabulary: int) -> FloatR
     u carries 32 bits and is small where the noise is large, so rare tokens keep their resolution; log1p keeps
     it through the logarithm.
     """
-    u = noise_bits(noise_key(seed, choice, position), 0, vocabulary).astype(np.float64)
+    return _gumbel(noise_bits(noise_key(seed, choice, position), 0, vocabulary))
+
+
+def gumbel_at(seed: int, choice: int, position: int, tokens: NDArray[np.int64]) -> FloatRow:
+    """The same of some tokens alone: [tokens]."""
+    return _gumbel(_bits(noise_key(seed, choice, position), tokens.astype(np.uint64) + np.uint64(1)))
+
+
+def _gumbel(bits: NDArray[np.uint64]) -> FloatRow:
+    u = bits.astype(np.float64)
     u += 0.5
     u *= 2.0**-32
     np.minimum(u, _LARGEST_U, out=u)

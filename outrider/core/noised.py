@@ -1,110 +1,143 @@
-"""What shared noise says about the tokens that a source without a model proposes.
+"""What shared noise says about the token that comes next, beside a source without a model.
 
 A source knows chances, not logits. That a token follows with chance 0.8 can mean that in four of five such places the
 target has no doubt, or that it is in doubt at each of them. In the first case the noise tells nothing of the token; in
 the second it decides: the token is the first by log c + g, as for a draft model (DESIGN, section 2, "Scores"). So a
-score is a mixture of the two, its weight learned from what the target said.
+chance is a mixture of the two, its weight learned from what the target said. And what the source did not find at all
+may still be the token, where the noise favours it and the text says it often.
 
-The weight has classes by the largest chance found: where a source is sure, the target mostly has no doubt.
-
-Measured with `python -m bench.trees` (eight prompts, acceptance length at 16 nodes, against the chances alone): at
-temperature 1 suffix index 1.11 -> 1.54, prompt lookup 1.09 -> 1.55; at 0.6 2.89 -> 2.67 and 2.88 -> 2.27, +- 0.9: there
-one text that loops decides, and what was learned from texts that do not loop spends nodes on width.
+That is asked at the root alone, and there where the source is not sure. Measured in terms of `python -m bench.trees`
+(thirty prompts, acceptance length, against the chances alone, paired, +- 0.03 at most), at 4 and at 16 nodes: prompt
+lookup +0.16 and +0.30 at temperature 1, +0.10 and +0.24 at 0.6, +0.05 and +0.13 at 0.3; suffix index +0.12 and +0.21,
++0.06 and +0.12, +0.03 and +0.06. At every node of the tree it was -0.19 +- 0.16 at 0.6 and 16 nodes: width where chains
+are worth more. Only tokens that the session has said are looked at, so the cost does not grow with the vocabulary:
+about 0.1 ms a step.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.filters import FloatRow
-from outrider.core.growth import ScaleFit, candidates
-from outrider.core.tree import edge_code, edge_from_code
+from outrider.core.growth import Candidates, ScaleFit, candidates
 
 MOST = 0.995  # of the chance that all that was found may have together
 PRIOR = 8.0  # observations' worth of trust in an even mixture
 MEMORY = 0.995  # weight of the past at each observation
+LEAST_CHANCE = 1e-9
+SURE = 0.6  # chance of a found token from which on the noise is not asked
+BOUNDS = (0.3, SURE)  # of the classes of places, by the largest chance that was found
+LEAST = 0.1  # share below which the noise has been of no use
+SELDOM = 16  # places of which one is tried then
 
-BOUNDS = (0.3, 0.6, 0.85)  # of the classes of places, by the largest chance that was found
-
-Scored = Sequence[tuple[int, float]]  # tokens and the logarithms of their chances
+Found = Mapping[int, float]  # tokens and their chances
 
 
 class Background:
-    """How often tokens are said at all: what a source did not find is among them."""
+    """How often a session's tokens were said: what a source did not find is mostly among them."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-        self._counts = np.full(vocabulary, 0.5)
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}  # of tokens in the arrays
+        self._tokens = np.zeros(256, np.int64)
+        self._counts = np.zeros(256)
+        self._total = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These were said."""
-        np.add.at(self._counts, np.asarray(tokens, np.int64), 1.0)
+        for token in tokens:
+            place = self._place(token)  # which may be in a new array
+            self._counts[place] += 1.0
+        self._total += len(tokens)
 
-    def logits(self, found: Scored, temperature: float) -> NDArray[np.float32]:
-        """The logits [vocabulary] of a draft that has these chances at a temperature above 0 and leaves the rest to the
-        background. A sampler's filters and noise may act on them as on a model's."""
-        q = np.zeros(len(self._counts))
-        for token, chance in found:
-            q[token] += math.exp(chance)
-        total = float(q.sum())
-        if total > MOST:
-            q *= MOST / total
-        q += (1.0 - min(total, MOST)) * self._counts / self._counts.sum()
-        logits: NDArray[np.float32] = (temperature * np.log(q)).astype(np.float32)
-        return logits
+    def usual(self, token: int) -> float:
+        """The share of what was said that this token has."""
+        place = self._places.get(token)
+        return 0.0 if place is None else float(self._counts[place]) / self._total
+
+    def leading(self, found: Found, noise: Callable[[NDArray[np.int64]], FloatRow]) -> Candidates:
+        """The best by log q + g of a draft that has the chances found and leaves the rest to the background. `noise`
+        gives g of some tokens. Something must have been said."""
+        places = {self._place(token): chance for token, chance in found.items()}
+        total, known = sum(found.values()), len(self._places)
+        q = self._counts[:known] * ((1.0 - min(total, MOST)) / self._total)
+        for place, chance in places.items():
+            q[place] += chance * min(1.0, MOST / total) if total else 0.0
+        tokens = self._tokens[:known]
+        row = candidates(np.log(np.maximum(q, LEAST_CHANCE)) + noise(tokens))
+        return Candidates(tokens[row.tokens], row.scores)
+
+    def _place(self, token: int) -> int:
+        """Where the token is; it is added if it is not known."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[place] = token
+        return place
 
 
 class NoisedFit:
-    """The mixture's weight, by how sure the source is, and the scale of its second part; for one source and class of
-    temperatures."""
+    """The mixture's weight, by how sure the source is, and the scale of its second part; for one class of contracts.
+
+    The weight is the noise's share of what the target's tokens were believed to be. Where it has fallen so low that the
+    noise is of no use, it is asked seldom.
+    """
 
     def __init__(self) -> None:
         self._scale = ScaleFit(1.1)
-        self._noised = [PRIOR / 2] * (len(BOUNDS) + 1)
-        self._of = [PRIOR] * (len(BOUNDS) + 1)
+        self._noised = [PRIOR / 2] * len(BOUNDS)
+        self._of = [PRIOR] * len(BOUNDS)
+        self._known = self._asked = PRIOR  # how often the token was among the leading ones
+        self._passed = 0  # places where it was of no use, since the last trial
 
-    def share(self, found: Scored) -> float:
+    def share(self, found: Found) -> float:
         """How much of the belief is due to the noise, 0 to 1."""
         kind = _kind(found)
-        return self._noised[kind] / self._of[kind]
+        return self._noised[kind] / self._of[kind] if kind < len(BOUNDS) else 0.0
 
-    def edges(self, found: Scored, scores: FloatRow, width: int) -> list[tuple[int, float]]:
-        """The best `width` tokens and the logarithm of each one's chance, best first, as the wire can carry it.
+    def wanted(self, found: Found) -> bool:
+        """Whether the noise shall be asked at this place; each place is to be asked for once."""
+        if _kind(found) == len(BOUNDS):
+            return False
+        if self.share(found) >= LEAST:
+            return True
+        self._passed = (self._passed + 1) % SELDOM
+        return self._passed == 0
 
-        `scores`: log q + g of the source's draft, [vocabulary].
-        """
-        by_noise, share = self._by_noise(scores), self.share(found)
-        plain = {token: math.exp(chance) for token, chance in found}
-        mixed = [
-            (token, share * by_noise.get(token, 0.0) + (1.0 - share) * plain.get(token, 0.0))
-            for token in by_noise.keys() | plain.keys()
-            if np.isfinite(scores[token])
-        ]
-        best = sorted(mixed, key=lambda each: (-each[1], each[0]))[:width]
-        return [(token, edge_from_code(edge_code(math.log(max(chance, 1e-9))))) for token, chance in best]
+    def mixed(self, found: Found, row: Candidates, width: int) -> dict[int, float]:
+        """The chance of each token that was found and of the best others, at most `width` in all unless more were
+        found. `row`: the leading tokens by log q + g of the source's draft."""
+        share, by_noise = self.share(found), self._by_noise(row)
+        chances = {token: (1.0 - share) * chance for token, chance in found.items()}
+        for token, chance in by_noise.items():  # best first
+            if token in chances or len(chances) < width:
+                chances[token] = chances.get(token, 0.0) + share * chance
+        return chances
 
-    def observe(self, found: Scored, scores: FloatRow, token: int) -> None:
-        """The target said `token` there: each part of the mixture earns its part of that token's chance."""
+    def observe(self, found: Found, row: Candidates, token: int, usual: float) -> None:
+        """The target said `token` there, which is said with a chance of `usual` wherever: each part of the mixture
+        earns its part of that token's chance."""
         kind, share = _kind(found), self.share(found)
-        noised = share * self._by_noise(scores).get(token, 0.0)
-        plain = (1.0 - share) * sum(math.exp(chance) for each, chance in found if each == token)
+        noised = share * self._by_noise(row).get(token, 0.0)
+        plain = (1.0 - share) * (found.get(token, 0.0) + max(0.0, 1.0 - sum(found.values())) * usual)
         if noised + plain > 0.0:
             self._noised[kind] = MEMORY * self._noised[kind] + noised / (noised + plain)
             self._of[kind] = MEMORY * self._of[kind] + 1.0
-        self._scale.observe(candidates(scores), token)
+        self._scale.observe(row, token)
+        self._known = MEMORY * self._known + bool((row.tokens == token).any())
+        self._asked = MEMORY * self._asked + 1.0
 
-    def _by_noise(self, scores: FloatRow) -> dict[int, float]:
-        """The chance of each leading token if the target is in doubt everywhere."""
-        row = candidates(scores)
+    def _by_noise(self, row: Candidates) -> dict[int, float]:
+        """The chance of each leading token if the target is in doubt everywhere, best first."""
         chances = np.exp(self._scale.relative(row))
-        return dict(zip(row.tokens.tolist(), (chances / chances.sum()).tolist(), strict=True))
+        chances *= self._known / self._asked / chances.sum()
+        return dict(zip(row.tokens.tolist(), chances.tolist(), strict=True))
 
 
-def _kind(found: Scored) -> int:
+def _kind(found: Found) -> int:
     """The class of a place: a source that is sure is so mostly where the target has no doubt."""
-    return bisect_right(BOUNDS, math.exp(max((chance for _, chance in found), default=-math.inf)))
+    return bisect_right(BOUNDS, max(found.values(), default=0.0))

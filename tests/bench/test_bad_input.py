@@ -33,8 +33,11 @@ def bench(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[s
     [
         (("--peer", "llama.cpp=/no-such"), ("llama.cpp is not there", "/no-such/build/bin/llama-server")),
         (("--router", "depht=3"), ("--router: depht: unknown key",)),
+        (("--rule", "hopeful"), ("--rule: 'hopeful' must be one of target-match,", "block-verification")),
+        (("--rule", "typical-acceptance"), ("--rule: 'typical-acceptance' must be one of",)),
+        (("--drafts", "model"), ("--drafts: 'model' must be one of prompt-lookup, suffix, retrieval",)),
     ],
-    ids=["peer", "key"],
+    ids=["peer", "key", "rule", "lossy rule", "drafter of another row"],
 )
 def test_a_mistake_ends_it_before_anything_starts(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
     done = bench("--quick", *arguments)

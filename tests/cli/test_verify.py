@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from outrider.cli.compare import TOLERANCE, Difference, Verdict, difference
+from outrider.cli.law import p_value
 from outrider.cli.reference import Reference
 from outrider.cli.verification import Case, Prompt, compare, plan, read_prompts
 from outrider.cli.verify import last_line
@@ -64,6 +67,9 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
         (("--address", "127.0.0.1:1", "--checkpoint", "models/target", "--no-reference"), "no router can be reached"),
         (("--address", "127.0.0.1:1"), "checkpoint"),
         (("--prompts", "nowhere.jsonl", "--no-reference"), "nowhere.jsonl"),
+        (("--rule", "hopeful"), "'block-verification'"),
+        (("--rule", "typical-acceptance"), "typical-acceptance is lossy"),
+        (("--rule", "target-match", "--no-reference"), "at temperature 0.8 a text under target-match is a draw"),
     ],
 )
 def test_what_cannot_be_verified_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
@@ -78,6 +84,7 @@ class Script:
 
     def __init__(self, plain: Generation, speculative: Generation, full: int = 0) -> None:
         self.full = full
+        self.rules: set[tuple[str | None, str]] = set()
         self._answers = {"off": plain, "fixed": speculative}
 
     async def generate(self, prompt: Any, *, speculation: str | None, **options: Any) -> Generation:
@@ -86,7 +93,21 @@ class Script:
         if self.full:
             self.full -= 1
             raise Overloaded("all slots are in use", retry_after=0.01)
+        self.rules.add((speculation, options["rule"]))
         return self._answers[speculation]
+
+
+class Placed:
+    """A reference to which greedy texts are right, and which places draws as it is told."""
+
+    def __init__(self, second: float = 0.5) -> None:
+        self._places = np.array([0.25, second])
+
+    def difference(self, *_: Any) -> None:
+        return None
+
+    def places(self, *_: Any) -> NDArray[np.float64]:
+        return self._places
 
 
 async def cases(plain: Generation, speculative: Generation) -> list[Case]:
@@ -114,6 +135,35 @@ async def test_a_full_cluster_is_waited_for() -> None:
     found = [case async for case in compare(client, plan([PROMPT], [0.0], 1), None, tolerance=1e-3)]
     assert [case.verdict for case in found] == [Verdict.IDENTICAL]
     assert client.full == 0
+
+
+async def test_texts_under_rules_of_draws_are_compared_at_temperature_0_alone() -> None:
+    judge: Any = Placed()
+    client: Any = Script(generation([1, 2], [9, 9]), generation([1, 2], [float("nan")] * 2))
+    work = plan([PROMPT], [0.0, 0.8], 3)
+    found = [
+        case async for case in compare(client, work, judge, tolerance=TOLERANCE["float32"], rule="block-verification")
+    ]
+    assert client.rules == {("off", "shared-noise"), ("fixed", "block-verification")}
+    assert [(case.verdict, case.plain is None, case.places) for case in found] == [
+        (Verdict.IDENTICAL, False, ()),
+        *[(None, True, (0.25, 0.5))] * 3,
+    ]
+    assert last_line(found).endswith(" tokens=10 identical=1 near_ties=0 bugs=0 reference_near_ties=0 reference_bugs=0 "
+                                     "drawn=6 law=kept")  # fmt: skip
+
+
+async def test_a_draw_that_the_target_cannot_say_is_a_bug() -> None:
+    judge: Any = Placed(math.nan)
+    client: Any = Script(generation([1, 2]), generation([1, 2]))
+    work = plan([PROMPT], [0.8], 1)
+    (case,) = [case async for case in compare(client, work, judge, tolerance=1e-3, rule="target-match")]
+    assert (case.reference_verdict, case.reference_parted) == (Verdict.BUG, Difference(1, 2, None, math.inf))
+
+
+def test_draws_of_no_two_prompts_share_a_seed() -> None:
+    work = plan([PROMPT, PROMPT._replace(name="q")], [0.8], 3)
+    assert len({seed for _, _, seed in work}) == len(work) == 6
 
 
 def test_an_unknown_gap_explains_nothing() -> None:
@@ -166,6 +216,17 @@ def test_a_near_tie_hides_no_bug(reference: Reference) -> None:
     parted = reference.difference(prompt, [best[2]], contract, tolerance)
     assert parted is not None
     assert parted.judged(tolerance) is Verdict.BUG
+
+
+def test_what_is_drawn_from_transformers_own_probabilities_has_uniform_places(reference: Reference) -> None:
+    contract, dice, places = Contract(seed=3, max_tokens=8, temperature=0.8), np.random.default_rng(1), []
+    for start in range(40):
+        prompt = [1, 2, start]
+        logits = reference._logits(prompt, [0])[-1].astype(float)
+        said = np.argmax(logits / contract.temperature + dice.gumbel(size=(8, len(logits))), axis=1).tolist()
+        places += [reference.places(prompt, [token], contract, dice)[0] for token in said]
+    assert p_value(np.array(places)) > 0.01
+    assert np.isnan(reference.places(prompt, [4096 + 7, 1], contract, dice)).tolist() == [True, False]
 
 
 def test_a_checkpoint_that_is_cut_short_is_named(tmp_path: Path) -> None:

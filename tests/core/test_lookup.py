@@ -12,13 +12,15 @@ from outrider.core.repeats import Repeats
 from outrider.core.tree import TokenTree
 from outrider.errors import ConfigError
 
+GREEDY = Contract(seed=0, max_tokens=1, temperature=0.0)
+
 texts = st.lists(st.integers(0, 3), min_size=4, max_size=60)
 
 
 @pytest.mark.parametrize("way", ["prompt-lookup", "suffix"])
 @given(texts, st.integers(1, 12), st.integers(1, 6), st.floats(0.0, 0.5))
 def test_what_is_added_is_within_all_bounds(way: str, text: list[int], nodes: int, depth: int, floor: float) -> None:
-    lookup, tree = Lookups(way, None).begin(""), TokenTree(text)
+    lookup, tree = Lookups(way, None).begin("", GREEDY), TokenTree(text)
     for start in range(0, len(text), 3):
         lookup.extend(text[start : start + 3])
     added = grow(tree, lookup, nodes=nodes, depth=depth, width=2, floor=floor, room=7)
@@ -34,7 +36,7 @@ def test_what_is_added_is_within_all_bounds(way: str, text: list[int], nodes: in
 
 @given(texts)
 def test_prompt_lookup_proposes_what_followed_the_longest_repetition(text: list[int]) -> None:
-    lookup = Lookups("prompt-lookup", None).begin("")
+    lookup = Lookups("prompt-lookup", None).begin("", GREEDY)
     lookup.extend(text)
     found, proposal = Repeats(text).find(5), lookup.propose(9, 5)
     assert list(proposal.tokens) == (found.tokens if found else [])
@@ -42,7 +44,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_repetition(text: list[
 
 
 def test_prompt_lookup_learns_what_matches_are_worth() -> None:
-    right, wrong = Lookups("prompt-lookup", None).begin(""), Lookups("prompt-lookup", None).begin("")
+    right, wrong = Lookups("prompt-lookup", None).begin("", GREEDY), Lookups("prompt-lookup", None).begin("", GREEDY)
     for lookup, new in ((right, 0), (wrong, 1)):
         lookup.extend([1, 2, 3, 7, 9, 1, 2, 3])
         for step in range(20):
@@ -54,17 +56,17 @@ def test_prompt_lookup_learns_what_matches_are_worth() -> None:
 
 def test_suffixes_share_the_outputs_of_one_tenant_and_no_other_s() -> None:
     lookups = Lookups("suffix", None)
-    first = lookups.begin("one")
+    first = lookups.begin("one", GREEDY)
     first.extend([1, 2, 3])
     first.finish([5, 6, 7, 8, 9, 10])
     for tenant, expected in (("one", (8, 9)), ("two", ())):
-        other = lookups.begin(tenant)
+        other = lookups.begin(tenant, GREEDY)
         other.extend([4, 5, 6, 7])
         assert other.propose(2, 2).tokens == expected
 
 
 def test_a_drafter_is_judged_where_it_is_grafted() -> None:
-    lookup, tree = Lookups("suffix", None).begin(""), TokenTree([1, 2, 1])
+    lookup, tree = Lookups("suffix", None).begin("", GREEDY), TokenTree([1, 2, 1])
     lookup.extend([1, 2, 1])
     ((node, claimed),) = grow(tree, lookup, nodes=1, depth=1, width=1, floor=0.0, room=9, judge=lambda edge: edge - 1.0)
     assert node.edge == pytest.approx(claimed - 1.0)

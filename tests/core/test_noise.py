@@ -9,7 +9,7 @@ from scipy import stats
 
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
-from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+from outrider.core.noise import NoiseRows, gumbel_at, gumbel_row, noise_bits, noise_key
 from outrider.core.sampler import Sampler
 
 
@@ -105,3 +105,8 @@ def test_digest_vectors() -> None:
     assert extend(extend(EMPTY, [1]), [2, 3]) == extend(EMPTY, [1, 2, 3])
     assert extend(EMPTY, [1, 3, 2]) != extend(EMPTY, [1, 2, 3])
     assert extend(EMPTY, [0]) != EMPTY
+
+
+def test_the_noise_of_some_tokens_is_that_of_the_row() -> None:
+    tokens = np.array([4095, 0, 17, 17])
+    np.testing.assert_array_equal(gumbel_at(3, 1, 17, tokens), gumbel_row(3, 1, 17, 4096)[tokens])

@@ -1,36 +1,47 @@
-"""What the noise says of a source's tokens is believed as far as it was right."""
+"""What the noise says of the next token is believed as far as it was right, and not asked where it is of no use."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 
+from outrider.core.continuations import NOTHING, Continuation
 from outrider.core.contract import Contract
-from outrider.core.noise import gumbel_row
-from outrider.core.noised import Background, NoisedFit
-from outrider.core.sampler import Sampler
+from outrider.core.growth import Candidates
+from outrider.core.lookup import Lookups, Noised
+from outrider.core.noise import gumbel_at, gumbel_row
+from outrider.core.noised import LEAST, SELDOM, SURE, Background, NoisedFit
 
 VOCABULARY = 60
-FOUND = [(7, math.log(0.55)), (3, math.log(0.3))]
+FOUND = {7: 0.35, 3: 0.2}
+
+
+def background() -> Background:
+    """Of a text that has said every token."""
+    said = Background()
+    said.extend(range(VOCABULARY))
+    return said
 
 
 def world(doubt: bool, fit: NoisedFit, steps: int = 500) -> tuple[float, float]:
     """Teaches `fit` at places where the target is in doubt each time, or never; then says how often its best token was
     the target's, and how often it believed so."""
     generator = np.random.default_rng(3)
-    background = Background(VOCABULARY)
-    p = np.full(VOCABULARY, 0.15 / (VOCABULARY - 2))
-    p[7], p[3] = 0.55, 0.3
+    said = background()
+    p = np.full(VOCABULARY, 0.45 / (VOCABULARY - 2))
+    p[7], p[3] = FOUND[7], FOUND[3]
     hits, beliefs = [], []
     for position in range(steps):
         noise = gumbel_row(11, 0, position, VOCABULARY)
-        scores = background.logits(FOUND, 1.0) + noise
+        row = said.leading(FOUND, partial(gumbel_at, 11, 0, position))
         token = int((np.log(p) + noise).argmax()) if doubt else int(generator.choice(VOCABULARY, p=p))
-        ((best, chance),) = fit.edges(FOUND, scores, 1)
+        mixed = fit.mixed(FOUND, row, 8)
+        best = max(mixed, key=lambda each: mixed[each])
         if position >= steps // 2:
             hits.append(best == token)
-            beliefs.append(math.exp(chance))
-        fit.observe(FOUND, scores, token)
+            beliefs.append(mixed[best])
+        fit.observe(FOUND, row, token, 1 / VOCABULARY)
     return float(np.mean(hits)), float(np.mean(beliefs))
 
 
@@ -38,32 +49,130 @@ def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chance
     doubtful, certain = NoisedFit(), NoisedFit()
     assert doubtful.share(FOUND) == certain.share(FOUND) == 0.5
     hits, believed = world(True, doubtful)
-    assert hits > 0.85  # by the chances alone 0.55
+    assert hits > 0.75  # by the chances alone 0.35
     assert believed == pytest.approx(hits, abs=0.08)
     hits, believed = world(False, certain)
-    assert hits == pytest.approx(0.55, abs=0.07)
+    assert hits == pytest.approx(0.35, abs=0.07)
     assert believed == pytest.approx(hits, abs=0.1)
-    assert certain.share(FOUND) < 0.4 < 0.8 < doubtful.share(FOUND)
-    assert certain.share([(1, -0.01)]) == 0.5  # places of another class
+    assert certain.share(FOUND) < 0.45 < 0.8 < doubtful.share(FOUND)
+    assert certain.share({1: 0.1}) == 0.5  # places of another class
+
+
+def test_where_it_is_of_no_use_it_is_asked_seldom_and_again_when_it_helps() -> None:
+    fit, row = NoisedFit(), Candidates(np.array([5, 6]), np.array([2.0, 1.0]))
+    for _ in range(2000):
+        fit.observe(FOUND, row, 7, 0.0)
+    assert fit.share(FOUND) < LEAST
+    assert sum(fit.wanted(FOUND) for _ in range(10 * SELDOM)) == 10
+    for _ in range(200):
+        fit.observe(FOUND, row, 5, 0.0)
+    assert all(fit.wanted(FOUND) for _ in range(SELDOM))
+
+
+def test_who_is_sure_does_not_ask_it() -> None:
+    fit = NoisedFit()
+    assert not fit.wanted({7: SURE, 3: 0.1})
+    assert fit.wanted({7: SURE - 0.01, 3: 0.1})
+    assert fit.wanted({})
 
 
 def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_what_is_said_often() -> None:
-    background = Background(VOCABULARY)
-    background.extend([9] * 100)
-    for temperature in (0.5, 1.0):
-        logits = background.logits(FOUND, temperature)
-        q = np.exp(logits.astype(float) / temperature)
-        assert q.sum() == pytest.approx(1.0, rel=1e-4)
-        assert (q[7], q[3]) == pytest.approx((0.55, 0.3), abs=1e-3)
-        assert q[9] > 0.1
-    assert np.isfinite(background.logits([(1, 0.0)], 1.0)).all()
+    said = background()
+    said.extend([9] * 100)
+    silent = said.leading({**FOUND, 99: 0.1}, lambda tokens: np.zeros(len(tokens)))
+    q = dict(zip(silent.tokens.tolist(), np.exp(silent.scores).tolist(), strict=True))
+    assert sum(q.values()) == pytest.approx(1.0, rel=1e-6)
+    assert (q[7], q[3], q[99]) == pytest.approx((0.35, 0.2, 0.1), abs=5e-3)  # which had not been said
+    assert q[9] > 0.2
+    assert np.isfinite(said.leading({1: 1.0, 2: 1.0}, lambda tokens: np.zeros(len(tokens))).scores).all()
 
 
-def test_what_may_not_be_said_is_not_proposed() -> None:
-    contract = Contract(seed=1, max_tokens=5, banned_ids=(7,))
-    sampler = Sampler(contract, VOCABULARY, [1, 2], 2)
-    scores = sampler.scores(Background(VOCABULARY).logits(FOUND, 1.0))
-    edges = NoisedFit().edges(FOUND, scores, 8)
-    assert 7 not in dict(edges)
-    assert len(edges) == 8
-    assert [chance for _, chance in edges] == sorted((chance for _, chance in edges), reverse=True)
+def test_more_tokens_than_fit_at_first_are_all_counted() -> None:
+    said = Background()
+    said.extend([*range(1000), 999])
+    row = said.leading({}, lambda tokens: np.where(tokens == 998, 0.1, 0.0))
+    assert row.tokens[:2].tolist() == [999, 998]
+
+
+class Script:
+    """A lookup that says what it is told."""
+
+    def __init__(self, proposal: Continuation) -> None:
+        self.proposal = proposal
+
+    def extend(self, tokens: list[int]) -> None:
+        """Nothing."""
+
+    def propose(self, nodes: int, depth: int) -> Continuation:
+        return self.proposal
+
+    def finish(self, output: list[int]) -> None:
+        """Nothing."""
+
+
+def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> None:
+    contract = Contract(seed=11, max_tokens=9)
+    lookup = Noised(Script(Continuation((-1, 0, 1), (7, 8, 9), (0.5, 0.9, 0.9))), NoisedFit(), contract)
+    lookup.extend([*range(20), 1, 1, 1, 1])
+    proposal = lookup.propose(24, 24)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    for index, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
+        assert parent < index
+        paths[index] = (*paths[parent], token)
+    assert {(7,), (7, 8), (7, 8, 9)} < set(paths.values())
+    assert len(proposal.first) == len(proposal.tokens) - 2 == 8
+    assert proposal.first[7] != 0.5
+    leading = background().leading({7: 0.5}, partial(gumbel_at, 11, 0, 24))
+    assert next(token for token in leading.tokens.tolist() if token < 20) in proposal.first
+    assert lookup.propose(24, 24) == proposal
+    assert len(lookup.propose(2, 24).tokens) == 2
+
+
+def test_it_learns_from_the_token_that_follows() -> None:
+    fit = NoisedFit()
+    lookup = Noised(Script(Continuation((-1,), (7,), (0.5,))), fit, Contract(seed=11, max_tokens=9))
+    lookup.extend([*range(20)])
+    for _ in range(50):
+        lookup.propose(4, 4)
+        lookup.extend([7])
+    assert fit.share({7: 0.5}) < 0.5
+    before = fit.share({7: 0.5})
+    lookup.extend([7])  # nothing was asked
+    assert fit.share({7: 0.5}) == before
+
+
+def test_nothing_is_asked_before_a_text_or_for_no_nodes() -> None:
+    lookup = Noised(Script(NOTHING), NoisedFit(), Contract(seed=1, max_tokens=9))
+    assert lookup.propose(4, 4) == NOTHING
+    lookup.extend([1])
+    assert lookup.propose(0, 4) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("terms", "asked"),
+    [
+        ({}, True),
+        ({"top_p": 0.9}, True),
+        ({"temperature": 0.0}, False),
+        ({"rule": "target-match"}, False),
+        ({"banned_ids": (7,)}, False),
+        ({"presence_penalty": 1.0}, False),
+    ],
+)
+def test_it_is_asked_where_it_is_shared_and_decides(terms: dict, asked: bool) -> None:
+    lookup = Lookups("suffix", None).begin("", Contract(seed=1, max_tokens=9, **terms))
+    assert isinstance(lookup, Noised) is asked
+
+
+def test_what_it_is_worth_is_learned_by_class_of_contracts() -> None:
+    lookups = Lookups("suffix", None)
+
+    def fit(**terms: float) -> NoisedFit:
+        lookup = lookups.begin("", Contract(seed=1, max_tokens=9, **terms))
+        assert isinstance(lookup, Noised)
+        return lookup._fit
+
+    assert fit(temperature=1.0) is fit(temperature=0.9)
+    fits = {fit(temperature=heat, top_p=share) for heat in (0.4, 0.7, 1.0) for share in (0.9, 1.0)}
+    assert len(fits) == 6
+    assert math.isclose(fit().share({}), 0.5)

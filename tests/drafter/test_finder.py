@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from drafter_svc.finder import CHUNK, Finder
@@ -11,6 +12,7 @@ from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.lookup import Lookups
+from outrider.core.noise import gumbel_row
 from outrider.core.tree import Delta, TokenTree
 
 PLAN = Plan(version=1, depth=6, width=2, nodes=6)
@@ -34,7 +36,7 @@ class Upstream:
         fields: dict[str, object] = {
             "tokens": tuple(tokens),
             "digest": extend(EMPTY, tokens),
-            "contract": Contract(seed=1, max_tokens=99),
+            "contract": Contract(seed=1, max_tokens=99, temperature=0.0),
             "plan": PLAN,
             "credit": 100,
         }
@@ -114,6 +116,17 @@ async def test_credit_and_price_bound_what_it_says() -> None:
     upstream.finder.opened(key("c"), upstream.snapshot(TEXT, contract=Contract(seed=1, max_tokens=9, rule=DRAWN)))
     await upstream.settle()
     assert [(name.session_id, len(delta.tokens)) for name, delta, _ in upstream.said] == [("a", 2), ("b", 0), ("c", 0)]
+
+
+async def test_above_temperature_0_the_shared_noise_names_tokens_where_nothing_was_found() -> None:
+    upstream, text = Upstream(), [*range(1, 30)]
+    for heat in (0.0, 1.0):
+        contract = Contract(seed=1, max_tokens=99, temperature=heat)
+        upstream.finder.opened(key(str(heat)), upstream.snapshot(text, contract=contract))
+    await upstream.settle()
+    assert [len(delta.tokens) for _, delta, _ in upstream.said] == [0, PLAN.width]
+    noise = gumbel_row(1, 0, len(text), 30)[1:]
+    assert set(upstream.said[1][1].tokens) == {1 + token for token in np.argsort(-noise)[: PLAN.width].tolist()}
 
 
 DRAWN = "recursive-rejection"

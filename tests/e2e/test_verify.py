@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import pytest
 
@@ -41,6 +41,16 @@ class Liar(AsyncClient):
         tokens = list(said.token_ids)
         tokens[LIE_AT] = (tokens[LIE_AT] + 1) % 4096
         return replace(said, token_ids=tuple(tokens))
+
+
+class Warmer(AsyncClient):
+    """Draws from a law that is a little flatter than the target's."""
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Generation:
+        options["temperature"] = 1.3 * options["temperature"]
+        return await super().generate(prompt, timeout=timeout, **options)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +101,29 @@ async def test_a_lie_told_both_ways_is_found_by_the_reference_alone(
         found = await cases(client, chosen, judge)
         assert [(case.verdict, case.reference_verdict) for case in found] == [(Verdict.IDENTICAL, Verdict.BUG)] * 2
         assert [case.verdict for case in await cases(client, chosen, None)] == [Verdict.IDENTICAL] * 2
+
+
+async def draws(client: AsyncClient, chosen: list[Prompt], judge: Reference) -> list[Case]:
+    work = plan(chosen, [0.0, 1.0], 12)
+    terms: Any = {"tolerance": TOLERANCE["float32"], "rule": "recursive-rejection", "timeout": 60}
+    return [case async for case in compare(client, work, judge, **terms)]
+
+
+async def test_under_a_rule_of_draws_greedy_texts_are_the_same_and_others_follow_the_law(
+    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+) -> None:
+    async with AsyncClient(cluster.router_address) as client:
+        found = await draws(client, chosen, judge)
+    assert found[0].verdict is Verdict.IDENTICAL
+    assert last_line(found).endswith("bugs=0 reference_near_ties=0 reference_bugs=0 drawn=768 law=kept")
+
+
+async def test_draws_that_do_not_follow_the_law_are_found_out(
+    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+) -> None:
+    async with Warmer(cluster.router_address) as client:
+        found = await draws(client, chosen, judge)
+    assert last_line(found).endswith("bugs=0 reference_near_ties=0 reference_bugs=0 drawn=768 law=broken")
 
 
 async def test_the_tokens_of_another_tokenizer_are_refused(cluster: LocalCluster, tmp_path: Path) -> None:
