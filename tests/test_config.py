@@ -39,6 +39,11 @@ def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:
     assert (drafter.dtype, drafter.layers, drafter.skip) == ("int4", None, (3, 5))
 
 
+def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
+    text = GOOD.replace("[[verifier]]", "[[verifier]]\nlookup = 'lookahead'")
+    assert load_cluster(written(tmp_path, text)).verifier[0].lookup == "lookahead"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -48,6 +53,8 @@ def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:
         (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\ndtype = 'int2'"), r"drafter\.0\.dtype: .*'int8' or 'int4'"),
         (GOOD.replace("[[verifier]]", "[[verifier]]\ndtype = 'int8'"), r"verifier\.0\.dtype: .*'bfloat16'"),
+        (GOOD.replace("[[verifier]]", "[[verifier]]\nlookup = 'ahead'"), r"verifier\.0\.lookup: .*or 'lookahead'"),
+        (GOOD.replace("[[drafter]]", "[[drafter]]\ndrafts = 'lookahead'"), r"drafter\.0\.drafts: .*or 'retrieval'"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\nlayers = 0"), r"drafter\.0\.layers: .*greater than or equal to 1"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\nskip = [2, -1]"), r"drafter\.0\.skip\.1: .*equal to 0"),
         ("[router", "not valid TOML"),

@@ -19,9 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.budget import Budget, CostModel, choose_budget
-from outrider.core.calibration import Calibration
 from outrider.core.contract import Overlap, StepReport
-from outrider.core.lookup import Lookups, fits
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
 from outrider.engine.native import Engine
@@ -29,11 +27,12 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
-from verifier_svc.own import OwnDrafts
+from verifier_svc.own import OwnDrafting
 from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
 from verifier_svc.timing import StepTime, StepTimes
+from verifier_svc.windows import advance, look_ahead, settle
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
@@ -52,7 +51,7 @@ class StepLoop:
         prefill_chunk: int,
         max_nodes: int,
         publish: Callable[[Session, Commit], None],
-        lookups: Lookups | None = None,
+        own: OwnDrafting | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
@@ -63,8 +62,7 @@ class StepLoop:
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
-        self._lookups = lookups
-        self._own_calibration = Calibration()
+        self._own = own or OwnDrafting()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
         self._ended = 0.0  # when the last pass ended
@@ -85,9 +83,7 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        own = None
-        if self._lookups is not None and fits(start.contract):
-            own = OwnDrafts(self._lookups.begin(start.tenant), self._own_calibration)
+        own = self._own.begin(start.tenant, start.contract)
         session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract), own)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
@@ -161,7 +157,11 @@ class StepLoop:
         waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
         reads = base - len(everyone) - len(rows)
         certain += self.cost.in_tokens(len(everyone), reads)
-        budget = choose_budget([-cost for cost, _, _ in ranked], base, certain, self.cost, waited)
+        scores = [-cost for cost, _, _ in ranked]
+        budget = choose_budget(scores, base, certain, self.cost, waited)
+        ahead, price = look_ahead(deciding, base, budget, self.cost, self._max_nodes)
+        if ahead:
+            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
         return Step(works, budget.price, reads), budget
@@ -221,10 +221,11 @@ class StepLoop:
             if not work.chooses:
                 walks.append(None)
                 continue
-            judge = Verdicts(work, logits[first : first + len(work.nodes) + 1])
-            first += len(work.nodes) + 1
+            judge = Verdicts(work, logits[first : first + work.outputs])
+            first += work.outputs
             rows = Rows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
             walks.append(work.session.rule.walk(rows, judge, judge.chance()))
+            advance(work, judge)
         return walks
 
     def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
@@ -257,9 +258,10 @@ class StepLoop:
                 drafters=len(session.subscriptions),
             )
             session.wire_bytes = 0
-            path = {work.nodes[row - 1] for row in walked.path[:accepted]}
-            session.learn(work.nodes, path)
-            owed = session.owed(work.nodes, path)
+            path = [work.nodes[row - 1] for row in walked.path[:accepted]]
+            settle(work, path, choices, step.price)
+            session.learn(work.nodes, set(path))
+            owed = session.owed(work.nodes, set(path))
             session.verified_price = step.price
             said.append((session, session.commit(choices, report, now, owed)))
             self._keep(work, walked.path[:accepted])

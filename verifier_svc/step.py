@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from outrider.core.filters import FloatRow
 from outrider.core.logprobs import pack
-from outrider.core.rules import VERIFY, SeededChance
+from outrider.core.lookahead import NO_ROWS, Rows
+from outrider.core.rules import VERIFY, Drawn, SeededChance
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
@@ -27,6 +28,8 @@ class Work:
     end: int
     nodes: list[Node] = field(default_factory=list)  # of the tree, parents before children
     parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
+    window: Rows = NO_ROWS  # of guesses, which see no node
+    window_price: float = 0.0  # tokens that could have been said in its time
 
     @property
     def chooses(self) -> bool:
@@ -39,20 +42,31 @@ class Work:
         self.nodes.append(node)
         rows[node] = len(self.nodes)
 
+    @property
+    def outputs(self) -> int:
+        """Rows of logits that it gets: after the root, the nodes, the window's rows."""
+        return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else 0
+
     def segment(self) -> Segment:
-        """The rows of the packed pass: the pending tokens as a chain, then the nodes with their ancestors."""
+        """The rows of the packed pass: the pending tokens as a chain, then nodes and window with their ancestors.
+
+        Only what lies on an accepted path is ever kept, so the window's keys and values are gone with the step.
+        """
         session, chain, count = self.session, self.end - self.start, len(self.nodes)
-        tokens = np.array(session.tokens[self.start : self.end] + [node.token for node in self.nodes])
-        positions = np.arange(self.start, self.start + chain + count)
+        below = [node.token for node in self.nodes] + [*self.window.tokens]
+        tokens = np.array(session.tokens[self.start : self.end] + below)
+        positions = np.arange(self.start, self.start + len(tokens))
         mask = None
-        if count:
-            positions[chain:] = [node.position for node in self.nodes]
-            mask = np.tri(chain + count, dtype=np.bool_)
+        if below:
+            mask = np.tri(len(tokens), dtype=np.bool_)
             mask[chain:] = False
-            for row, parent in enumerate(self.parents, chain):
-                mask[row] = mask[chain - 1 + parent]
+            follows = self.parents + [0 if parent < 0 else 1 + count + parent for parent in self.window.parents]
+            for row, parent in enumerate(follows, chain):
+                above = chain - 1 + parent
+                positions[row] = positions[above] + 1
+                mask[row] = mask[above]
                 mask[row, row] = True
-        return Segment(session.place.slot, session.cached, tokens, positions, mask, count + 1 if self.chooses else 0)
+        return Segment(session.place.slot, session.cached, tokens, positions, mask, self.outputs)
 
 
 @dataclass(slots=True)
@@ -79,15 +93,16 @@ class Step:
     @property
     def tokens(self) -> int:
         """Rows of the pass."""
-        return sum(work.end - work.start + len(work.nodes) for work in self.works)
+        return sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
 
 def make_noise(step: Step) -> None:
     """The rows that the walk may need."""
     for work in step.works:
         if work.chooses:
-            root = len(work.session.tokens)
-            for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
+            length = len(work.session.tokens)
+            after = [length, *(node.position + 1 for node in work.nodes), length + work.window.depth]
+            for position in range(length, max(after) + 1):
                 work.session.sampler.prepare(position)
 
 
@@ -97,7 +112,7 @@ class Verdicts:
     def __init__(self, work: Work, logits: NDArray[np.float32]) -> None:
         self._work = work
         self._session = work.session
-        self._logits = logits  # [1 + nodes, vocabulary]
+        self._logits = logits  # [work.outputs, vocabulary]
 
     def chance(self) -> SeededChance:
         """For the rules that leave something to it: other draws for whoever owns the session, wherever it stands."""
@@ -122,6 +137,16 @@ class Verdicts:
         """A token that the rule chose."""
         wanted = self._session.contract.logprobs
         return Choice(token, math.nan, b"" if wanted is None else pack(self._logits[row], token, wanted))
+
+    def guesses(self) -> list[int]:
+        """What the target would say after the ends of the window's chains, were they the text."""
+        sampler, window, first = self._session.sampler, self._work.window, 1 + len(self._work.nodes)
+        noised = self._session.rule.drawn is Drawn.FREELY  # else the text's own draws are not known beforehand
+        score = sampler.scores if noised else sampler.log_weights
+        rows = [0 if end < 0 else first + end for end in window.ends]
+        return [
+            int(score(self._logits[row], window.path(end)).argmax()) for row, end in zip(rows, window.ends, strict=True)
+        ]
 
     def _path(self, row: int) -> Sequence[int]:
         return self._session.tree.path(self._work.nodes[row - 1]) if row else ()
