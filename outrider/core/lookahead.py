@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from outrider.core.continuations import NOTHING, Branch, Continuation, best_nodes
+from outrider.core.continuations import Branch, Continuation, best_nodes
 from outrider.core.digest import mix64
 
 COLUMNS = 6  # W: positions at which the window's chains begin
@@ -30,6 +30,8 @@ OF_EACH = 8  # n-grams that it keeps of one first token, the latest
 SAID_LENGTH = 4  # tokens of the text's own n-grams
 RECENT = 64  # tokens of the text's end from which first guesses are taken
 
+LEAST = 0.02  # path score below which nothing is proposed: hardly any row is worth so little
+NO_TOKEN = -1  # is followed by nothing
 MEMORY = 0.98  # weight of the past at each observation
 PRIOR = 4.0  # observations' worth of trust in what is said before anything was seen
 USUAL = (0.4, 0.15, 0.08)  # chance of a proposed token by its rank, before anything was seen
@@ -174,7 +176,7 @@ class GramFit:
 class Following:
     """A trie of what a pool's n-grams say after a token; where one ends, those that begin there go on.
 
-    Opened as far as it is looked into; so it is to be left before the pool changes.
+    Opened as far as it is looked into, so it does not outlive a change of the pool.
     """
 
     def __init__(self, pool: Pool, fit: GramFit, token: int, position: int, above: Sequence[Gram] = ()) -> None:
@@ -256,14 +258,15 @@ class Lookahead:
         self._new: dict[int, tuple[int, ...]] = {}  # n-grams that were guessed since the text went on
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._last = -1  # position of the text's last token
+        self._follow()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on. Of what comes a few tokens at a time it learns."""
         if not tokens:
             return
         if self._recent and len(tokens) <= RECENT:
-            for trie in self._tries():
-                trie.learn(tokens)
+            self._following.learn(tokens)
+            self._following_said.learn(tokens)
         for position, guessed in self._new.items():
             self._pool.add(position, guessed, said=False)
         self._new = {}
@@ -273,10 +276,11 @@ class Lookahead:
             said = tuple(islice(self._recent, max(0, len(self._recent) - SAID_LENGTH), None))
             for pool in (self._pool, self._said):
                 pool.add(self._last + 1 - len(said), said, said=True)
+        self._follow()
 
     def propose(self, nodes: int, depth: int) -> Continuation:
         """What the pool's n-grams say after the text's last token."""
-        return best_nodes(self._tries()[0], nodes, depth, matched=1) if self._recent else NOTHING
+        return best_nodes(self._following, nodes, depth, 1, LEAST)
 
     def finish(self, output: Sequence[int]) -> None:
         """Nothing of it is kept."""
@@ -292,13 +296,13 @@ class Lookahead:
     def reaches(self, tokens: Sequence[int], floor: float) -> tuple[int, int]:
         """How many of the tokens that are said now were proposed with path scores of at least `floor`: with the guesses
         so far, and if there were the text's own n-grams alone."""
-        everything, said = self._tries()
-        return everything.reach(tokens, floor), said.reach(tokens, floor)
+        return self._following.reach(tokens, floor), self._following_said.reach(tokens, floor)
 
-    def _tries(self) -> tuple[Following, Following]:
-        """What follows by all n-grams, and by the text's own."""
-        end = self._recent[-1], self._last
-        return Following(self._pool, self._fits.all, *end), Following(self._said, self._fits.said, *end)
+    def _follow(self) -> None:
+        """What follows now, by all n-grams and by the text's own."""
+        token = self._recent[-1] if self._recent else NO_TOKEN
+        self._following = Following(self._pool, self._fits.all, token, self._last)
+        self._following_said = Following(self._said, self._fits.said, token, self._last)
 
     def _guess(self, position: int, before: int) -> int:
         """What followed the token before it the last time, else some token of the text's end."""
