@@ -87,7 +87,7 @@ class VerifierConfig(WorkerConfig):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
-    lookup: Literal["prompt-lookup", "suffix", "retrieval"] | None = None  # also drafts by itself, by what followed
+    lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that
 
 

@@ -87,6 +87,11 @@ def test_tiers_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, text: 
         load_cluster(written(tmp_path, text))
 
 
+def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
+    text = GOOD.replace("[[verifier]]", "[[verifier]]\nlookup = 'lookahead'")
+    assert load_cluster(written(tmp_path, text)).verifier[0].lookup == "lookahead"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -96,6 +101,8 @@ def test_tiers_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, text: 
         (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\ndtype = 'int2'"), r"drafter\.0\.dtype: .*'int8' or 'int4'"),
         (GOOD.replace("[[verifier]]", "[[verifier]]\ndtype = 'int8'"), r"verifier\.0\.dtype: .*'bfloat16'"),
+        (GOOD.replace("[[verifier]]", "[[verifier]]\nlookup = 'ahead'"), r"verifier\.0\.lookup: .*or 'lookahead'"),
+        (GOOD.replace("[[drafter]]", "[[drafter]]\ndrafts = 'lookahead'"), r"drafter\.0\.drafts: .*or 'retrieval'"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\nlayers = 0"), r"drafter\.0\.layers: .*greater than or equal to 1"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\nskip = [2, -1]"), r"drafter\.0\.skip\.1: .*equal to 0"),
         ("[router", "not valid TOML"),

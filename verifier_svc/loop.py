@@ -10,104 +10,34 @@ import asyncio
 import heapq
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.budget import Budget, CostModel, choose_budget
-from outrider.core.calibration import Calibration
 from outrider.core.contract import Overlap, StepReport
-from outrider.core.filters import FloatRow
-from outrider.core.logprobs import pack
-from outrider.core.lookup import Lookups, fits
-from outrider.core.rules import VERIFY, Rows, SeededChance, Walk
-from outrider.core.sampler import Choice
+from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
-from outrider.engine.batch import Segment
 from outrider.engine.native import Engine
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
-from verifier_svc.own import OwnDrafts
+from verifier_svc.own import OwnDrafting
 from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
+from verifier_svc.step import Step, Verdicts, Work, make_noise
 from verifier_svc.timing import StepTime, StepTimes
+from verifier_svc.windows import advance, look_ahead, settle
 
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Work:
-    """What one session contributes to a step."""
-
-    session: Session
-    start: int  # tokens[start : end] have no KV yet and get it now
-    end: int
-    nodes: list[Node] = field(default_factory=list)  # of the tree, parents before children
-    parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the step commits for this session; a chunk inside a prompt does not."""
-        return self.end == len(self.session.tokens)
-
-    def add(self, node: Node, rows: dict[Node, int]) -> None:
-        """Takes a node whose parent is the root or was taken; `rows` says which row each taken node has."""
-        self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
-        self.nodes.append(node)
-        rows[node] = len(self.nodes)
-
-    def segment(self) -> Segment:
-        """The rows of the packed pass: the pending tokens as a chain, then the nodes with their ancestors."""
-        session, chain, count = self.session, self.end - self.start, len(self.nodes)
-        tokens = np.array(session.tokens[self.start : self.end] + [node.token for node in self.nodes])
-        positions = np.arange(self.start, self.start + chain + count)
-        mask = None
-        if count:
-            positions[chain:] = [node.position for node in self.nodes]
-            mask = np.tri(chain + count, dtype=np.bool_)
-            mask[chain:] = False
-            for row, parent in enumerate(self.parents, chain):
-                mask[row] = mask[chain - 1 + parent]
-                mask[row, row] = True
-        return Segment(session.place.slot, session.cached, tokens, positions, mask, count + 1 if self.chooses else 0)
-
-
-@dataclass(slots=True)
-class Step:
-    """Everything that one forward pass does."""
-
-    works: list[Work]
-    price: float  # path score below which a node was not worth verifying
-    reads: int = 0  # tokens of prompts, those aside that a session commits behind
-    waited: float = 0.0  # seconds it was held back on purpose
-    seconds: float = 0.0  # that the forward pass took
-    follows: bool = False  # the loop was not idle since the pass before
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it reads no prompt; a prompt's chunk is not held back."""
-        return all(work.chooses for work in self.works)
-
-    @property
-    def sessions(self) -> list[Session]:
-        """Whom it serves."""
-        return [work.session for work in self.works]
-
-    @property
-    def tokens(self) -> int:
-        """Rows of the pass."""
-        return sum(work.end - work.start + len(work.nodes) for work in self.works)
 
 
 class StepLoop:
@@ -121,7 +51,7 @@ class StepLoop:
         prefill_chunk: int,
         max_nodes: int,
         publish: Callable[[Session, int, Sequence[int]], None],
-        lookups: Lookups | None = None,
+        own: OwnDrafting | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
@@ -132,8 +62,7 @@ class StepLoop:
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
-        self._lookups = lookups
-        self._own_calibration = Calibration()
+        self._own = own or OwnDrafting()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
         self._ended = 0.0  # when the last pass ended
@@ -154,9 +83,7 @@ class StepLoop:
             self.close(present)
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
-        own = None
-        if self._lookups is not None and fits(start.contract):
-            own = OwnDrafts(self._lookups.begin(start.tenant, start.contract), self._own_calibration)
+        own = self._own.begin(start.tenant, start.contract)
         session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract), own)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
@@ -232,7 +159,11 @@ class StepLoop:
         waited = min(now - self._ended, self.cost.seconds(base))  # a loop that was idle has not waited for this step
         reads = base - len(everyone) - len(rows)
         certain += self.cost.in_tokens(len(everyone), reads)
-        budget = choose_budget([-cost for cost, _, _ in ranked], base, certain, self.cost, waited)
+        scores = [-cost for cost, _, _ in ranked]
+        budget = choose_budget(scores, base, certain, self.cost, waited)
+        ahead, price = look_ahead(deciding, base, budget, self.cost, self._max_nodes)
+        if ahead:
+            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
         return Step(works, budget.price, reads), budget
@@ -274,7 +205,7 @@ class StepLoop:
         segments = [work.segment() for work in step.works]
         began = time.monotonic()
         self.progress.begin()
-        logits = await self._passes.forward(segments, partial(_make_noise, step))
+        logits = await self._passes.forward(segments, partial(make_noise, step))
         before, self._ended = self._ended, time.monotonic()
         step.seconds = self._ended - began
         if step.follows:
@@ -292,10 +223,11 @@ class StepLoop:
             if not work.chooses:
                 walks.append(None)
                 continue
-            judge = Verdicts(work, logits[first : first + len(work.nodes) + 1])
-            first += len(work.nodes) + 1
+            judge = Verdicts(work, logits[first : first + work.outputs])
+            first += work.outputs
             rows = Rows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
             walks.append(work.session.rule.walk(rows, judge, judge.chance()))
+            advance(work, judge)
         return walks
 
     def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
@@ -328,9 +260,10 @@ class StepLoop:
                 drafters=len(session.subscriptions),
             )
             session.wire_bytes = 0
-            path = {work.nodes[row - 1] for row in walked.path[:accepted]}
-            session.learn(work.nodes, path)
-            owed = session.owed(work.nodes, path)
+            path = [work.nodes[row - 1] for row in walked.path[:accepted]]
+            settle(work, path, choices, step.price)
+            session.learn(work.nodes, set(path))
+            owed = session.owed(work.nodes, set(path))
             session.verified_price = step.price
             said.append((session, session.commit(choices, report, now, owed)))
             self._keep(work, walked.path[:accepted])
@@ -361,15 +294,6 @@ def _teaches(session: Session) -> bool:
     return session.drafting and session.plan.overlap is not Overlap.ALWAYS
 
 
-def _make_noise(step: Step) -> None:
-    """The rows that the walk may need."""
-    for work in step.works:
-        if work.chooses:
-            root = len(work.session.tokens)
-            for position in range(root, max((node.position + 2 for node in work.nodes), default=root + 1)):
-                work.session.sampler.prepare(position)
-
-
 def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:
     """At most `most` of a session's nodes, best first; the score is negated so that merging keeps the order.
 
@@ -382,42 +306,3 @@ def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:
 
 def _score_of(offer: tuple[float, Work, Node]) -> float:
     return offer[0]
-
-
-class Verdicts:
-    """What target and draft say after the rows of one session's part of a step."""
-
-    def __init__(self, work: Work, logits: NDArray[np.float32]) -> None:
-        self._work = work
-        self._session = work.session
-        self._logits = logits  # [1 + nodes, vocabulary]
-
-    def chance(self) -> SeededChance:
-        """For the rules that leave something to it: other draws for whoever owns the session, wherever it stands."""
-        contract = self._session.contract
-        return SeededChance(contract.seed, contract.choice, self._session.epoch, len(self._session.tokens), VERIFY)
-
-    def choose(self, row: int) -> Choice:
-        """The target's token under shared noise."""
-        return self._session.sampler.choose(self._logits[row], self._path(row))
-
-    def p(self, row: int) -> FloatRow:
-        """The target's distribution."""
-        return self._session.sampler.probabilities(self._logits[row], self._path(row))
-
-    def q(self, row: int) -> FloatRow:
-        """The distribution that the row's children were drawn from."""
-        q = self._node(row).q
-        assert q is not None  # a node without has no children
-        return q.dense(self._logits.shape[1])
-
-    def said(self, row: int, token: int) -> Choice:
-        """A token that the rule chose."""
-        wanted = self._session.contract.logprobs
-        return Choice(token, math.nan, b"" if wanted is None else pack(self._logits[row], token, wanted))
-
-    def _path(self, row: int) -> Sequence[int]:
-        return self._session.tree.path(self._work.nodes[row - 1]) if row else ()
-
-    def _node(self, row: int) -> Node:
-        return self._work.nodes[row - 1] if row else self._session.tree.root

@@ -1,13 +1,16 @@
-"""What a verifier drafts by itself, without a model and without a round trip."""
+"""What a verifier drafts by itself, without a model of its own and without a round trip."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract
 from outrider.core.growth import floor_score
-from outrider.core.lookup import Lookup, grow
-from outrider.core.tree import TokenTree
+from outrider.core.lookahead import Fits, Lookahead
+from outrider.core.lookup import Lookup, Lookups, fits, grow
+from outrider.core.tree import Node, TokenTree
+from outrider.core.worth import Worth
 
 SENDER = 0  # its key in the tree; drafters' begin at 1
 CHUNK = 512  # tokens that are read on at a time: a few milliseconds, beside a step that reads a prompt's chunk
@@ -18,17 +21,17 @@ class OwnDrafts:
 
     def __init__(self, lookup: Lookup, calibration: Calibration) -> None:
         self.calibration = calibration
+        self.read_to = 0  # tokens that it has read
         self._lookup = lookup
-        self._read = 0
         self._named = 0
 
     def read(self, tokens: Sequence[int]) -> bool:
         """Reads on in the session's tokens. Returns whether it has read all."""
-        part = tokens[self._read : self._read + CHUNK]
+        part = tokens[self.read_to : self.read_to + CHUNK]
         if part:
             self._lookup.extend(part)
-            self._read += len(part)
-        return self._read == len(tokens)
+            self.read_to += len(part)
+        return self.read_to == len(tokens)
 
     def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, price: float) -> None:
         """Adds what may follow to the tree, as far as it is worth verifying."""
@@ -44,3 +47,46 @@ class OwnDrafts:
     def finish(self, answer: Sequence[int]) -> None:
         """The session has ended with this answer."""
         self._lookup.finish(answer)
+
+
+class LookaheadDrafts(OwnDrafts):
+    """One session's whose window goes along in passes while that is worth it."""
+
+    def __init__(self, lookahead: Lookahead, calibration: Calibration, worth: Worth) -> None:
+        super().__init__(lookahead, calibration)
+        self.lookahead = lookahead
+        self.worth = worth
+        self.seconds = 0.0  # of a step that its window took outside the pass, on average
+
+    def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, price: float) -> None:
+        """Likewise, anew: what it said of a place before is worth less than what it says of it now."""
+        _prune(tree, tree.root)
+        super().grow(tree, nodes=nodes, depth=depth, width=width, price=price)
+
+
+def _prune(tree: TokenTree, node: Node) -> bool:
+    """Removes the subtrees below a node that no drafter sent anything of. Returns whether nothing is left below it."""
+    for child in list(node.children.values()):
+        if _prune(tree, child) and tree.origins(child) == {SENDER}:
+            tree.remove(child)
+    return not node.children
+
+
+class OwnDrafting:
+    """Begins the own drafts of a verifier's sessions; what they learn and share is here."""
+
+    def __init__(self, lookups: Lookups | None = None, *, ahead: bool = False) -> None:
+        """By looking up what followed before, or by looking ahead."""
+        self._lookups = lookups
+        self._ahead = ahead
+        self._calibration = Calibration()
+        self._heats = {greedy: (Fits.unknown(), Calibration(), Worth()) for greedy in (False, True)}
+
+    def begin(self, tenant: str, contract: Contract) -> OwnDrafts | None:
+        """For a session that has no tokens yet; None: nothing is drafted, or its rule does not take it."""
+        if not fits(contract):
+            return None
+        if self._ahead:
+            known, calibration, worth = self._heats[contract.greedy]
+            return LookaheadDrafts(Lookahead(known), calibration, worth)
+        return None if self._lookups is None else OwnDrafts(self._lookups.begin(tenant, contract), self._calibration)

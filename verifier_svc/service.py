@@ -26,6 +26,7 @@ from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.decode import Decoder
 from verifier_svc.loop import StepLoop
+from verifier_svc.own import OwnDrafting
 
 SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
@@ -48,7 +49,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         prefill_chunk=config.prefill_chunk,
         max_nodes=config.max_nodes,
         publish=sink.publish,
-        lookups=config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest),
+        own=own_drafting(config, engine.tokenizer_digest),
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -84,6 +85,13 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         tasks.create_task(loop.run())
         tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s))
         announce(address)
+
+
+def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting:
+    """What the verifier is to draft by itself. Raises as a store does, ConfigError and TokenizerMismatch."""
+    if config.lookup == "lookahead":
+        return OwnDrafting(ahead=True)
+    return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
 
 
 def load(config: VerifierConfig) -> tuple[Engine, CostModel]:

@@ -75,7 +75,7 @@ class Session(Drafted):
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self._window = start.window
-        self._own = own
+        self.own = own  # what the verifier drafts by itself for it
         if own is not None:
             self._claims[SENDER] = own.calibration
 
@@ -167,15 +167,15 @@ class Session(Drafted):
 
     def draft_own(self) -> None:
         """Reads on, and drafts without a model, where the verifier does that."""
-        if self._own is not None and self.plan.depth and self._own.read(self.tokens):
+        if self.own is not None and self.plan.depth and self.own.read(self.tokens):
             plan = self.ceilings
             price = self.verified_price
-            self._own.grow(self.tree, nodes=plan.nodes, depth=plan.depth, width=plan.width, price=price)
+            self.own.grow(self.tree, nodes=plan.nodes, depth=plan.depth, width=plan.width, price=price)
 
     def leave_answer(self) -> None:
         """The session is over: keeps its answer for others."""
-        if self._own is not None:
-            self._own.finish(self.tokens[self.answer_position :])
+        if self.own is not None:
+            self.own.finish(self.tokens[self.answer_position :])
 
     def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
         """Holds claims against what the target said: those of verified nodes whose parent is on the path."""

@@ -111,7 +111,7 @@ def verifier(
     drain_s: Drain = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
     lookup: Annotated[
-        str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix or retrieval.")
+        str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix, retrieval or lookahead.")
     ] = None,
     store: Store = None,
 ) -> None:

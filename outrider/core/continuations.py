@@ -119,9 +119,10 @@ class Branch(NamedTuple):
     below: Trie
 
 
-def best_nodes(trie: Trie, nodes: int, depth: int, matched: int) -> Continuation:
-    """The `nodes` nodes of a trie with the largest path scores, at most `depth` deep. No other subtree of that size has
-    a larger sum of path scores (OPT-Tree, section 3): a node's score is never above its parent's.
+def best_nodes(trie: Trie, nodes: int, depth: int, matched: int, least: float = 0.0) -> Continuation:
+    """The `nodes` nodes of a trie with the largest path scores, at most `depth` deep, none below `least`. No other
+    subtree of that size has a larger sum of path scores (OPT-Tree, section 3): a node's score is never above its
+    parent's.
 
     Only nodes that are taken are opened, so a trie may be built as it is looked into.
     """
@@ -139,7 +140,7 @@ def best_nodes(trie: Trie, nodes: int, depth: int, matched: int) -> Continuation
 
     if nodes > 0 and depth > 0:
         open_(trie, -1, 1, 1.0)
-    while heap and len(tokens) < nodes:
+    while heap and len(tokens) < nodes and -heap[0][0] >= least:
         cost, _, parent, level, branch = heapq.heappop(heap)
         parents.append(parent)
         tokens.append(branch.token)

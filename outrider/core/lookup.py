@@ -135,9 +135,11 @@ class Noised:
         self._length += len(tokens)
         self._lookup.extend(tokens)
 
-    def propose(self, nodes: int, depth: int) -> Continuation:
-        """What the lookup says, and the best that it did not find."""
-        proposal = self._lookup.propose(nodes, depth)
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
+        """What the lookup says, and the best that it did not find. Below a path the noise is not asked."""
+        proposal = self._lookup.propose(nodes, depth, path)
+        if path:
+            return proposal
         found = proposal.first
         if not self._asked and self._length and nodes and depth:
             self._asked = True

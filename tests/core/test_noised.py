@@ -1,6 +1,7 @@
 """What the noise says of the next token is believed as far as it was right, and not asked where it is of no use."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -103,7 +104,7 @@ class Script:
     def extend(self, tokens: list[int]) -> None:
         """Nothing."""
 
-    def propose(self, nodes: int, depth: int) -> Continuation:
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
         return self.proposal
 
     def finish(self, output: list[int]) -> None:
