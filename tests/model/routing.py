@@ -149,11 +149,11 @@ class Attaching:
 
     names: tuple[str, ...] = ()
 
-    def __init__(self, fleet: Fleet, background: Background, post: Post, wanted: int, ticket_key: Any) -> None:
+    def __init__(self, fleet: Fleet, background: Background, post: Post, *terms: Any) -> None:
         self._fleet, self._post = fleet, post
         fleet.tell(Note(post, attach=True))
 
-    def observe(self, subscribed: int, owed: tuple[Any, ...] = ()) -> None:
+    def observe(self, tokens: int, subscribed: int, owed: tuple[Any, ...] = ()) -> None:
         pass
 
     def dismiss(self) -> None:
