@@ -16,7 +16,7 @@ test: lint
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
 
-# All suites: about an hour on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
+# All suites: about an hour and a half on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)
 

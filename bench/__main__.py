@@ -153,13 +153,14 @@ def main(
 
 
 async def _run(options: Options, results: Results) -> None:
-    from bench.running import run_distance, run_linears, run_load, run_rows
+    from bench.running import run_distance, run_linears, run_load, run_rows, run_tiers
 
     suites = {
         Suite.ROWS: run_rows,
         Suite.LOAD: run_load,
         Suite.DISTANCE: run_distance,
         Suite.LINEARS: run_linears,
+        Suite.TIERS: run_tiers,
     }
     progress = Console(stderr=True, highlight=False)
     with progress.status("starting ...") as status:

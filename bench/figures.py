@@ -91,6 +91,7 @@ class Results:
     loads: list[Loaded] = field(default_factory=list)
     far: list[Take] = field(default_factory=list)  # the distance suite's
     linears: list[Cost] = field(default_factory=list)
+    tiers: list[Take] = field(default_factory=list)
 
 
 def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:

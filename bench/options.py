@@ -26,6 +26,7 @@ class Suite(StrEnum):
     LOAD = "load"
     DISTANCE = "distance"
     LINEARS = "linears"
+    TIERS = "tiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,11 @@ class Options:
 
 
 @asynccontextmanager
-async def padded(options: Options, parameters: int) -> AsyncIterator[Path]:
-    """The reference target, padded: it costs like a model of that size and says what the small one says."""
+async def padded(options: Options, parameters: int, model: str = "target") -> AsyncIterator[Path]:
+    """A reference model, padded: it costs like a model of that size and says what the small one says."""
     from outrider.engine.padding import pad_checkpoint
 
     with TemporaryDirectory(prefix="outrider-bench-") as folder:
-        target = Path(folder) / "target"
-        await asyncio.to_thread(pad_checkpoint, options.models / "target", target, parameters=parameters)
-        yield target
+        larger = Path(folder) / model
+        await asyncio.to_thread(pad_checkpoint, options.models / model, larger, parameters=parameters)
+        yield larger

@@ -39,6 +39,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
         "firsts": [_take(take) for take in results.firsts],
         "loads": [asdict(load) for load in results.loads],
         "far": [_take(take) for take in results.far],
+        "tiers": [_take(take) for take in results.tiers],
         "linears": [asdict(cost) | {"gb_s": cost.gb_s} for cost in results.linears],
     }
     draft = path.with_suffix(".part")

@@ -21,6 +21,7 @@ from bench.options import SEED, Options, padded
 from bench.peers import llama_row
 from bench.processes import peak_mb, resident_mb
 from bench.rows import WORKERS, Models, Row, worker_row
+from bench.tiers import run_tiers as measure_tiers
 from outrider.cli.load import Load, carry
 from outrider.cli.samples import acceptance_length, percentile
 from outrider.v1.verifier_pb2 import VerifierDescription
@@ -181,6 +182,11 @@ async def run_distance(options: Options, results: Results, say: Say) -> None:
                                     )
                                 rows.reverse()
                     trips = trips[1:] + trips[:1]
+
+
+async def run_tiers(options: Options, results: Results, say: Say) -> None:
+    """Tiers of drafters against fewer of them."""
+    await measure_tiers(options, results, _encoded(options, options.short), say)
 
 
 async def run_linears(options: Options, results: Results, say: Say) -> None:

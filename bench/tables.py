@@ -11,6 +11,7 @@ from rich.table import Table
 
 from bench.figures import Memory, Results, Take, of_shortest, ratio, shown
 from bench.linears import Cost
+from bench.tiers import beside
 from outrider.cli.compare import repeated_share
 from outrider.cli.samples import acceptance_length, bytes_per_token, percentile, spread
 
@@ -38,6 +39,8 @@ def print_tables(screen: Console, results: Results) -> None:
         screen.print(_load(results))
     for target in dict.fromkeys(take.target for take in results.far):
         screen.print(_distance([take for take in results.far if take.target == target], target))
+    for target in dict.fromkeys(take.target for take in results.tiers):
+        screen.print(_tiers([take for take in results.tiers if take.target == target], target))
     for parameters, threads in dict.fromkeys((cost.parameters, cost.threads) for cost in results.linears):
         costs = [cost for cost in results.linears if (cost.parameters, cost.threads) == (parameters, threads)]
         screen.print(_linears(costs, parameters, threads))
@@ -161,6 +164,27 @@ def _distance(takes: Sequence[Take], target: int) -> Table:
             shown(ratio(here, "distributed", "plain"), 2),
             shown(acceptance_length(samples), 2),
         )
+    return table
+
+
+def _tiers(takes: Sequence[Take], target: int) -> Table:
+    table = _table(
+        f"{target / 1e6:.0f}M, tiers of drafters, the first of which drafts for the target", "tiers", "T", "tok/s",
+        "x plain", "accept. length", "wire B a token",
+    )  # fmt: skip
+    for temperature in sorted({take.temperature for take in takes}):
+        table.add_section()
+        here = [take for take in takes if take.temperature == temperature]
+        for row in dict.fromkeys(take.row for take in here if beside(take.row) in {other.row for other in here}):
+            samples = [take.sample for take in here if take.row == row]
+            table.add_row(
+                row,
+                f"{temperature:g}",
+                shown(median(sample.tokens_per_s for sample in samples)),
+                shown(ratio(here, row, beside(row)), 2),
+                shown(acceptance_length(samples), 2),
+                shown(bytes_per_token(samples) or None, 0),
+            )
     return table
 
 
