@@ -23,6 +23,7 @@ from typing import NamedTuple
 from outrider.core.continuations import Branch, Continuation, best_nodes
 from outrider.core.digest import mix64
 
+# Measured: docs/performance.md, "Looking ahead".
 COLUMNS = 6  # W: positions at which the window's chains begin
 LENGTH = 2  # N: tokens of an n-gram
 FIRST_TOKENS = 1024  # of which the pool knows n-grams, the latest
@@ -180,7 +181,7 @@ class Following:
     """
 
     def __init__(self, pool: Pool, fit: GramFit, token: int, position: int, above: Sequence[Gram] = ()) -> None:
-        """`above`: what n-grams that began before have left to say after the token."""
+        """`above`: n-grams that say the token next, after the one before it."""
         self._pool = pool
         self._fit = fit
         self._token = token
@@ -222,15 +223,15 @@ class Following:
 
     def _open(self) -> dict[int, tuple[Kind, Following]]:
         found: dict[int, list[Gram]] = {}
-        for gram in (*self._above, *self._pool.after(self._token)):
+        going_on = (Gram(gram.tokens[1:], gram.position + 1, gram.said) for gram in self._above)
+        for gram in (*going_on, *self._pool.after(self._token)):
             if gram.tokens:
                 found.setdefault(gram.tokens[0], []).append(gram)
         opened = {}
         for rank, (token, grams) in enumerate(found.items()):
-            here = any(gram.position == self._position for gram in grams)
-            said = any(gram.said for gram in grams)
-            rests = [Gram(gram.tokens[1:], gram.position + 1, gram.said) for gram in grams]
-            below = Following(self._pool, self._fit, token, self._position + 1, rests)
+            here = self._position in [gram.position for gram in grams]
+            said = True in [gram.said for gram in grams]
+            below = Following(self._pool, self._fit, token, self._position + 1, grams)
             opened[token] = Kind(here, said, bool(self._above), min(rank, len(USUAL) - 1)), below
         return opened
 
