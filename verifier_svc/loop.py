@@ -161,7 +161,7 @@ class StepLoop:
         certain += self.cost.in_tokens(len(everyone), reads)
         scores = [-cost for cost, _, _ in ranked]
         budget = choose_budget(scores, base, certain, self.cost, waited)
-        ahead, price = look_ahead(deciding, base, budget, self.cost, self._max_nodes)
+        ahead, price = look_ahead(deciding, base, budget, self.cost, self.times, self._max_nodes)
         if ahead:
             budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
         for _, work, node in ranked[: budget.nodes]:

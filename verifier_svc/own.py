@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract
 from outrider.core.growth import floor_score
-from outrider.core.lookahead import Fits, Lookahead
+from outrider.core.lookahead import Lookahead
 from outrider.core.lookup import Lookup, Lookups, fits, grow
+from outrider.core.ngrams import Fits
 from outrider.core.tree import Node, TokenTree
 from outrider.core.worth import Worth
 

@@ -30,6 +30,7 @@ class Work:
     parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
     window: Rows = NO_ROWS  # of guesses, which see no node
     window_price: float = 0.0  # tokens that could have been said in its time
+    window_seconds: float = 0.0  # that it took outside the pass
 
     @property
     def chooses(self) -> bool:

@@ -11,6 +11,7 @@ from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from verifier_svc.own import SENDER, LookaheadDrafts
 from verifier_svc.step import Verdicts, Work
+from verifier_svc.timing import StepTimes
 
 FOLLOWING = 0.1  # how far an average follows one step
 
@@ -22,25 +23,28 @@ class Ahead(NamedTuple):
     price: float  # tokens that could be said in their time; they are worth that at least
 
 
-def look_ahead(works: Sequence[Work], base: int, budget: Budget, cost: CostModel, most: int) -> Ahead:
+def look_ahead(works: Sequence[Work], base: int, budget: Budget, cost: CostModel, times: StepTimes, most: int) -> Ahead:
     """Has those of the works look ahead for which that pays, beside a step of `base` rows and the nodes of `budget`.
 
-    A row costs its time at the rate at which the step says tokens, of all its sessions: the more there are, the less a
-    window of one of them pays. One at the most has it on trial. With the nodes it makes at most `most` rows.
+    A row costs its time at the rate at which steps like this, with what they take outside the pass, say tokens of all
+    sessions: the more there are, the less a window of one of them pays. One at the most has it on trial. With the nodes
+    it makes at most `most` rows.
     """
-    rate, first = budget.expected / budget.seconds, base + budget.nodes
-    rows, total, trial = 0, 0.0, True
+    first = base + budget.nodes
+    rows, total, trial, rate = 0, 0.0, True, 0.0
     for work in works:
         own, session = work.session.own, work.session
         if not isinstance(own, LookaheadDrafts) or own.read_to < len(session.tokens):
             continue
         if session.room < 2 or not session.ceilings.depth:
             continue
+        began = time.perf_counter()
         window = own.lookahead.rows()
         more = len(window.tokens)
+        rate = rate or budget.expected / (cost.seconds(first) + times.medians().overhead)
         price = rate * (cost.seconds(first + rows + more) - cost.seconds(first + rows) + own.seconds)
         if budget.nodes + rows + more <= most and own.worth.takes(price, trial=trial):
-            work.window, work.window_price = window, price
+            work.window, work.window_price, work.window_seconds = window, price, time.perf_counter() - began
             trial = trial and not own.worth.trying
             rows += more
             total += price
@@ -53,7 +57,7 @@ def advance(work: Work, judge: Verdicts) -> None:
     if work.window.tokens and isinstance(own, LookaheadDrafts):
         began = time.perf_counter()
         own.lookahead.advance(judge.guesses())
-        own.seconds += FOLLOWING * (time.perf_counter() - began - own.seconds)
+        work.window_seconds += time.perf_counter() - began
 
 
 def settle(work: Work, path: Sequence[Node], choices: Sequence[Choice], price: float) -> None:
@@ -68,6 +72,9 @@ def settle(work: Work, path: Sequence[Node], choices: Sequence[Choice], price: f
     if not work.window.tokens:
         own.worth.rest(len(choices))
         return
+    began = time.perf_counter()
     reached, without = own.lookahead.reaches([choice.token for choice in choices], price)
     gained = sum(work.session.tree.origins(node) == {SENDER} for node in path[without:reached])
     own.worth.observe(gained - max(0, without - reached), work.window_price)
+    spent = work.window_seconds + time.perf_counter() - began
+    own.seconds += FOLLOWING * (spent - own.seconds) if own.seconds else spent

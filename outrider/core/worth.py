@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TRIAL = 48  # steps
 LOSS = 0.01  # share of the tokens said that trials may cost
-DEAREST = 1.0  # tokens a step: a trial that would cost more waits, for then too many sessions would pay for it
+DEAREST = 0.5  # tokens a step: a trial that would cost more waits, for then too many sessions would pay for it
 MEMORY = 0.99  # weight of the past at each step
 
 

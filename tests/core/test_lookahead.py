@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from outrider.core.contract import Contract
 from outrider.core.digest import mix64
-from outrider.core.lookahead import COLUMNS, FIRST_TOKENS, LENGTH, OF_EACH, Fits, Lookahead, Pool, Window
+from outrider.core.lookahead import COLUMNS, LENGTH, Lookahead, Window
+from outrider.core.ngrams import FIRST_TOKENS, OF_EACH, Fits, Pool
 from outrider.core.sampler import Sampler
 
 Model = Callable[[Sequence[int]], int]  # the text so far -> the token after it

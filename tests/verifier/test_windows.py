@@ -151,6 +151,18 @@ def test_what_a_drafter_proposed_too_was_not_the_window_s_doing() -> None:
         assert own.worth.gain == gain
 
 
+def test_own_drafts_are_made_anew_and_drafters_nodes_stay() -> None:
+    session = session_of(OwnDrafting(ahead=True))
+    tree = session.tree
+    assert tree.root.children[2].children[3].children  # 1 2 3 goes round
+    root = len(TEXT) - 1
+    tree.graft(1, Delta(root, extend(EMPTY, TEXT), 1, (0, 1, 0), (2, 9, 7), (-1.0, -0.1, -0.1)))
+    assert session.own is not None
+    session.own.grow(tree, nodes=0, depth=8, width=4, price=0.0)
+    assert {token: set(node.children) for token, node in tree.root.children.items()} == {2: {9}, 7: set()}
+    tree.check_integrity()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
