@@ -103,7 +103,6 @@ class DrawnSession(DraftSession):
             self._lessons.append((len(drawn), drawn.index(token) if token in drawn else None))
             node = node.children.get(token)
         matched = self.tree.commit(tokens)
-        self.tree.clear()
         self.tree.root.expanded = False  # what is drawn below it must be drawn afresh, so its row is wanted again
         self._shapes.clear()
         return matched

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.drawn_tree import tree_of
+from outrider.core.tree import Delta, Node
 
 OWN = 0  # the drafter's own name as a sender, in its own tree
 
@@ -53,7 +54,7 @@ class Replica:
         self.time_price = snapshot.time_price
         self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
-        self.tree = TokenTree(self.tokens)
+        self.tree = tree_of(snapshot.contract, self.tokens)
         self.next_id = first_id
 
     @property

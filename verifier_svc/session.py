@@ -11,9 +11,10 @@ from typing import NamedTuple
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.credit import Credit
+from outrider.core.drawn_tree import tree_of
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Choice, Sampler
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.tree import Delta, Node
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
@@ -84,7 +85,7 @@ class Session:
         self.cached = place.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
-        self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
+        self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY)
         self.sampler = Sampler(start.contract, vocabulary, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
         self.subscriptions: dict[DraftStream, Subscription] = {}
@@ -169,8 +170,7 @@ class Session:
         last = delta.first_id + len(delta.tokens) - 1
         if last > subscription.granted:
             raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
-        graft = self.tree.graft_drawn if self.drawn else self.tree.graft
-        grafted = graft(subscription.sender, delta, subscription.calibration.corrected)
+        grafted = self.tree.graft(subscription.sender, delta, subscription.calibration.corrected)
         if grafted.added:
             self.arrivals.arrived(now, self.worth(), passing=passing)
         theirs = {other.sender: other for other in self.subscriptions.values()} if grafted.dropped else {}
@@ -259,8 +259,6 @@ class Session:
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
-        if self.drawn:
-            self.tree.clear()  # what is there is there by chance, that of what was said: a further draw must be fresh
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)
