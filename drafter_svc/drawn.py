@@ -16,7 +16,7 @@ from outrider.core.digest import extend
 from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
 from outrider.core.shapes import Shape
-from outrider.core.tree import Delta, Hints, Node, edge_code, edge_from_code
+from outrider.core.tree import Delta, Node, edge_code, edge_from_code
 
 
 class DrawnSession(DraftSession):
@@ -88,9 +88,6 @@ class DrawnSession(DraftSession):
         """Nothing: a level goes up whole."""
         return self.announce(())
 
-    def heed(self, hints: Hints) -> None:
-        """Not at all: what is in the tree must have been drawn."""
-
     def learn(self, fits: Fits) -> None:
         """What became of the children of each rank."""
         for offered, accepted in self._lessons:
@@ -106,7 +103,6 @@ class DrawnSession(DraftSession):
             self._lessons.append((len(drawn), drawn.index(token) if token in drawn else None))
             node = node.children.get(token)
         matched = self.tree.commit(tokens)
-        self.tree.clear()
         self.tree.root.expanded = False  # what is drawn below it must be drawn afresh, so its row is wanted again
         self._shapes.clear()
         return matched

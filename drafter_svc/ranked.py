@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession, Move
-from outrider.core.construction import BestFirst, Construction, Terms
+from outrider.core.construction import BestFirst, Construction, Shaped, Terms
 from outrider.core.growth import WORTH_TELLING, Candidates, Fits, candidates, floor_score
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
@@ -127,7 +127,8 @@ class RankedSession(DraftSession):
         return self.construction.propose(self.tree, node, scored, terms)
 
     def _bounds(self, fits: Fits, limit: int = 2**31) -> Terms:
-        return self._terms(fits.ranks.rates(self.plan.width), limit)
+        rates = fits.ranks.rates(self.plan.width) if isinstance(self.construction, Shaped) else ()
+        return self._terms(rates, limit)
 
     def _re_root(self, tokens: Sequence[int]) -> list[Node]:
         self._note_lessons(tokens)

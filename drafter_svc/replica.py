@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.core.contract import Contract, Plan
-from outrider.core.tree import Delta, Hints, Node, TokenTree
+from outrider.core.drawn_tree import tree_of
+from outrider.core.tree import Delta, Hints, Node
 
 OWN = 0  # the drafter's own name as a sender, in its own tree
 
@@ -54,7 +55,7 @@ class Replica:
         self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
         self.answer_position = snapshot.answer_position
-        self.tree = TokenTree(self.tokens)
+        self.tree = tree_of(snapshot.contract, self.tokens)
         self.next_id = first_id
         self._rescored: list[Node] = []  # that the upstream knows, and whose edges have changed since
         self._version = 0  # of the last rescoring

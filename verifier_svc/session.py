@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.credit import Credit
+from outrider.core.drawn_tree import tree_of
 from outrider.core.sampler import Choice, Sampler
-from outrider.core.tree import Delta, Node, TokenTree
+from outrider.core.tree import Delta, Node
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
@@ -64,7 +65,7 @@ class Session(Drafted):
         self.cached = place.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
-        self.tree = TokenTree(self.tokens, capacity=TREE_CAPACITY)
+        self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY)
         self.sampler = Sampler(start.contract, vocabulary, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
@@ -203,8 +204,6 @@ class Session(Drafted):
         """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
-        if self.drawn:
-            self.tree.clear()  # what is there is there by chance, that of what was said: a further draw must be fresh
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)

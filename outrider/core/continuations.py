@@ -79,14 +79,6 @@ class Source(Protocol):
         ...
 
 
-class NoSource:
-    """Proposes nothing."""
-
-    def propose(self, text_end: Sequence[int], nodes: int, depth: int) -> Continuation:
-        """Nothing."""
-        return NOTHING
-
-
 class BestOf:
     """Several sources, of which each time the one counts that expects the most accepted tokens.
 

@@ -123,14 +123,14 @@ class Noised:
         self._contract = contract
         self._said = Background()
         self._length = 0
-        self._proposal: tuple[Found, Candidates] | None = None  # where the noise was asked, since the text went on
+        self._lesson: tuple[Found, Candidates] | None = None  # if the noise was asked since the text went on
         self._asked = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on; learns from its first token."""
-        if self._proposal is not None and tokens:
-            self._fit.observe(*self._proposal, tokens[0], self._said.usual(tokens[0]))
-        self._proposal, self._asked = None, False
+        if self._lesson is not None and tokens:
+            self._fit.observe(*self._lesson, tokens[0], self._said.usual(tokens[0]))
+        self._lesson, self._asked = None, False
         self._said.extend(tokens)
         self._length += len(tokens)
         self._lookup.extend(tokens)
@@ -145,10 +145,11 @@ class Noised:
             self._asked = True
             if self._fit.wanted(found):
                 terms = self._contract.seed, self._contract.choice, self._length
-                self._proposal = found, self._said.leading(found, partial(gumbel_at, *terms))
-        if self._proposal is None:
+                self._lesson = found, self._said.leading(found, partial(gumbel_at, *terms))
+        if self._lesson is None:
             return proposal
-        return proposal.with_first(self._fit.mixed(*self._proposal, MOST_FIRST), nodes)
+        _, row = self._lesson
+        return proposal.with_first(self._fit.mixed(found, row, MOST_FIRST), nodes)
 
     def finish(self, output: Sequence[int]) -> None:
         """The session has ended with this answer."""

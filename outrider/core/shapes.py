@@ -135,22 +135,6 @@ def priced_shape(
     return best
 
 
-def fastest_shape(
-    rates: Sequence[float], *, nodes: int, depth: int, level_s: float, seconds: Callable[[int], float]
-) -> Shape:
-    """The shape, of any number of nodes up to `nodes` and any depth, with the most expected tokens over time: so many
-    levels of `level_s` seconds each, and a pass of the target over the nodes and their root, `seconds(1 + nodes)`.
-
-    Source: Sequoia (Chen et al., arXiv 2402.12374), section 4.3, the hardware-aware optimizer.
-    """
-
-    def goodput(expected: float, count: int, levels: int) -> float:
-        return (1.0 + expected) / (levels * level_s + seconds(1 + count))
-
-    candidates = [priced_shape(rates, goodput, nodes=count, depth=depth) for count in range(nodes + 1)]
-    return max(candidates, key=lambda shape: goodput(expected_tokens(shape, rates), size_of(shape), depth_of(shape)))
-
-
 class _Growing:
     def __init__(self) -> None:
         self.children: list[_Growing] = []

@@ -129,7 +129,8 @@ class _Sender:
         self.origins.pop(identity, None)
 
 
-def _believe(edge: float) -> float:
+def believe(edge: float) -> float:
+    """Takes a claimed edge score for what it says."""
     return edge
 
 
@@ -215,7 +216,7 @@ class TokenTree:
         entry.last_id = max(entry.last_id, identity)
 
     def graft(
-        self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe, *, origin: int | None = None
+        self, sender: int, delta: Delta, judge: Callable[[float], float] = believe, *, origin: int | None = None
     ) -> Grafted:
         """Adds a drafter's nodes. A replayed delta changes nothing. `judge` says what a claimed edge score is worth,
         `origin` who drafted them, if that was not the sender.
@@ -266,48 +267,6 @@ class TokenTree:
                 dropped.append((sender, identity))
         self._judge_anew(sender, delta, judge)
         return Grafted(added, dropped)
-
-    def graft_drawn(self, sender: int, delta: Delta, judge: Callable[[float], float] = _believe) -> Grafted:
-        """Adds children that were drawn, with the q of each parent: all children of a node at once, in order.
-
-        What was drawn under a root that has been left behind is passed over. Raises as `graft`, and InvalidRequest for
-        children that cannot have been drawn from their q, or that come in several parts.
-        """
-        self._check_root(delta)
-        entry = self._sender(sender)
-        ids = range(delta.first_id, delta.first_id + len(delta.tokens))
-        if delta.first_id <= entry.last_id:
-            return Grafted([], [])
-        entry.last_id = max(entry.last_id, delta.first_id + len(delta.tokens) - 1)
-        if delta.root_position != self.root.position:
-            return Grafted([], [])
-        added: list[Node] = []
-        rows = iter(delta.drawn)
-        opened: set[int] = set()
-        for identity, parent_id, token, edge in zip(ids, delta.parents, delta.tokens, delta.edges, strict=True):
-            parent = entry.nodes.get(parent_id) if parent_id else self.root
-            if parent is None:
-                raise InvalidRequest("parents", f"node {identity} names parent {parent_id}, which is not there")
-            if parent_id not in opened:
-                if parent.children:
-                    raise InvalidRequest("parents", f"node {parent_id} gets more children; they must come at once")
-                opened.add(parent_id)
-                parent.q = next(rows, None)
-            if parent.q is None or token not in parent.q.tokens or token in parent.children:
-                raise InvalidRequest("drawn", f"node {identity} cannot have been drawn from its parent's distribution")
-            if self.size >= self.capacity:
-                raise InvalidRequest("tokens", f"the tree is full; it holds {self.capacity} nodes")
-            added += self._put(sender, identity, parent, token, edge, judge(edge))
-        if next(rows, None) is not None:
-            raise InvalidRequest("drawn", "has more rows than the delta's nodes have parents")
-        return Grafted(added, [])
-
-    def clear(self) -> None:
-        """Drops all nodes below the root."""
-        for child in self.root.children.values():
-            self._bury(child)
-        self.root.children.clear()
-        self.root.q = None
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
         """Re-roots at the last of `tokens`, which follow the present root. Returns the nodes that were on the path.

@@ -135,11 +135,8 @@ class Drafted(ABC):
         last = delta.first_id + len(delta.tokens) - 1
         if last > subscription.granted:
             raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
-        judge = subscription.calibration.corrected
-        if self.drawn:
-            grafted = self.tree.graft_drawn(subscription.sender, delta, judge)
-        else:
-            grafted = self.tree.graft(subscription.sender, delta, judge, origin=self._origin(delta.origin))
+        judge, origin = subscription.calibration.corrected, self._origin(delta.origin)
+        grafted = self.tree.graft(subscription.sender, delta, judge, origin=origin)
         self.grown(subscription, delta, grafted.added, now, passing=passing)
         return self.owners(grafted.dropped)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.continuations import NOTHING, BestOf, Branch, Continuation, NoSource, best_nodes
+from outrider.core.continuations import NOTHING, BestOf, Branch, Continuation, best_nodes
 from outrider.core.interpolation import Followers, Interpolation, Run, Runs
 
 RUNS = st.lists(st.builds(Run, st.lists(st.integers(0, 2), max_size=3), st.integers(1, 3)), min_size=1, max_size=5)
@@ -116,9 +116,9 @@ def test_without_room_nothing_is_proposed(nodes: int, depth: int) -> None:
 def test_the_source_that_expects_the_most_accepted_tokens_counts() -> None:
     wide, long = Fixed(0.9), Fixed(0.7, 0.7, 0.7)
     assert long.proposal.expected == pytest.approx(0.7 + 0.49 + 0.343)
-    for sources in ((wide, long), (long, wide), (NoSource(), long, wide)):
+    for sources in ((wide, long), (long, wide), (BestOf([]), long, wide)):
         assert BestOf(sources).propose([1], 3, 3) == long.proposal
-    assert BestOf([]).propose([1], 3, 3) == NoSource().propose([1], 3, 3) == NOTHING
+    assert BestOf([]).propose([1], 3, 3) == NOTHING
 
 
 def test_matches_are_believed_the_more_the_longer_and_the_more_often_they_stood() -> None:

@@ -129,6 +129,15 @@ def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> Non
     assert len(lookup.propose(2, 24).tokens) == 2
 
 
+def test_what_another_session_has_taught_the_source_meanwhile_is_proposed_too() -> None:
+    source = Script(Continuation((-1,), (7,), (0.5,)))
+    lookup = Noised(source, NoisedFit(), Contract(seed=11, max_tokens=9))
+    lookup.extend([*range(20)])
+    lookup.propose(4, 4)
+    source.proposal = Continuation((-1, -1), (99, 98), (0.4, 0.3))
+    assert {99, 98} < set(lookup.propose(24, 4).first)
+
+
 def test_it_learns_from_the_token_that_follows() -> None:
     fit = NoisedFit()
     lookup = Noised(Script(Continuation((-1,), (7,), (0.5,))), fit, Contract(seed=11, max_tokens=9))

@@ -9,6 +9,7 @@ from drafter_svc.drawn import DrawnSession
 from drafter_svc.replica import Snapshot
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
+from outrider.core.drawn_tree import DrawnTree
 from outrider.core.growth import Fits
 from outrider.core.shapes import RankRates, Shape, best_shape, size_of
 from outrider.core.tree import Delta, Drifted, TokenTree
@@ -27,7 +28,7 @@ class Rig:
     def __init__(self, rule: str = "recursive-rejection", *, epoch: int = 1) -> None:
         contract = Contract(seed=4, max_tokens=100, rule=rule)
         self.fits = Fits()
-        self.upstream = TokenTree(PROMPT)
+        self.upstream = DrawnTree(PROMPT)
         snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, 10_000, epoch=epoch)
         self.session = DrawnSession(snapshot, 0, VOCABULARY)
 
@@ -42,7 +43,7 @@ class Rig:
         delta = self.session.expand(nodes, np.array(logits), self.fits)
         message = delta_to_pb(delta, attachment=1, epoch=1, plan_version=0)
         assert delta_from_pb(message, VOCABULARY) == delta
-        self.upstream.graft_drawn(1, delta)
+        self.upstream.graft(1, delta)
         self.upstream.check_integrity()
         return delta
 
@@ -52,7 +53,6 @@ class Rig:
     def commit(self, tokens: list[int]) -> None:
         self.session.commit(tokens)
         self.upstream.commit(tokens)
-        self.upstream.clear()
         self.session.learn(self.fits)
         assert (self.session.tree.digest, self.session.tree.size) == (self.upstream.digest, 0)
 
@@ -146,15 +146,15 @@ def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
     for change in wrong:
         fields = {name: getattr(first, name) for name in first.__slots__} | change
         with pytest.raises(InvalidRequest):
-            TokenTree(PROMPT).graft_drawn(1, Delta(**fields))
+            DrawnTree(PROMPT).graft(1, Delta(**fields))
     again = Delta(**{name: getattr(first, name) for name in first.__slots__} | {"first_id": 50})
     with pytest.raises(InvalidRequest, match="at once"):
-        rig.upstream.graft_drawn(1, again)
+        rig.upstream.graft(1, again)
     size_before = rig.upstream.size
-    assert rig.upstream.graft_drawn(1, first) == ([], [])  # a replay
+    assert rig.upstream.graft(1, first) == ([], [])  # a replay
     assert rig.upstream.size == size_before
-    tree = TokenTree(PROMPT)
+    tree = DrawnTree(PROMPT)
     tree.commit([1])
-    assert tree.graft_drawn(1, first) == ([], [])
+    assert tree.graft(1, first) == ([], [])
     with pytest.raises(Drifted):
-        tree.graft_drawn(1, Delta(**{name: getattr(first, name) for name in first.__slots__} | {"root_digest": 1}))
+        tree.graft(1, Delta(**{name: getattr(first, name) for name in first.__slots__} | {"root_digest": 1}))

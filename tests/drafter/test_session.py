@@ -1,11 +1,14 @@
 """A drafter's session keeps tree, cache rows and the upstream's copy in step, whatever the target says."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter_svc.ranked import RankedSession
 from drafter_svc.replica import Snapshot
+from outrider.core.construction import construction_of
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import Fits
@@ -19,9 +22,11 @@ TERMS = Contract(seed=4, max_tokens=100)
 class Rig:
     """A session, a cache that holds tokens instead of KV, and the upstream's tree."""
 
-    def __init__(self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False, tree: str = "best-first"
+    ) -> None:
         snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
-        self.session = RankedSession(snapshot, 0, VOCABULARY)
+        self.session = RankedSession(snapshot, 0, VOCABULARY, construction_of(tree))
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
         self.fit = Fits()
@@ -29,10 +34,11 @@ class Rig:
         self._random = np.random.default_rng(seed)
 
     def level(self, limit: int = 3) -> bool:
-        """Runs what the session wants next. False when it wants nothing."""
+        """Runs what the session wants next. False when it wants nothing: then it tells what it held back."""
         session = self.session
         chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=200, rows=300)
         if chosen is None:
+            self.deliver(session.rest(self.fit))
             return False
         segment, nodes = chosen
         count = len(segment.tokens)
@@ -83,6 +89,17 @@ class Rig:
             assert self.cache[node.row] == node.token
             assert node.expanded
 
+    def play(self, moves: Sequence[int | tuple[int, int]]) -> None:
+        """Levels, so many, or a commit: so many tokens along the tree, and one."""
+        for move in moves:
+            if isinstance(move, int):
+                for _ in range(move):
+                    self.level()
+                self.check()
+            else:
+                along, other = move
+                self.commit([*self.likely(along), other])
+
     def likely(self, count: int) -> list[int]:
         """The best path of the tree, at most `count` tokens."""
         node, path = self.session.tree.root, []
@@ -106,31 +123,17 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 1000),
-    st.booleans(),
-    st.lists(
-        st.one_of(
-            st.integers(1, 4),  # levels
-            st.tuples(st.integers(0, 4), st.integers(0, VOCABULARY - 1)),  # commit: tokens along the tree, and one
-        ),
-        max_size=25,
-    ),
-    st.sampled_from([400, 40]),
+MOVES = st.lists(
+    st.one_of(st.integers(1, 9), st.tuples(st.integers(0, 4), st.integers(0, VOCABULARY - 1))), max_size=25
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1000), st.booleans(), MOVES, st.sampled_from([400, 40]))
 def test_rows_masks_and_both_trees_stay_in_step(
     seed: int, ahead: bool, moves: list[int | tuple[int, int]], credit: int
 ) -> None:
-    rig = Rig(Plan(depth=6, width=3, nodes=8), seed, credit, ahead=ahead)
-    for move in moves:
-        if isinstance(move, int):
-            for _ in range(move):
-                rig.level()
-            rig.check()
-        else:
-            along, other = move
-            rig.commit([*rig.likely(along), other])
+    Rig(Plan(depth=6, width=3, nodes=8), seed, credit, ahead=ahead).play(moves)
 
 
 def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:

@@ -13,7 +13,6 @@ from outrider.core.shapes import (
     best_shape,
     depth_of,
     expected_tokens,
-    fastest_shape,
     k_ary_shape,
     priced_shape,
     size_of,
@@ -85,7 +84,8 @@ def test_a_level_s_price_makes_the_shape_shallower_and_keeps_it_the_best(rates: 
 
 
 @pytest.mark.parametrize("level_s", [0.0, 0.002, 0.02])
-def test_the_fastest_shape_is_the_best_of_all_by_tokens_over_time(level_s: float) -> None:
+def test_the_shape_that_is_worth_most_is_the_best_of_all_by_tokens_over_time(level_s: float) -> None:
+    """Sequoia (Chen et al., arXiv 2402.12374), section 4.3: the hardware-aware optimizer, over sizes and depths."""
     for rates in ([0.8, 0.1], [0.5, 0.4], [0.9, 0.5]):
         for step in (0.0, 0.004):
 
@@ -93,10 +93,16 @@ def test_the_fastest_shape_is_the_best_of_all_by_tokens_over_time(level_s: float
                 seconds = depth_of(shape) * level_s + 0.02 + step * size_of(shape)
                 return (1.0 + expected_tokens(shape, rates)) / seconds
 
-            found = fastest_shape(
-                rates, nodes=5, depth=3, level_s=level_s, seconds=lambda n, s=step: 0.02 + s * (n - 1)
-            )
-            assert goodput(found) == pytest.approx(max(map(goodput, shapes(2, 3, 5))))
+            candidates = [
+                priced_shape(
+                    rates,
+                    lambda expected, size, levels, s=step: (1.0 + expected) / (levels * level_s + 0.02 + s * size),
+                    nodes=nodes,
+                    depth=3,
+                )
+                for nodes in range(6)
+            ]
+            assert max(map(goodput, candidates)) == pytest.approx(max(map(goodput, shapes(2, 3, 5))))
 
 
 def test_of_several_depths_that_are_worth_the_same_the_shallowest_counts() -> None:
