@@ -29,6 +29,7 @@ SECTIONS: dict[str, Section] = {
         wait_us=17,
         overlap=True,
         drafters_per_session=2,
+        tiers="all",
         max_sessions=4,
         window=5,
         session_ttl_s=6,
@@ -73,6 +74,8 @@ SECTIONS: dict[str, Section] = {
         level_nodes=6,
         tree="eagle-2",
         via="h:2",
+        tier=3,
+        above=1,
     ),
 }
 
