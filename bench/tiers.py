@@ -17,7 +17,7 @@ from bench.options import SEED, Options, padded
 from outrider.config import ClusterConfig, DrafterConfig, parse
 from outrider.errors import InternalError
 
-MID_SHARE = 4  # of the target's parameters, the middle model has one in so many
+MID = 100_000_000  # parameters that the middle model is padded to
 JUDGED = 24  # nodes that a drafter with a tier below it judges in one pass
 LEARNING_TOKENS = 512  # that a row says at each temperature before it is measured
 TRIALS = 20  # generations in which the router finds out which tiers pay
@@ -51,7 +51,7 @@ async def run_tiers(options: Options, results: Results, prompts: Prompts, say: A
         say(f"{title}: padding the models")
         async with AsyncExitStack() as stack:
             folder = await stack.enter_async_context(padded(options, target))
-            mid = await stack.enter_async_context(padded(options, target // MID_SHARE, "mid"))
+            mid = await stack.enter_async_context(padded(options, MID, "mid"))
             rows = [(name_of(tiers), options_of(options, folder, mid, tiers, "all")) for tiers in SETS]
             rows.append((MEASURED, options_of(options, folder, mid, SETS[-1], MEASURED)))
             for repetition in range(options.repetitions):
