@@ -99,8 +99,8 @@ class Relay(Drafted):
 
     @property
     def resting(self) -> bool:
-        """As the upstream says."""
-        return not self._session.wanted
+        """Never: that the upstream asks for rest goes down as a price."""
+        return False
 
     @property
     def price(self) -> float:
@@ -159,7 +159,8 @@ class Relay(Drafted):
     def publish(self, position: int, tokens: Sequence[int], now: float) -> None:
         """Tells what was committed, from `position` on, or what else has changed."""
         self.plan = self._session.plan
-        self._since = now
+        if tokens:
+            self._since = now
         self._below.publish(self, position, tokens)
 
     def hint(self, now: float) -> None:

@@ -22,6 +22,7 @@ from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import Overlap, StepReport
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
+from outrider.core.ways import Way
 from outrider.engine.native import Engine
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
@@ -41,7 +42,8 @@ log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Owns the engine and the sessions. `publish` is told of every commit, before the next step starts."""
+    """Owns the engine and the sessions. `publish` is told of every commit, before the next step starts; `pause` of a
+    session for which drafting would come too late, because its step has begun."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class StepLoop:
         prefill_chunk: int,
         max_nodes: int,
         publish: Callable[[Session, int, Sequence[int]], None],
+        pause: Callable[[Session], None] = lambda session: None,
         own: OwnDrafting | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
@@ -62,6 +65,7 @@ class StepLoop:
         self._prefill_chunk = prefill_chunk
         self._max_nodes = max_nodes
         self._publish = publish
+        self._pause = pause
         self._own = own or OwnDrafting()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
@@ -205,7 +209,7 @@ class StepLoop:
         segments = [work.segment() for work in step.works]
         began = time.monotonic()
         self.progress.begin()
-        logits = await self._passes.forward(segments, partial(make_noise, step))
+        logits = await self._passes.forward(segments, partial(self._meanwhile, step))
         before, self._ended = self._ended, time.monotonic()
         step.seconds = self._ended - began
         if step.follows:
@@ -214,6 +218,13 @@ class StepLoop:
         if step.tokens <= self._max_nodes:
             self.cost.observe(step.tokens, step.seconds)
         return logits
+
+    def _meanwhile(self, step: Step) -> None:
+        """While the pass runs: stills the drafters that take turns with it, and computes the noise."""
+        for session in step.sessions:
+            if session.way is Way.TURNS and session.drafting:
+                self._pause(session)
+        make_noise(step)
 
     def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
         """For each session the target's own tokens as far as its tree holds them; None inside a prompt."""

@@ -49,6 +49,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         prefill_chunk=config.prefill_chunk,
         max_nodes=config.max_nodes,
         publish=sink.publish,
+        pause=sink.pause,
         own=own_drafting(config, engine.tokenizer_digest),
     )
     sink.serve(loop)

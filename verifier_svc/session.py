@@ -16,11 +16,10 @@ from outrider.core.tree import Delta, Node
 from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
-from outrider.sink.drafted import MAX_DRAFTERS, Drafted, Subscription
+from outrider.sink.drafted import MAX_DRAFTERS, RESTING_PRICE, Drafted, Subscription
 from verifier_svc.own import SENDER, OwnDrafts
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
-RESTING_PRICE = 1.0  # no node is better than certain
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from outrider.core.tree import Delta, Node, TokenTree
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.sink.stream import DraftStream
 
+RESTING_PRICE = 1.0  # no node is better than certain
 MAX_DRAFTERS = 16  # of one session, those of lower tiers included
 
 
@@ -28,6 +29,7 @@ class Subscription:
     granted: int = 0  # the largest id that it was ever allowed
     plan_version: int = -1  # the last one that it was told
     exhausted: int = -1  # position of the root below which it has sent all it will
+    begun: int = -1  # position of the root below which it last sent anything
 
 
 class Drafted(ABC):
@@ -137,6 +139,7 @@ class Drafted(ABC):
             raise InvalidRequest("first_id", f"node {last} is beyond the credit, which ends at {subscription.granted}")
         judge, origin = subscription.calibration.corrected, self._origin(delta.origin)
         grafted = self.tree.graft(subscription.sender, delta, judge, origin=origin)
+        subscription.begun = self.tree.root.position
         self.grown(subscription, delta, grafted.added, now, passing=passing)
         return self.owners(grafted.dropped)
 

@@ -20,7 +20,7 @@ from outrider.rpc import liveness
 from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, hints_to_pb, plan_to_pb
 from outrider.rpc.status import translated
 from outrider.rpc.tickets import Permit
-from outrider.sink.drafted import Drafted, Subscription
+from outrider.sink.drafted import RESTING_PRICE, Drafted, Subscription
 from outrider.sink.keyring import Keyring
 from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
@@ -107,6 +107,14 @@ class Sink(TreeSinkServicer):
                     del stream.waiting[subscribe.attachment]
                     self._open(stream, subscribe)
 
+    def pause(self, session: Drafted) -> None:
+        """What drafters would send now comes too late: those that have begun below this root may rest until the next
+        commit. Who reads what it missed reads on."""
+        root = session.tree.root.position
+        for subscription in session.subscriptions.values():
+            if subscription.begun == root != subscription.exhausted:
+                self._tell(subscription, pb.Commit(position=len(session.tokens)), RESTING_PRICE)
+
     def refresh(self, session: Drafted) -> None:
         """The plan or the credit changed without a commit. Whoever rests hears it, too."""
         for subscription in session.subscriptions.values():
@@ -136,12 +144,12 @@ class Sink(TreeSinkServicer):
             session.wire_bytes += message.ByteSize()
             subscription.stream.hint(message)
 
-    def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
+    def _tell(self, subscription: Subscription, commit: pb.Commit, price: float | None = None) -> None:
         session = subscription.session
         commit.attachment = subscription.attachment
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
-        commit.price = session.price
+        commit.price = session.price if price is None else price
         commit.time_price, commit.ahead = session.time_price, session.ahead
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.plan.version:

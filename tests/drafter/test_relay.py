@@ -217,11 +217,11 @@ def test_nothing_is_taken_that_the_upstream_has_no_room_for() -> None:
 
 def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> None:
     three = Three(5)
-    three.relay.publish(len(PROMPT), (), 10.0)
-    assert three.relay.patience(10.0, 0.02) == pytest.approx(0.02)
-    assert three.relay.patience(10.03, 0.02) < 0
+    three.commit([7])  # at second 0
+    assert three.relay.patience(0.0, 0.02) == pytest.approx(0.02)
+    assert three.relay.patience(0.03, 0.02) < 0
     three.relay.exhaust(three.subscription, three.session.tree.root.position)
-    assert three.relay.patience(10.0, 0.02) == 0.0
+    assert three.relay.patience(0.0, 0.02) == 0.0
     three.judge()  # with what it hints, there may be more to draft
     assert three.relay.drafting
 

@@ -79,6 +79,10 @@ def deltas(draw: st.DrawFn) -> drafter_pb2.TreeDelta:
         plan_version=draw(huge),
         exhausted=draw(st.booleans()),
         drawn=draw(st.lists(drawn_rows, max_size=3)),
+        origin=draw(names),
+        rescored=(rescored := draw(st.lists(st.one_of(small, huge), max_size=6))),
+        rescored_edges=draw(st.binary(max_size=6)) if not honest else bytes(len(rescored)),
+        rescore_version=draw(st.one_of(small, huge)),
     )
 
 
@@ -140,7 +144,17 @@ def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]
         credit=huge,
         dropped=st.lists(huge, max_size=5),
     )
+    hints = messages(
+        drafter_pb2.Hints,
+        attachment=which,
+        epoch=epochs,
+        root_position=positions,
+        parents=st.lists(st.one_of(st.integers(0, 3), huge.map(lambda number: number % 2**32)), max_size=6),
+        tokens=said,
+        edges=st.binary(max_size=6),
+    )
     return st.one_of(
+        hints.map(lambda frame: drafter_pb2.DraftDown(hints=frame)),
         snapshots.map(lambda frame: drafter_pb2.DraftDown(snapshot=frame)),
         commits.map(lambda frame: drafter_pb2.DraftDown(commit=frame)),
         messages(drafter_pb2.Closed, attachment=small, reason=names).map(

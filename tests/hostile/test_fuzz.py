@@ -280,7 +280,7 @@ async def test_frames_of_an_upstream(
             number = next(numbers)
             for frame in batch:  # the drafter numbers its subscriptions on and on
                 kind = frame.WhichOneof("frame")
-                if kind in ("snapshot", "commit", "closed") and getattr(frame, kind).attachment == 1:
+                if kind in ("snapshot", "commit", "closed", "hints") and getattr(frame, kind).attachment == 1:
                     getattr(frame, kind).attachment = number
             streams = liar.streams
             liar.script = batch

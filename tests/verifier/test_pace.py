@@ -10,6 +10,7 @@ from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.sampler import Choice
+from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
 from outrider.core.ways import Way
 from outrider.engine.slots import Taken
@@ -47,6 +48,27 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     frame = await stream.next()
     assert frame is not None
     assert (list(frame.commit.tokens), frame.commit.price) == ([7, 7, 7], 0.0)
+
+
+async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_that_read_are_not() -> None:
+    sink, session = sink_and_session()
+    begun, reading, done = streams = [DraftStream(name, Heartbeat) for name in ("begun", "reading", "done")]
+    for stream in streams:
+        session.grant(session.subscribe(stream, 1, Calibration()))
+    for stream in (begun, done):
+        delta = Delta(2, session.tree.digest, 1, (0,), (7,), (-0.5,))
+        session.graft(session.subscriptions[stream], delta, 1.0, passing=False)
+    session.exhaust(session.subscriptions[done], 2)
+    sink.pause(session)
+    frame = await begun.next()
+    assert frame is not None
+    assert (frame.commit.position, list(frame.commit.tokens), frame.commit.price) == (3, [], 1.0)
+    assert not reading._wake.is_set()
+    assert not done._wake.is_set()
+    publish(sink, session, session.commit([Choice(8, 1.0, b"")], StepReport(), now=1.0))
+    after = await begun.next()
+    assert after is not None
+    assert (list(after.commit.tokens), after.commit.price) == ([8], 0.0)
 
 
 async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
