@@ -64,20 +64,20 @@ async def run_tiers(options: Options, results: Results, prompts: Prompts, say: A
 def options_of(options: Options, target: Path, mid: Path, tiers: Sequence[str], chosen: str) -> ClusterConfig:
     """A cluster with these tiers, the first of which drafts for the target."""
     config = options.cluster(target)
-    (drafter,) = config.drafter
+    (drafter,), (verifier,) = config.drafter, config.verifier
     plain = drafter.model_dump(exclude={"tier", "above"})
     kinds: dict[str, dict[str, Any]] = {
         "suffix": {"drafts": "suffix"},
         "drafter": {"level_nodes": JUDGED if tiers[-1] != "drafter" else drafter.level_nodes},
-        "mid": {"model": mid, "level_nodes": JUDGED},
+        "mid": {"model": mid, "level_nodes": JUDGED, "threads": verifier.threads},  # they take turns
     }
     sections = {
         number: [parse(DrafterConfig, plain | kinds[kind] | {"tier": number}, "--drafter")]
         for number, kind in enumerate(tiers)
     }
     router = config.router.model_copy(update={"tiers": chosen})
-    verifier = [worker.model_copy(update={"numerics": "invariant"}) for worker in config.verifier]
-    return config.model_copy(update={"router": router, "verifier": verifier, "drafter": [], "tier": sections})
+    verifier = verifier.model_copy(update={"numerics": "invariant"})
+    return config.model_copy(update={"router": router, "verifier": [verifier], "drafter": [], "tier": sections})
 
 
 async def _measure(

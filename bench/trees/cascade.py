@@ -35,7 +35,7 @@ WIDTH = 4
 LEVELS = 10  # most of a draft model that is alone
 ROUNDS = 3
 LEVELS_A_ROUND = (2, 4, 6)
-TARGETS = (4, 8, 16, 32)  # passes of the middle model that the target's takes
+TARGETS = (2, 4, 8, 16, 32)  # passes of the middle model that the target's takes
 MIDDLES = (2, 4, 8, 16)  # levels of the drafter that a pass of the middle model takes
 
 Lengths = dict["Way", float]  # acceptance lengths
