@@ -263,7 +263,7 @@ def _check_tokenizers(config: ClusterConfig) -> None:
     for number, drafter in enumerate(config.drafters):
         if None not in (*targets, own := _tokenizer(drafter.target or drafter.model)) and own not in targets:
             raise ConfigError(
-                f"drafter-{number}: model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
+                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
                 "name that one's folder as `target` to draft by text, or draft with a model of its family"
             )
 
