@@ -55,18 +55,11 @@ class Finder:
         self.members.setdefault(key, Member()).news.append(snapshot)
         self._changed.set()
 
-    def updated(self, key: Attachment, update: Update) -> None:
-        """A session's upstream committed tokens or changed the terms."""
+    def updated(self, key: Attachment, update: Update | Hints) -> None:
+        """A session's upstream committed tokens, changed the terms, or says what it believes."""
         member = self.members.get(key)
         if member is not None:
             member.news.append(update)
-            self._changed.set()
-
-    def hinted(self, key: Attachment, hints: Hints) -> None:
-        """A session's upstream drafts, too, and says what it believes."""
-        member = self.members.get(key)
-        if member is not None:
-            member.news.append(hints)
             self._changed.set()
 
     def closed(self, key: Attachment) -> None:
@@ -123,7 +116,7 @@ class Finder:
             elif member.replica is None:
                 continue  # from before the snapshot that has been asked for
             elif isinstance(news, Hints):
-                member.replica.heed(news)
+                member.replica.tree.hint(news)
                 same = True
             else:
                 same = member.replica.follow(news)

@@ -105,18 +105,11 @@ class Grower:
         member.news.append(snapshot)
         self._changed.set()
 
-    def updated(self, key: Attachment, update: Update) -> None:
-        """A session's upstream committed tokens or changed the terms."""
+    def updated(self, key: Attachment, update: Update | Hints) -> None:
+        """A session's upstream committed tokens, changed the terms, or says what it believes."""
         member = self.members.get(key)
         if member is not None:
             member.news.append(update)
-            self._changed.set()
-
-    def hinted(self, key: Attachment, hints: Hints) -> None:
-        """A session's upstream drafts, too, and says what it believes."""
-        member = self.members.get(key)
-        if member is not None:
-            member.news.append(hints)
             self._changed.set()
 
     def wake(self) -> None:
@@ -257,7 +250,7 @@ class Grower:
     def _apply(self, member: Member, session: DraftSession, news: Update | Hints) -> bool:
         """False when the copy turns out to be another one than the upstream's."""
         if isinstance(news, Hints):
-            session.heed(news)
+            session.tree.hint(news)
             return True
         update, relay = news, member.relay
         if update.position != len(session.tokens):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.core.contract import Contract, Plan
 from outrider.core.drawn_tree import tree_of
-from outrider.core.tree import Delta, Hints, Node
+from outrider.core.tree import Delta, Node
 
 OWN = 0  # the drafter's own name as a sender, in its own tree
 
@@ -84,10 +84,6 @@ class Replica:
         self.ahead = update.ahead
         self.credit = update.credit
         return self.abandon(update.dropped)
-
-    def heed(self, hints: Hints) -> None:
-        """Takes what the upstream believes of the tree."""
-        self.tree.hint(hints)
 
     def announce(self, added: Sequence[Node], origin: str = "") -> Delta:
         """Names new nodes, parents before children, and puts them as a delta. It may be empty. What hints have added

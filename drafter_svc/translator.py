@@ -89,10 +89,11 @@ class Translator:
         self._sessions[key] = Member(replica, translation, TokenTree(translation.own_tokens or [0]))
         self.reopen(key)
 
-    def updated(self, key: Attachment, update: Update) -> None:
-        """The target said more, or the terms changed."""
+    def updated(self, key: Attachment, update: Update | Hints) -> None:
+        """The target said more, or the terms changed. Hints are not taken: they are tokens of the other vocabulary, and
+        no text."""
         member = self._sessions.get(key)
-        if member is None:
+        if member is None or isinstance(update, Hints):
             return
         if not member.replica.follow(update):
             self.closed(key)
@@ -121,9 +122,6 @@ class Translator:
                 (),
             ),
         )
-
-    def hinted(self, key: Attachment, hints: Hints) -> None:
-        """Not taken: they are tokens of the other vocabulary, and no text."""
 
     def closed(self, key: Attachment) -> None:
         """A session is over."""

@@ -34,11 +34,8 @@ class Listener(Protocol):
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
         """The committed tokens and the terms: start to draft, or start anew."""
 
-    def updated(self, key: Attachment, update: Update) -> None:
-        """New committed tokens, or new terms."""
-
-    def hinted(self, key: Attachment, hints: Hints) -> None:
-        """What an upstream that drafts itself believes."""
+    def updated(self, key: Attachment, update: Update | Hints) -> None:
+        """New committed tokens, new terms, or what an upstream that drafts itself believes."""
 
     def closed(self, key: Attachment) -> None:
         """Nothing more is wanted for this session until it is opened again."""
@@ -216,7 +213,7 @@ class Upstream:
             elif kind == "snapshot":
                 self._take_part(attachment, message)
             elif kind == "hints":
-                self._listener.hinted(attachment, hints_from_pb(message, self._vocabulary))
+                self._listener.updated(attachment, hints_from_pb(message, self._vocabulary))
             else:
                 self._listener.updated(attachment, self._update(message))
         except OutriderError as error:

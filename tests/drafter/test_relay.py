@@ -62,7 +62,7 @@ class Three:
         assert self.lower.follow(update)
 
     def hint(self, session: Drafted, hints: Hints) -> None:
-        self.lower.heed(hints)
+        self.lower.tree.hint(hints)
 
     def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         self.lower.abandon(dropped.get(self.subscription, ()))
