@@ -26,7 +26,7 @@ from outrider.core.growth import Fits
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Hints, Node
 from outrider.engine.batch import Segment
-from outrider.engine.native import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress

@@ -21,7 +21,7 @@ from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
 from outrider.engine.checkpoint import read_config, read_tokenizer_digest
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.rpc.server import serving
@@ -187,9 +187,9 @@ class Roster(DrafterServicer):
         self._refused += 1
 
 
-def load(config: DrafterConfig) -> Engine:
+def load(config: DrafterConfig) -> NativeEngine:
     """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
-    return Engine.load(
+    return NativeEngine.load(
         config.model,
         dtype=config.dtype,
         layers=config.layers,
@@ -225,7 +225,7 @@ def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Ro
 
 def _grower(
     config: DrafterConfig,
-    engine: Engine,
+    engine: NativeEngine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
     sink: Sink | None = None,

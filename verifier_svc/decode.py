@@ -12,7 +12,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.contract import Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.engine.native import Engine
+from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb

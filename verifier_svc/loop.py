@@ -23,7 +23,7 @@ from outrider.core.contract import Overlap, StepReport
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
 from outrider.core.ways import Way
-from outrider.engine.native import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded

@@ -13,7 +13,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
 from outrider.sink.keyring import Keyring
@@ -95,10 +95,10 @@ def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting
     return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
 
 
-def load(config: VerifierConfig) -> tuple[Engine, CostModel]:
+def load(config: VerifierConfig) -> tuple[NativeEngine, CostModel]:
     """The target, and what its passes cost here."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    engine = Engine.load(
+    engine = NativeEngine.load(
         config.model,
         dtype=config.dtype,
         slots=config.slots,

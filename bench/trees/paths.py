@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.core.contract import Contract
 from outrider.core.sampler import Sampler
 from outrider.engine.batch import Segment
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]
@@ -20,16 +20,16 @@ SCRATCH = 6144  # rows below one root
 ROWS = 96  # of one pass
 
 
-def load(folder: File) -> Engine:
+def load(folder: File) -> NativeEngine:
     """A model for one text at a time, in float32, on one thread."""
-    return Engine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
+    return NativeEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
 
 
 class PathRows:
     """One model over one text. Roots must be visited from the last to the first: what is below one overwrites the text
     behind it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
         self._text: Sequence[int] = ()
         self._root = 0

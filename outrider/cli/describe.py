@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import grpc.aio
     from rich.console import Console
 
-    from outrider.engine.native import Engine
+    from outrider.engine.native import NativeEngine
 
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 Rows = list[tuple[str, str]]  # (what, its value)
@@ -67,7 +67,7 @@ def _describe_folder(
 
     from outrider.engine.checkpoint import read_config
     from outrider.engine.depth import kept_layers
-    from outrider.engine.native import Engine
+    from outrider.engine.native import NativeEngine
 
     config = read_config(folder)
     kept = len(kept_layers(config.layers, layers, skip))
@@ -75,7 +75,7 @@ def _describe_folder(
     columns = TextColumn("{task.description}"), BarColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         loading = progress.add_task(f"loading {folder}", total=1.0)
-        fast = Engine.load(
+        fast = NativeEngine.load(
             folder,
             dtype=dtype,
             layers=layers,
@@ -107,7 +107,7 @@ def _describe_folder(
     print(last_line(*costs), flush=True)
 
 
-def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:
+def _measure(engines: Sequence[NativeEngine], heard: Callable[[], None]) -> list[Costs]:
     """The fastest pass of each engine over each number of tokens. They take turns, so that a busy moment hits both."""
     fastest: list[Costs] = [{} for _ in engines]
     for _ in range(ROUNDS):

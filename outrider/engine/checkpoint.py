@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,24 +187,29 @@ class Weights:
         if self._progress is not None:
             self._progress(1.0)
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor as it is stored. Raises CheckpointError when it is missing or not of that shape."""
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """A tensor of that shape as it is stored, or a part of it; the rest is not read.
+
+        Raises CheckpointError when it is missing or not of that shape.
+        """
         if name not in self._shards:
             raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
         path = self._shards[name]
         try:
             with safe_open(str(path), framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                whole = file.get_slice(name)
+                stored = tuple(whole.get_shape())
+                tensor: Tensor = whole[(rows, columns)[: len(stored)]]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); download it again") from None
-        if tuple(tensor.shape) != shape:
+        if stored != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(tensor.shape)}, config.json makes it {list(shape)}; "
+                f"{path}: tensor {name} has shape {list(stored)}, config.json makes it {list(shape)}; "
                 "the two files must belong together"
             )
         if tensor.dtype not in STORED:
             raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, must be bfloat16, float16 or float32")
-        self._taken += tensor.nbytes
+        self._taken += math.prod(shape) * tensor.itemsize
         if self._progress is not None:
             self._progress(min(1.0, self._taken / self._total))
         return tensor

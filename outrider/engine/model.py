@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoint import ModelConfig, Weights
+from outrider.engine.checkpoint import ALL, ModelConfig, Weights
 from outrider.engine.linear import Linear, float_linear
 from outrider.engine.quantized import int4_linear, int8_linear
 from outrider.engine.rope import interleave
+from outrider.engine.sharding import Shard
 
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]  # of the layers' linears
 # Of the head. Quantized models have it in int8: beside their layers in float32 it would be half of a small model.
@@ -55,13 +57,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All weights of a model."""
+    """All weights of a model, or a rank's part of them: the shapes are then those of its part of the configuration."""
 
-    embedding: Tensor  # [vocabulary, width], as the checkpoint stores it
+    embedding: Tensor  # [vocabulary, width / ranks], as the checkpoint stores it
     layers: tuple[Layer, ...]
     norm: RMSNorm
-    head: Linear  # [vocabulary, width]
-    parameters: int  # that were read
+    head: Linear  # [vocabulary / ranks, width]
+    parameters: int  # of the layers that were read, on all ranks
 
     @property
     def bytes_of_a_pass(self) -> int:
@@ -81,42 +83,51 @@ def make_linear(weight: Tensor, bias: Tensor | None, dtype: Dtype) -> Linear:
             return float_linear(weight, bias, torch.float32 if dtype == "float32" else torch.bfloat16)
 
 
-def load_model(weights: Weights, config: ModelConfig, dtype: Dtype, kept: Iterable[int]) -> Model:
+def load_model(weights: Weights, config: ModelConfig, shard: Shard, dtype: Dtype, kept: Iterable[int]) -> Model:
     """Reads, quantizes and packs the `kept` layers of a checkpoint and what all models need, one after another.
+
+    Of each weight only what `shard` holds is read. `config` is the whole model's.
 
     Raises CheckpointError; ConfigError where a weight cannot be had in that type.
     """
     counted = 0
 
-    def take(name: str, *shape: int) -> Tensor:
+    def take(name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         nonlocal counted
-        tensor = weights.take(name, *shape)
-        counted += tensor.numel()
-        return tensor
+        counted += math.prod(shape)
+        return weights.take(name, *shape, rows=rows, columns=columns)
 
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(take(f"{name}.weight", size), config.eps)
 
-    def parts(name: str, rows: int, columns: int, biased: bool) -> _Parts:
-        return take(f"{name}.weight", rows, columns), take(f"{name}.bias", rows) if biased else None
+    def outputs(name: str, size: int, biased: bool, own: slice) -> _Parts:
+        """A linear over the residual stream, of which this rank computes the `own` outputs."""
+        weight = take(f"{name}.weight", size, config.width, rows=own)
+        return weight, take(f"{name}.bias", size, rows=own) if biased else None
+
+    def inputs(name: str, size: int, biased: bool, own: slice) -> _Parts:
+        """A linear into the residual stream, of which this rank has the `own` inputs. Rank 0 adds the bias."""
+        weight = take(f"{name}.weight", config.width, size, columns=own)
+        bias = take(f"{name}.bias", config.width) if biased else None
+        return weight, None if shard.rank else bias
 
     def group_first(rows: Tensor) -> Tensor:
         """Rows ordered (kv head, group, dim), reordered to (group, kv head, dim)."""
-        shaped = rows.reshape(config.kv_heads, config.group, config.head_dim, *rows.shape[1:])
+        shaped = rows.reshape(own.kv_heads, own.group, own.head_dim, *rows.shape[1:])
         return shaped.transpose(0, 1).reshape(rows.shape)
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}"
         attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        q = parts(f"{attention}.q_proj", queries, config.width, config.qkv_bias)
-        k = parts(f"{attention}.k_proj", keys, config.width, config.qkv_bias)
-        v = parts(f"{attention}.v_proj", keys, config.width, config.qkv_bias)
+        q = outputs(f"{attention}.q_proj", queries, config.qkv_bias, own_queries)
+        k = outputs(f"{attention}.k_proj", keys, config.qkv_bias, own_keys)
+        v = outputs(f"{attention}.v_proj", keys, config.qkv_bias, own_keys)
         q = _each(q, lambda rows: group_first(interleave(rows, config.head_dim)))
         k = _each(k, lambda rows: interleave(rows, config.head_dim))
-        out = parts(f"{attention}.o_proj", config.width, queries, config.output_bias)
-        gate = parts(f"{ffn}.gate_proj", config.ffn, config.width, config.ffn_bias)
-        up = parts(f"{ffn}.up_proj", config.ffn, config.width, config.ffn_bias)
+        out = inputs(f"{attention}.o_proj", queries, config.output_bias, own_queries)
+        gate = outputs(f"{ffn}.gate_proj", config.ffn, config.ffn_bias, own_units)
+        up = outputs(f"{ffn}.up_proj", config.ffn, config.ffn_bias, own_units)
         head_norms = None
         if config.head_norms:
             names = f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"
@@ -129,14 +140,27 @@ def load_model(weights: Weights, config: ModelConfig, dtype: Dtype, kept: Iterab
             output=make_linear(group_first(out[0].T).T, out[1], dtype),
             ffn_norm=norm(f"{prefix}.post_attention_layernorm", config.width),
             gate_up=_fused((gate, up), dtype),
-            down=make_linear(*parts(f"{ffn}.down_proj", config.width, config.ffn, config.ffn_bias), dtype),
+            down=make_linear(*inputs(f"{ffn}.down_proj", config.ffn, config.ffn_bias, own_units), dtype),
         )
 
+    own = shard.config(config)
+    own_units, own_channels, own_tokens = (
+        shard.part(config.ffn),
+        shard.part(config.width),
+        shard.tokens(config.vocabulary),
+    )
+    own_queries, heads = shard.part(config.heads, config.head_dim), shard.kv_heads(config)
+    own_keys = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+    vocabulary = config.vocabulary, config.width
     # A copy: what `take` gives may be a view of the file.
-    embedding = take("model.embed_tokens.weight", config.vocabulary, config.width).clone()
+    embedding = take("model.embed_tokens.weight", *vocabulary, columns=own_channels).clone()
     layers = tuple(layer(index) for index in kept)
     last = norm("model.norm", config.width)
-    head = embedding if config.tied else take("lm_head.weight", config.vocabulary, config.width)
+    if config.tied:
+        counted -= math.prod(vocabulary)
+    head = take("model.embed_tokens.weight" if config.tied else "lm_head.weight", *vocabulary, rows=own_tokens)
+    if short := -(-config.vocabulary // shard.of) - len(head):  # ranks give equally many logits
+        head = torch.cat([head, head.new_zeros(short, config.width)])
     return Model(embedding, layers, last, make_linear(head, None, HEADS[dtype]), counted)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +18,8 @@ from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
+from outrider.engine.engine import Engine, Numerics, Traits
+from outrider.engine.group import Alone, Group
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
@@ -28,19 +28,18 @@ from outrider.engine.quantized import check_quantized
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 
-Numerics = Literal["fast", "invariant"]
 _KeysValues = tuple[Tensor, Tensor]  # of one layer
 
 
-class Engine:
-    """A model and the KV of its sessions. One call at a time, from any thread.
+class NativeEngine(Engine):
+    """One rank's part of a model, or all of it.
 
     The linears of the layers are float32, bfloat16, int8 or int4, the head float32 or, where they are quantized, int8;
     the embedding is as the checkpoint stores it. All else is float32: residual stream, norms, attention, KV, logits.
     With fast numerics a row's linears give the same bits in every pass, and its attention may differ in the
     last bits with the pass's shape. With invariant numerics a token's logits and KV are the same bits however it was
     computed (`outrider.engine.invariant`): on one kind of machine and with one number of threads, they depend on
-    the tokens of its path alone. A slot needs no opening: what lies beyond the rows that a segment names is never seen.
+    the tokens of its path alone. The logits are on rank 0 alone; the others get none.
     """
 
     def __init__(
@@ -54,26 +53,35 @@ class Engine:
         slots: int,
         rows: int,
         threads: int,
+        group: Group,
     ) -> None:
-        self.vocabulary = config.vocabulary
-        self.context = config.context
-        self.rows = rows
-        self.slots = slots
-        self.parameters = model.parameters
-        self.dtype = dtype
-        self.numerics = numerics
-        self.tokenizer_digest = digest
-        self.eos_ids = config.eos_ids
-        self._config = config
-        self._model = model
+        """`config`: the shape of this rank's part."""
         if numerics == "invariant":
             check_machine(model, config)
         self._attention, self._activate = _ways(numerics, config)
         tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
-        self.weight_bytes = model.bytes_of_a_pass  # that a pass reads
         self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
-        self.kv_bytes = self._cache.bytes  # when all slots are full
-        self._rope = config.rope.table(max(rows, config.context), config.head_dim)
+        super().__init__(
+            Traits(
+                vocabulary=config.vocabulary,
+                context=config.context,
+                positions=max(rows, config.context),
+                rows=rows,
+                slots=slots,
+                parameters=model.parameters,
+                dtype=dtype,
+                numerics=numerics,
+                tokenizer_digest=digest,
+                eos_ids=config.eos_ids,
+                weight_bytes=model.bytes_of_a_pass,
+                kv_bytes=self._cache.bytes,
+            )
+        )
+        self._config = config
+        self._model = model
+        self._group = group
+        self._dtype = dtype
+        self._rope = config.rope.table(self.positions, config.head_dim)
         self._threads = threads
         self._prepared = threading.local()
 
@@ -89,18 +97,20 @@ class Engine:
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
+        group: Group | None = None,
         progress: Callable[[float], None] | None = None,
-    ) -> Engine:
-        """Loads a checkpoint folder.
+    ) -> NativeEngine:
+        """Loads a checkpoint folder, or a rank's part of it.
 
         `dtype` of the weights: what is stored otherwise is converted, for int8 and int4 quantized, while it is read.
         `layers`: the first ones alone, then the final norm and the head (early exit); `skip`: all layers but these.
         What is left out is not read, and not counted in `parameters`.
         `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
-        `threads` for the operations (None: torch's own choice; the number is the process's); `progress` hears
-        the fraction done, 0 to 1. Raises CheckpointError for a checkpoint that is missing, corrupt or not supported:
-        it names the file and says what to do. Raises ConfigError where this machine's libraries cannot do invariant
-        numerics or `dtype`, and for layers that the checkpoint does not have.
+        `threads` for the operations (None: torch's own choice; the number is the process's); `group`: the ranks that
+        share the model, this one among them; `progress` hears the fraction done, 0 to 1.
+        Raises CheckpointError for a checkpoint that is missing, corrupt or not supported: it names the file and says
+        what to do. Raises ConfigError where this machine's libraries cannot do invariant numerics or `dtype`, for
+        layers that the checkpoint does not have, and for ranks that cannot share it.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
@@ -108,16 +118,17 @@ class Engine:
             torch.set_num_threads(threads)
         config = read_config(path)
         kept = kept_layers(config.layers, layers, skip)
-        config = replace(config, layers=len(kept))
+        group = group or Alone()
+        part = group.shard.config(replace(config, layers=len(kept)))
         if dtype in ("int8", "int4"):
             check_quantized(dtype)
         digest = read_tokenizer_digest(path)
         weights = Weights(path, progress)
         with torch.inference_mode():
-            model = load_model(weights, config, dtype, kept)
+            model = load_model(weights, config, group.shard, dtype, kept)
             weights.finish()
             return cls(
-                config,
+                part,
                 model,
                 digest,
                 dtype=dtype,
@@ -125,94 +136,46 @@ class Engine:
                 slots=slots,
                 rows=config.context + SCRATCH if rows is None else rows,
                 threads=torch.get_num_threads(),
+                group=group,
             )
 
-    def with_numerics(self, numerics: Numerics) -> Engine:
+    def with_numerics(self, numerics: Numerics) -> NativeEngine:
         """An engine of the same shape over the same weights, with KV of its own. Raises ConfigError as `load` does."""
         with torch.inference_mode():
-            return Engine(
+            return NativeEngine(
                 self._config,
                 self._model,
                 self.tokenizer_digest,
-                dtype=self.dtype,
+                dtype=self._dtype,
                 numerics=numerics,
                 slots=self.slots,
                 rows=self.rows,
                 threads=self._threads,
+                group=self._group,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
-        """One pass. Writes the segments' KV rows; gives their logits: [total wanted, vocabulary], in order.
-
-        Raises ValueError when a segment does not fit the engine or two share a slot.
-        """
-        self._check(segments)
+        self.check_segments(segments)
         self._prepare_thread()
         with torch.inference_mode():
             packed = pack(segments, self._attention.kind, self._attention.key_tile)
             hidden = self._run_layers(packed)
             if not packed.outputs_used:
                 return np.empty((0, self.vocabulary), np.float32)
-            logits = self._model.head(self._model.norm(hidden))
-            return logits.numpy()[: packed.outputs_used]
+            logits = self._group.collect(self._model.head(self._model.norm(hidden)))
+            if logits is None:
+                return np.empty((0, self.vocabulary), np.float32)
+            return logits.numpy()[: packed.outputs_used, : self.vocabulary]
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        """Copies KV rows of a slot, in all layers: row source[i] to row destination[i].
-
-        The two may overlap: every row is read before one is written. Raises ValueError for a row or slot out of range.
-        """
-        if not 0 <= slot < self.slots or source.shape != destination.shape or source.ndim != 1:
-            raise ValueError(f"cannot move {source.shape} rows to {destination.shape} in slot {slot}")
-        if not len(source):
-            return
-        for name, index in (("source", source), ("destination", destination)):
-            if index.min() < 0 or index.max() >= self.rows:
-                raise ValueError(f"{name}: a row outside 0 .. {self.rows - 1}")
+        self.check_move(slot, source, destination)
         with torch.inference_mode():
             self._cache.move(slot, torch.from_numpy(source), torch.from_numpy(destination))
 
     def copy(self, source: int, target: int, rows: int) -> None:
-        """Copies KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes.
-
-        Raises ValueError for a slot or a number of rows out of range.
-        """
-        for name, slot in (("source", source), ("target", target)):
-            if not 0 <= slot < self.slots:
-                raise ValueError(f"{name}: slot {slot} is not one of the engine's {self.slots}")
-        if not 0 <= rows <= self.rows:
-            raise ValueError(f"cannot copy {rows} rows of a slot that has {self.rows}")
+        self.check_copy(source, target, rows)
         with torch.inference_mode():
             self._cache.copy(source, target, rows)
-
-    def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 5) -> list[tuple[int, float]]:
-        """Seconds of a pass over n rows of one session behind `context` rows, for each n: the fastest of `repeats`.
-
-        The fastest, because whatever else the machine does only adds time; in rounds over all n, so that a busy
-        moment does not fall on one n alone. Overwrites rows of the last slot. Where a slot has too few rows, `context`
-        is taken shorter, and an n that does not fit at all is left out.
-        """
-        segments = {}
-        for count in tokens:
-            if 1 <= count < self.rows:
-                prefix = min(context, self.rows - count, self.context - 1)
-                zeros = np.zeros(count, np.int64)
-                segments[count] = Segment(self.slots - 1, prefix, zeros, np.full(count, prefix, np.int64))
-                self.forward([segments[count]])  # oneDNN compiles its kernels for this size
-        fastest = dict.fromkeys(segments, float("inf"))
-        for _ in range(repeats):
-            for count, segment in segments.items():
-                start = time.perf_counter()
-                self.forward([segment])
-                fastest[count] = min(fastest[count], time.perf_counter() - start)
-        return list(fastest.items())
-
-    def _check(self, segments: Sequence[Segment]) -> None:
-        if not segments:
-            raise ValueError("a pass needs at least one segment")
-        for segment in segments:
-            segment.check(slots=self.slots, rows=self.rows, vocabulary=self.vocabulary, positions=self._rope.shape[0])
-        if len({segment.slot for segment in segments}) != len(segments):
-            raise ValueError("two segments of a pass share a slot")
 
     def _prepare_thread(self) -> None:
         """OpenMP counts threads for each calling thread, and oneDNN asks it before torch has set it there."""
@@ -222,7 +185,7 @@ class Engine:
 
     def _run_layers(self, packed: Packed) -> Tensor:
         """The residual stream after the last layer, of the rows that want logits: [outputs, width] float32."""
-        hidden = embedding(packed.tokens, self._model.embedding).float()
+        hidden = self._group.join(embedding(packed.tokens, self._model.embedding)).float()
         turns = self._rope.index_select(0, packed.positions).unsqueeze(1)  # [rows, 1, head_dim / 2] complex64
         calls = [self._attention.prepare(run) for run in packed.runs]
         views = [self._cache.views(run) for run in packed.runs]
@@ -238,10 +201,10 @@ class Engine:
             if index == last and packed.outputs is not None:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
-            hidden.add_(layer.output(attended))
+            hidden.add_(self._group.sum(layer.output(attended)))
             gate_up = layer.gate_up(layer.ffn_norm(hidden))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
-            hidden.add_(layer.down(self._activate(gate).mul_(up)))
+            hidden.add_(self._group.sum(layer.down(self._activate(gate).mul_(up))))
         return hidden
 
     def _turn(self, layer: Layer, new: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
-from outrider.engine.native import Engine
+from outrider.engine.engine import Engine
 from outrider.engine.slots import Taken
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from bench.figures import Results
 from bench.linears import DTYPES, HEAD, ROWS, WHOLE, Cost, measured
 from bench.tables import print_tables
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.errors import CheckpointError
 from tests.engine.checkpoints import make_checkpoint
 
@@ -38,7 +38,7 @@ def test_every_linear_is_measured_with_every_type_and_number_of_rows(costs: list
 def test_a_pass_reads_the_bytes_that_an_engine_says(costs: list[Cost], checkpoint: Path) -> None:
     for dtype in DTYPES:
         sizes = {cost.bytes for cost in costs if (cost.linear, cost.dtype) == (WHOLE, dtype)}
-        assert sizes == {Engine.load(checkpoint, dtype=dtype, slots=1).weight_bytes}
+        assert sizes == {NativeEngine.load(checkpoint, dtype=dtype, slots=1).weight_bytes}
 
 
 def test_the_table_shows_microseconds_and_rates_side_by_side() -> None:

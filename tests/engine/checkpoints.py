@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from outrider.engine.batch import Segment
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 
 MODELS = Path(__file__).parents[2] / "models"
 LLAMA3 = {
@@ -123,7 +123,7 @@ def prompt(slot: int, tokens: NDArray[np.int64], prefix: int = 0, wanted: int | 
     return Segment(slot, prefix, tokens, np.arange(prefix, prefix + len(tokens)), wanted=wanted)
 
 
-def random_tokens(engine: Engine, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+def random_tokens(engine: NativeEngine, random: np.random.Generator, count: int) -> NDArray[np.int64]:
     return random.integers(0, engine.vocabulary, count)
 
 
@@ -135,7 +135,7 @@ class Tree:
     tokens: NDArray[np.int64]
 
     @classmethod
-    def random(cls, engine: Engine, random: np.random.Generator, nodes: int) -> Tree:
+    def random(cls, engine: NativeEngine, random: np.random.Generator, nodes: int) -> Tree:
         return cls([int(random.integers(-1, node)) for node in range(nodes)], random_tokens(engine, random, nodes))
 
     def path(self, node: int) -> list[int]:

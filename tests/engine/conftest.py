@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from tests.engine.checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8
@@ -19,19 +19,19 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Reference]:
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[NativeEngine, Reference]:
     folder = make_checkpoint(tmp_path_factory.mktemp("small"))
-    return Engine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
 
 
 @pytest.fixture(scope="session")
-def target() -> tuple[Engine, Reference]:
+def target() -> tuple[NativeEngine, Reference]:
     folder: Path = MODELS / "target"
-    return Engine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
 
 
 @pytest.fixture(params=["small", "target"])
-def pair(request: pytest.FixtureRequest) -> tuple[Engine, Reference]:
+def pair(request: pytest.FixtureRequest) -> tuple[NativeEngine, Reference]:
     """An engine and its reference: a random checkpoint with odd sizes, and the reference target."""
-    chosen: tuple[Engine, Reference] = request.getfixturevalue(request.param)
+    chosen: tuple[NativeEngine, Reference] = request.getfixturevalue(request.param)
     return chosen

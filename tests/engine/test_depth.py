@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoint import read_config
 from outrider.engine.depth import kept_layers
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.engine.padding import pad_checkpoint
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, SHAPES, Reference, assert_same, keep_layers, make_checkpoint, prompt
@@ -20,11 +20,11 @@ from tests.engine.checkpoints import MODELS, SHAPES, Reference, assert_same, kee
 TOKENS = np.random.default_rng(3).integers(0, 50, 80)
 
 
-def load(folder: Path, **options: Any) -> Engine:
-    return Engine.load(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **options})
+def load(folder: Path, **options: Any) -> NativeEngine:
+    return NativeEngine.load(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **options})
 
 
-def logits(engine: Engine) -> np.ndarray:
+def logits(engine: NativeEngine) -> np.ndarray:
     return engine.forward([prompt(0, TOKENS)])
 
 

@@ -13,10 +13,10 @@ import torch
 from outrider.core.digest import tokenizer_digest
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from tests.engine.checkpoints import MODELS, Reference, prompt, random_tokens
 
-Pair = tuple[Engine, Reference]
+Pair = tuple[NativeEngine, Reference]
 GOOD = prompt(0, np.array([1, 2, 3]))
 
 
@@ -132,7 +132,7 @@ def test_kv_takes_memory_only_when_it_is_written() -> None:
 
 def test_progress_rises_to_one() -> None:
     heard: list[float] = []
-    Engine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=heard.append)
+    NativeEngine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=heard.append)
     assert heard == sorted(heard)
     assert heard[0] > 0.0
     assert heard[-1] == 1.0

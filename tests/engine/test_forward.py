@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.engine.batch import Segment
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from tests.engine.checkpoints import (
     MODELS,
     SHAPES,
@@ -21,13 +21,13 @@ from tests.engine.checkpoints import (
     random_tokens,
 )
 
-Pair = tuple[Engine, Reference]
+Pair = tuple[NativeEngine, Reference]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_those_of_transformers_for_every_shape(shape: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, shape)
-    engine = Engine.load(folder, dtype="float32", slots=1, threads=1)
+    engine = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(1), 150)
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(folder).logits(tokens))
 
@@ -36,16 +36,16 @@ def test_a_machine_without_prepacked_linears_gets_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(tmp_path, "biased")
-    prepacked = Engine.load(folder, dtype="float32", slots=1, threads=1)
+    prepacked = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
     monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda dtype: False)
-    plain = Engine.load(folder, dtype="float32", slots=1, threads=1)
+    plain = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(plain, np.random.default_rng(3), 40)
     assert_same(plain.forward([prompt(0, tokens)]), prepacked.forward([prompt(0, tokens)]))
 
 
 @pytest.mark.parametrize("name", ["target", "drafter"])
 def test_a_real_model_errs_no_more_than_transformers_does(name: str) -> None:
-    engine = Engine.load(MODELS / name, dtype="float32", slots=1, threads=1)
+    engine = NativeEngine.load(MODELS / name, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(2), 120)
     exact = Reference.load(MODELS / name, torch.float64).logits(tokens)
     reference = Reference.load(MODELS / name).logits(tokens)
@@ -178,7 +178,7 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only() 
     Our residual stream is float32, so we must be closer to float32 than transformers in bfloat16 is, and within
     the 0.125 by which bfloat16 passes of different shapes were seen to differ there.
     """
-    engine = Engine.load(MODELS / "target", dtype="bfloat16", slots=1, threads=1)
+    engine = NativeEngine.load(MODELS / "target", dtype="bfloat16", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(8), 120)
     exact = Reference.load(MODELS / "target").logits(tokens)
     rounded = Reference.load(MODELS / "target", torch.bfloat16).logits(tokens)
@@ -190,7 +190,7 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only() 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(dtype: str) -> None:
     """Linears are bitwise invariant, a single row included; attention over one key is exact."""
-    engine = Engine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+    engine = NativeEngine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
     alone = engine.forward([prompt(0, np.array([65]))])
     for rows in (2, 3, 7, 8, 31, 33, 64, 130):
         tokens = np.arange(rows) * 3

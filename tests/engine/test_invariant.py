@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
 from outrider.engine.invariant import BLOCK, MOST_ROWS, invariant_silu
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import (
     MODELS,
@@ -38,8 +38,8 @@ Bits = NDArray[np.float32]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def load(folder: Path, dtype: Dtype, threads: int = 1) -> Engine:
-    return Engine.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
+def load(folder: Path, dtype: Dtype, threads: int = 1) -> NativeEngine:
+    return NativeEngine.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
 
 
 class Bench:
@@ -96,7 +96,7 @@ class Bench:
         return logits
 
 
-def grown(engine: Engine, random: np.random.Generator, nodes: int, depth: float) -> Tree:
+def grown(engine: NativeEngine, random: np.random.Generator, nodes: int, depth: float) -> Tree:
     """A tree in which a node's parent is the one before it with probability `depth`, else any."""
     parents = [node - 1 if random.random() < depth else int(random.integers(-1, node)) for node in range(nodes)]
     return Tree(parents, random_tokens(engine, random, nodes))
@@ -208,7 +208,7 @@ def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
     if bench.dtype == "float32":
         assert_same(bench.logits, Reference.load(bench.folder).logits(bench.text))
     else:
-        fast = Engine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
+        fast = NativeEngine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
         assert np.abs(bench.logits - fast).max() < 0.125  # what roundings to bfloat16 were seen to add up to
 
 

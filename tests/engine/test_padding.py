@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.engine.checkpoint import read_config
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.engine.padding import choose_shape, count_parameters, pad_checkpoint
 from outrider.errors import CheckpointError
 from tests.engine.checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(1).integers(0, 50, 90)
 
 
 def logits(folder: Path, dtype: str = "float32") -> np.ndarray:
-    engine = Engine.load(folder, dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+    engine = NativeEngine.load(folder, dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
     return engine.forward([prompt(0, TOKENS)])
 
 

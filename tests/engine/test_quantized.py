@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from outrider.engine.checkpoint import read_config
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 from outrider.engine.padding import pad_checkpoint
 from outrider.engine.quantized import GROUP, PIECE, int4_linear, int8_linear, quantize_int4, quantize_int8
 from outrider.errors import ConfigError
@@ -143,7 +143,7 @@ def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
     in squares, in logits as in what goes before; twice that leaves room for what amplifies them on the way.
     """
     folder = make_checkpoint(tmp_path, shape, ffn=96)
-    original, copy = (Engine.load(folder, dtype=kind, slots=1, threads=1) for kind in ("float32", dtype))
+    original, copy = (NativeEngine.load(folder, dtype=kind, slots=1, threads=1) for kind in ("float32", dtype))
     tokens = random_tokens(original, np.random.default_rng(1), 100)
     exact, quantized = (engine.forward([prompt(0, tokens)]) for engine in (original, copy))
     noise = 0.0
@@ -158,7 +158,7 @@ def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
-    engine = Engine.load(MODELS / "drafter", dtype=dtype, numerics="invariant", slots=2, rows=200, threads=1)
+    engine = NativeEngine.load(MODELS / "drafter", dtype=dtype, numerics="invariant", slots=2, rows=200, threads=1)
     random = np.random.default_rng(4)
     history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 20)
     engine.forward([prompt(0, history, wanted=0)])
@@ -192,13 +192,13 @@ def test_the_bytes_of_a_pass_are_those_of_codes_and_scales() -> None:
     in_4 = [outputs * (inputs // 2 + inputs // GROUP * 4) for outputs, inputs in linears]
     head = config.vocabulary * (config.width + 4)
     for dtype, layer in (("int8", in_8), ("int4", in_4)):
-        engine = Engine.load(MODELS / "target", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+        engine = NativeEngine.load(MODELS / "target", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
         assert engine.weight_bytes == config.layers * sum(layer) + head
 
 
 def test_a_weight_that_the_int4_kernel_does_not_take_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype: int4 needs .* 32 inputs and 16 outputs.*\b198 outputs; use int8"):
-        Engine.load(make_checkpoint(tmp_path), dtype="int4", slots=1, threads=1)
+        NativeEngine.load(make_checkpoint(tmp_path), dtype="int4", slots=1, threads=1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -215,20 +215,20 @@ def test_a_machine_without_the_kernels_is_refused(
     else:
         monkeypatch.setattr("outrider.engine.quantized._has_int4", lambda: False)
     with pytest.raises(ConfigError, match=f"dtype: {dtype} needs a CPU with AVX-512 VNNI.*use bfloat16"):
-        Engine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)
+        NativeEngine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)
 
 
 MEASURE = """
 import sys
 from pathlib import Path
-from outrider.engine.native import Engine
+from outrider.engine.native import NativeEngine
 
 def peak():  # getrusage would begin with the parent's
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 def load(folder):
-    return Engine.load(Path(folder), dtype=sys.argv[1], slots=1, rows=8, threads=1)
+    return NativeEngine.load(Path(folder), dtype=sys.argv[1], slots=1, rows=8, threads=1)
 
 load("models/drafter")  # the libraries' own memory
 before = peak()

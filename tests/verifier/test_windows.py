@@ -19,7 +19,7 @@ from outrider.core.sampler import Choice
 from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
 from outrider.core.worth import TRIAL, Worth
-from outrider.engine.native import Engine, Numerics
+from outrider.engine.native import NativeEngine, Numerics
 from outrider.engine.slots import Taken
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.loop import StepLoop
@@ -170,7 +170,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
 async def test_with_a_window_in_every_step_the_text_is_the_target_s(folder: Path, numerics: Numerics) -> None:
-    engine = Engine.load(folder, dtype="float32", numerics=numerics, slots=4, threads=1)
+    engine = NativeEngine.load(folder, dtype="float32", numerics=numerics, slots=4, threads=1)
     terms = [
         {"temperature": 0.0},
         {"temperature": 0.8},

@@ -1,0 +1,170 @@
+"""How the ranks of a tensor-parallel group speak with one another, and the group of one that says nothing.
+
+On CPUs, gloo: every rank sends its part straight to the others, and all add in the order of ranks. A sum is then the
+same bits on all of them whatever its size, and takes one step; gloo's own collectives go around a ring and took two
+to five times as long (docs/performance.md). On GPUs, NCCL's collectives; messages still go by gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.sharding import Shard
+from outrider.errors import Unavailable
+
+TIMEOUT_S = 15.0  # for another rank to arrive at the same operation; it is computing the same
+FRAME = 8192  # bytes of a message's first frame; few messages have a second one
+
+_LENGTH = 8  # bytes, at a message's beginning
+_TAG = 0  # messages between two ranks arrive in the order in which they were sent
+
+
+class RankLost(Unavailable):
+    """Another rank of the group is gone or does not answer. The group is of no use any more."""
+
+
+class Group(Protocol):
+    """The ranks that compute one model together. All call the same operations in the same order."""
+
+    shard: Shard
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' parts, float32: the same bits on every rank."""
+
+    def join(self, part: Tensor) -> Tensor:
+        """All ranks' parts side by side: [rows, n] -> [rows, n * ranks]."""
+
+    def collect(self, part: Tensor) -> Tensor | None:
+        """As `join`, on rank 0 alone; None on the others."""
+
+    def send(self, message: NDArray[np.uint8]) -> None:
+        """From rank 0 to all others."""
+
+    def receive(self) -> NDArray[np.uint8]:
+        """What rank 0 sends; waits for it."""
+
+    def close(self) -> None:
+        """Ends all connections."""
+
+
+class Alone:
+    """A group of one."""
+
+    shard = Shard()
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
+
+    def join(self, part: Tensor) -> Tensor:
+        return part
+
+    def collect(self, part: Tensor) -> Tensor | None:
+        return part
+
+    def send(self, message: NDArray[np.uint8]) -> None:
+        """Nobody hears it."""
+
+    def receive(self) -> NDArray[np.uint8]:
+        raise RankLost("a group of one has nobody to receive from")
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Ranks:
+    """A group over torch.distributed, of this process's default process group."""
+
+    def __init__(self, rank: int, of: int, meeting: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        """Meets the other ranks at `meeting`, "tcp://HOST:PORT" on rank 0's host. Waits for all of them.
+
+        Raises RankLost when they do not come.
+        """
+        self.shard = Shard(rank, of)
+        self._others = [other for other in range(of) if other != rank]
+        self._timeout = timedelta(seconds=timeout_s)
+        with self._reaching():
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=of, timeout=self._timeout)
+        assert dist.group.WORLD is not None
+        self._ranks = dist.group.WORLD
+
+    def sum(self, part: Tensor) -> Tensor:
+        first, *rest = self._exchange(part)
+        total = first.float() + rest[0] if rest else first.float()
+        for other in rest[1:]:
+            total.add_(other)
+        return total
+
+    def join(self, part: Tensor) -> Tensor:
+        return torch.cat(self._exchange(part), -1)
+
+    def collect(self, part: Tensor) -> Tensor | None:
+        with self._reaching():
+            if self.shard.rank:
+                self._wait([self._ranks.send([part.contiguous()], 0, _TAG)])
+                return None
+            parts = [part, *(torch.empty_like(part) for _ in self._others)]
+            self._wait(self._from(parts))
+            return torch.cat(parts, -1)
+
+    def send(self, message: NDArray[np.uint8]) -> None:
+        frame = np.zeros(max(FRAME, _LENGTH + len(message)), np.uint8)
+        frame[:_LENGTH].view(np.int64)[0] = len(message)
+        frame[_LENGTH : _LENGTH + len(message)] = message
+        whole = torch.from_numpy(frame)
+        frames = [whole[:FRAME]] if len(whole) == FRAME else [whole[:FRAME], whole[FRAME:]]
+        with self._reaching():
+            self._wait([work for frame in frames for work in self._to(frame)])
+
+    def receive(self) -> NDArray[np.uint8]:
+        with self._reaching():
+            first = self._receive(FRAME)
+            length = int(first[:_LENGTH].view(np.int64)[0])
+            message = first[_LENGTH : _LENGTH + length]
+            missing = length - len(message)
+            return np.concatenate([message, self._receive(missing)]) if missing else message
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _receive(self, size: int) -> NDArray[np.uint8]:
+        frame = torch.empty(size, dtype=torch.uint8)
+        self._wait([self._ranks.recv([frame], 0, _TAG)])
+        return frame.numpy()
+
+    def _exchange(self, part: Tensor) -> list[Tensor]:
+        """The parts of all ranks, in their order."""
+        part = part.contiguous()
+        parts = [part if rank == self.shard.rank else torch.empty_like(part) for rank in range(self.shard.of)]
+        with self._reaching():
+            self._wait([*self._to(part), *self._from(parts)])
+        return parts
+
+    def _to(self, part: Tensor) -> list[dist.Work]:
+        """Begins to send it to all others."""
+        return [self._ranks.send([part], other, _TAG) for other in self._others]
+
+    def _from(self, parts: Sequence[Tensor]) -> list[dist.Work]:
+        """Begins to receive theirs."""
+        return [self._ranks.recv([parts[other]], other, _TAG) for other in self._others]
+
+    def _wait(self, under_way: Sequence[dist.Work]) -> None:
+        for work in under_way:
+            work.wait(self._timeout)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # what torch.distributed raises for a broken or silent connection
+            raise RankLost(
+                f"rank {self.shard.rank} of {self.shard.of} has lost another one: {str(error).splitlines()[0]}"
+            ) from error

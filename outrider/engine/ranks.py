@@ -1,0 +1,76 @@
+"""An engine of several ranks: rank 0 leads and is the engine that others see; each step's plan goes to all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.engine.batch import Segment
+from outrider.engine.engine import Engine
+from outrider.engine.group import Group, RankLost
+from outrider.engine.plan import Change, Copy, Move, decode, encode
+
+BEAT_S = 1.0  # between two signs of life of a group that has nothing to do
+
+_STOP = np.zeros(1, np.uint8)  # a message that is no plan: those are of whole numbers
+
+
+class Leader(Engine):
+    """Rank 0's engine as the whole. KV changes wait for the next pass and travel with its plan.
+
+    `forward` and `beat` may raise RankLost; the group is over then.
+    """
+
+    def __init__(self, engine: Engine, group: Group) -> None:
+        super().__init__(engine)
+        self.beat_s = BEAT_S
+        self._engine = engine
+        self._group = group
+        self._changes: list[Change] = []
+
+    def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
+        self.check_move(slot, source, destination)
+        self._changes.append(Move(slot, source, destination))
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self.check_copy(source, target, rows)
+        self._changes.append(Copy(source, target, rows))
+
+    def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
+        self.check_segments(segments)
+        changes, self._changes = self._changes, []
+        self._group.send(encode(changes, segments))
+        return _step(self._engine, changes, segments)
+
+    def beat(self) -> None:
+        self._group.send(encode((), ()))
+        _answer(self._group)
+
+    def close(self) -> None:
+        with suppress(RankLost):
+            self._group.send(_STOP)
+
+
+def follow(engine: Engine, group: Group) -> None:
+    """Does on another rank what rank 0 plans, until that closes its engine. Raises RankLost."""
+    while len(message := group.receive()) != len(_STOP):
+        changes, segments = decode(message)
+        if segments:
+            _step(engine, changes, segments)
+        else:
+            _answer(group)
+
+
+def _step(engine: Engine, changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np.float32]:
+    for change in changes:
+        change.apply(engine)
+    return engine.forward(segments)
+
+
+def _answer(group: Group) -> None:
+    """A sign of life of each to all."""
+    group.sum(torch.zeros(1))

@@ -1,0 +1,80 @@
+"""A tensor-parallel group over gloo on this machine: rank 0 here, the others in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.engine.group import RankLost, Ranks
+from outrider.engine.native import NativeEngine
+from outrider.engine.ranks import Leader, follow
+
+LOADING = {"dtype": "float32", "slots": 8, "threads": 1}
+
+
+def meeting_point() -> str:
+    """An address that nobody listens on yet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, timeout_s: float, loading: Any) -> None:
+    """A rank's whole life; its exit status is 3 when it lost another one."""
+    torch.set_num_threads(1)
+    group = Ranks(rank, of, meeting, timeout_s=timeout_s)
+    try:
+        for folder in folders:
+            follow(NativeEngine.load(folder, group=group, **loading), group)
+        group.close()
+    except RankLost:
+        raise SystemExit(3) from None
+
+
+@dataclass
+class Ranked:
+    """A group as its rank 0 sees it."""
+
+    group: Ranks
+    loading: dict[str, Any]
+    others: list[BaseProcess]
+
+    @contextmanager
+    def lead(self, folder: Path) -> Iterator[Leader]:
+        """The whole of the next checkpoint."""
+        leader = Leader(NativeEngine.load(folder, group=self.group, **self.loading), self.group)
+        try:
+            yield leader
+        finally:
+            leader.close()
+
+
+@contextmanager
+def ranked(of: int, *folders: Path, timeout_s: float = 30.0, **changes: Any) -> Iterator[Ranked]:
+    """Ranks that load the checkpoints one after another."""
+    meeting, loading = meeting_point(), LOADING | changes
+    spawn = multiprocessing.get_context("spawn")
+    others: list[BaseProcess] = [
+        spawn.Process(target=follow_along, args=(folders, rank, of, meeting, timeout_s, loading), daemon=True)
+        for rank in range(1, of)
+    ]
+    for process in others:
+        process.start()
+    try:
+        group = Ranks(0, of, meeting, timeout_s=timeout_s)
+        try:
+            yield Ranked(group, loading, others)
+        finally:
+            group.close()
+    finally:
+        for process in others:
+            process.join(5)
+            process.kill()
+            process.join()
