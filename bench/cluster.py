@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from bench.asking import Ask
-from outrider.cli.cluster import LocalCluster
 from outrider.cli.load import Speculation
 from outrider.cli.samples import Sample, timed
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RedisConfig
 from outrider.core.contract import SHARED_NOISE, RuleName
+from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.store.embedded import EmbeddedRedis
 from outrider.v1 import types_pb2

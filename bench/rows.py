@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 
 from bench.asking import Ask, sample_from_json
 from bench.processes import ROOT
-from outrider.cli.reporting import MISTAKE
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.errors import ConfigError, Unavailable
+from outrider.rpc.lifecycle import MISTAKE
 
 GRACE_S = 3.0  # for a worker that was asked to end
 LONGEST_LINE = 2**24  # bytes

@@ -41,7 +41,15 @@ class RedisConfig(Section):
     data: Path | None = None  # the embedded server's directory; None: a private one, removed at the end
 
 
-class RouterConfig(Section):
+class Placed(Section):
+    """What a server takes of a Ray cluster's resources; a rank each, where it has several."""
+
+    cpus: float | None = Field(default=None, ge=0)  # None: its threads
+    gpus: float = Field(default=0.0, ge=0)
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # others, by the names that the nodes were started with
+
+
+class RouterConfig(Placed):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"
@@ -61,7 +69,7 @@ class RouterConfig(Section):
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
 
 
-class WorkerConfig(Section):
+class WorkerConfig(Placed):
     """What verifiers and drafters share."""
 
     model: Path  # checkpoint folder in Hugging Face format
@@ -73,6 +81,9 @@ class WorkerConfig(Section):
     slots: int = Field(default=8, ge=1)  # sessions at once
     context: int | None = Field(default=None, ge=2)  # None: the checkpoint's
     prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt between two steps
+    tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each an actor on Ray
+    spread: bool = False  # ranks on as many nodes as there are, not on as few as will do
+    ray: str | None = None  # address of a Ray cluster for the ranks, or "auto"; None: one of its own on this machine
     heartbeat_s: float = Field(default=1.0, gt=0)
     drain_s: float = Field(default=5.0, ge=0)
 
@@ -103,6 +114,7 @@ class DrafterConfig(WorkerConfig):
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
+    count: int = Field(default=1, ge=0, le=256)  # of drafters like this, in a cluster's file
     tier: int = Field(default=0, ge=0, le=15)  # 0 drafts for verifiers, the others for a tier with a lower number
     above: int | None = Field(default=None, ge=0)  # which one; None: the next lower number
 
@@ -127,7 +139,7 @@ class DrafterConfig(WorkerConfig):
 
 
 class ClusterConfig(Section):
-    """A whole cluster on one machine, as `outrider up` starts it."""
+    """A whole cluster, as `outrider up` starts it on one machine or on Ray."""
 
     redis: RedisConfig = RedisConfig()
     router: RouterConfig
@@ -137,9 +149,10 @@ class ClusterConfig(Section):
 
     @property
     def drafters(self) -> list[DrafterConfig]:
-        """All of them."""
+        """All of them, one by one."""
         tiers = (worker.model_copy(update={"tier": tier}) for tier, some in self.tier.items() for worker in some)
-        return [*self.drafter, *tiers]
+        sections = [*self.drafter, *tiers]
+        return [section.model_copy(update={"count": 1}) for section in sections for _ in range(section.count)]
 
     @model_validator(mode="before")
     @classmethod

@@ -72,10 +72,10 @@ def demo(
 async def _run(options: _Options, pairs: list[Pair]) -> None:
     from rich.console import Console
 
-    from outrider.cli.cluster import LocalCluster
     from outrider.cli.report import last_line, print_report
     from outrider.client import AsyncClient
     from outrider.engine.padding import pad_checkpoint
+    from outrider.fleet.local import LocalCluster
 
     begin = time.monotonic()
     screen, progress = Console(highlight=False), Console(stderr=True, highlight=False)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from outrider.errors import InternalError, OutriderError
+from outrider.rpc.lifecycle import MISTAKE
 
-MISTAKE = 2  # the user can mend it
 FAILURE = 1  # the user cannot
 INTERRUPTED = 130  # as shells say it of SIGINT
 

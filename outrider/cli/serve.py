@@ -16,12 +16,10 @@ import typer
 
 from outrider.cli import openmp
 from outrider.cli.reporting import reported
-from outrider.rpc.lifecycle import run_until_signal
+from outrider.rpc.lifecycle import PARENT, run_until_signal
 
 if TYPE_CHECKING:
     from outrider.config import Section
-
-PARENT = "OUTRIDER_PARENT"  # environment: the process that this one must not outlive
 
 _PR_SET_PDEATHSIG = 1
 
@@ -50,6 +48,19 @@ Context = Annotated[
     int | None, typer.Option("--context", help="Longest session, in tokens. [default: the checkpoint's]")
 ]
 PrefillChunk = Annotated[int | None, typer.Option(help="Tokens of a prompt between two steps. [default: 128]")]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="Ranks that share the model, each an actor on Ray. [default: 1]")
+]
+Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help="Ranks on many nodes. [default: on few]")]
+Ray = Annotated[
+    str | None, typer.Option(help="Ray cluster for the ranks: HOST:PORT or auto. [default: one of its own, here]")
+]
+Cpus = Annotated[float | None, typer.Option(help="CPUs of a rank, on Ray. [default: its threads]")]
+Gpus = Annotated[float | None, typer.Option(help="GPUs of a rank, on Ray. [default: 0]")]
+Resources = Annotated[
+    list[str] | None,
+    typer.Option("--resource", metavar="NAME=AMOUNT", help="Another resource of a rank, on Ray; may be repeated."),
+]
 Heartbeat = Annotated[float | None, typer.Option(help="Seconds between signs of life in Redis. [default: 1]")]
 Store = Annotated[Path | None, typer.Option(help="A corpus made by `outrider index`, to look into without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get at the end. [default: 5]")]
@@ -107,6 +118,12 @@ def verifier(
     slots: Slots = None,
     context_tokens: Context = None,
     prefill_chunk: PrefillChunk = None,
+    tensor_parallel: TensorParallel = None,
+    spread: Spread = None,
+    ray: Ray = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
+    resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
@@ -148,6 +165,12 @@ def drafter(
     slots: Slots = None,
     context_tokens: Context = None,
     prefill_chunk: PrefillChunk = None,
+    tensor_parallel: TensorParallel = None,
+    spread: Spread = None,
+    ray: Ray = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
+    resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
     drafts: Annotated[
@@ -202,6 +225,8 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
     given = {name: value for name, value in context.params.items() if value is not None and name != "redis"}
     if "context_tokens" in given:
         given["context"] = given.pop("context_tokens")
+    if "resources" in given:
+        given["resources"] = dict(entry.partition("=")[::2] for entry in given["resources"])
     with reported():
         return parse(kind, given | values, "flags")
 

@@ -12,7 +12,7 @@ from outrider.rpc.lifecycle import run_until_signal
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.cli.cluster import LocalCluster
+    from outrider.fleet.local import LocalCluster
 
 
 def up(file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="See examples/cluster.toml.")]) -> None:
@@ -23,9 +23,9 @@ def up(file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="See ex
 async def _serve(file: Path) -> None:
     from rich.console import Console
 
-    from outrider.cli.cluster import LocalCluster
     from outrider.config import load_cluster
     from outrider.errors import Unavailable
+    from outrider.fleet.local import LocalCluster
 
     screen, log = Console(), Console(stderr=True)
     cluster = LocalCluster(

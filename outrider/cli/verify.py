@@ -221,8 +221,8 @@ async def _cluster(
     address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, slots: int, say: Callable[[str], None]
 ) -> AsyncIterator[str]:
     """The router's address: of the running cluster, or of one that is started for the purpose."""
-    from outrider.cli.cluster import LocalCluster
     from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+    from outrider.fleet.local import LocalCluster
 
     if address is not None:
         yield address

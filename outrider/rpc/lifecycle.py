@@ -10,6 +10,9 @@ from typing import Any
 
 from outrider.errors import InternalError, OutriderError
 
+PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
+MISTAKE = 2  # exit status of an error that the user can mend
+
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
     """Runs `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
@@ -24,7 +27,7 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
         if expected is None:
             raise
         print(f"outrider: {expected}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(MISTAKE) from None
 
 
 def user_error(error: BaseException) -> OutriderError | None:

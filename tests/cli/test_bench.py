@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.cli.cluster import LocalCluster
 from outrider.cli.main import app
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.local import LocalCluster
 from tests.e2e.tiny import make_tiny
 
 

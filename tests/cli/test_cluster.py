@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
+from outrider.fleet.local import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "target"

@@ -13,10 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli import serve
-from outrider.cli.cluster import flags
 from outrider.cli.main import app
 from outrider.cli.pad import parse_count
 from outrider.config import DrafterConfig, RouterConfig, Section, VerifierConfig
+from outrider.fleet.process import flagged, flags
 
 SECTIONS: dict[str, Section] = {
     "router": RouterConfig(
@@ -47,6 +47,12 @@ SECTIONS: dict[str, Section] = {
         slots=3,
         context=99,
         prefill_chunk=16,
+        tensor_parallel=2,
+        spread=True,
+        ray="auto",
+        cpus=0.5,
+        gpus=1.0,
+        resources={"edge": 2.0},
         heartbeat_s=0.25,
         drain_s=0.5,
         max_nodes=7,
@@ -66,6 +72,12 @@ SECTIONS: dict[str, Section] = {
         slots=3,
         context=99,
         prefill_chunk=16,
+        tensor_parallel=2,
+        spread=True,
+        ray="auto",
+        cpus=0.5,
+        gpus=1.0,
+        resources={"edge": 2.0},
         heartbeat_s=0.25,
         drain_s=0.5,
         drafts="retrieval",
@@ -93,7 +105,7 @@ def parsed(role: str, arguments: list[str]) -> Section:
 def test_every_field_of_a_section_survives_the_command_line(role: str) -> None:
     section = SECTIONS[role]
     defaults = type(section).model_construct()
-    for field in type(section).model_fields:
+    for field in flagged(section):
         assert getattr(section, field) != getattr(defaults, field, None), f"{field} must differ to be tested"
     assert parsed(role, flags(section)) == section
 

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.local import LocalCluster
 from tests.e2e.mini_router import trust
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.errors import InvalidRequest, NotFound
+from outrider.fleet.local import LocalCluster
 from tests.e2e.mini_router import described
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

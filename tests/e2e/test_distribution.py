@@ -13,11 +13,11 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.contract import LOSSY, RULES, SHARED_NOISE, Contract, Plan
 from outrider.engine.padding import pad_checkpoint
 from outrider.errors import InvalidRequest
+from outrider.fleet.local import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import Answer, decode, trust
 from tests.e2e.tiny import make_tiny

@@ -8,8 +8,8 @@ from os import kill
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.cli.cluster import LocalCluster
 from outrider.core.contract import OFF, Contract, Overlap, Plan
+from outrider.fleet.local import LocalCluster
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust

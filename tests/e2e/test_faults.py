@@ -14,9 +14,9 @@ from redis.exceptions import RedisError
 
 import outrider
 from bench.faults import FaultProxy
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, VerifierConfig
 from outrider.core.contract import OFF, Contract
+from outrider.fleet.local import LocalCluster
 from outrider.store.embedded import find_server
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import NotFound, Overloaded
+from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.store.client import connect

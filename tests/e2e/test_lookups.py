@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.cli.cluster import LocalCluster
 from outrider.client import AsyncClient, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.datastore import write_datastore
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import ConfigError, TokenizerMismatch
+from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

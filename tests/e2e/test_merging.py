@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.cluster import LocalCluster
 from outrider.client import AsyncClient
 from outrider.config import DrafterConfig
 from outrider.core.datastore import write_datastore
 from outrider.core.digest import tokenizer_digest
+from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS, cluster_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

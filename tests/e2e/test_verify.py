@@ -9,7 +9,6 @@ from typing import Any, Unpack
 
 import pytest
 
-from outrider.cli.cluster import LocalCluster
 from outrider.cli.compare import TOLERANCE, Verdict
 from outrider.cli.reference import Reference
 from outrider.cli.verification import Case, Prompt, compare, plan, read_prompts
@@ -17,6 +16,7 @@ from outrider.cli.verify import last_line
 from outrider.client import AsyncClient, Generation
 from outrider.client._wire import Options
 from outrider.errors import TokenizerMismatch
+from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS
 from tests.e2e.tiny import make_tiny
 

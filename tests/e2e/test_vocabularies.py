@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.cluster import LocalCluster
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
+from outrider.fleet.local import LocalCluster
 from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
 

@@ -8,8 +8,8 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from outrider.cli.cluster import LocalCluster
 from outrider.core.contract import OFF, Contract
+from outrider.fleet.local import LocalCluster
 from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import decode

@@ -13,13 +13,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.cli.cluster import LocalCluster
 from outrider.core.budget import CostModel
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
 from outrider.engine.slots import Taken
+from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.rpc.codec import plan_to_pb
 from outrider.rpc.tickets import Permit, sign

@@ -12,9 +12,9 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 import outrider
-from outrider.cli.cluster import LocalCluster
 from outrider.core.digest import EMPTY, extend
 from outrider.errors import Conflict, NotFound, Superseded
+from outrider.fleet.local import LocalCluster
 from outrider.store.client import connect
 from outrider.store.sessions import Sessions
 from tests.e2e.mini_router import described

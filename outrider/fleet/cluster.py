@@ -1,0 +1,179 @@
+"""What a cluster is, wherever its servers run: started together, watched, changed while it runs, stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from outrider.client import AsyncClient
+from outrider.config import ClusterConfig, DrafterConfig, Section
+from outrider.core.digest import tokenizer_digest
+from outrider.errors import ConfigError
+from outrider.fleet.process import Role, Server
+
+REGISTER_S = 30.0  # for heartbeats to arrive
+
+ServerT = TypeVar("ServerT", bound=Server)
+
+
+class Cluster(ABC, Generic[ServerT]):
+    """All servers of a configuration, and a Redis of its own unless the configuration or REDIS_URL names one.
+
+    `forward(name, line)` gets every line that a server prints; `ready(server)` hears of each that is ready.
+
+    Entering raises ConfigError and Unavailable; nothing is left running then.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        forward: Callable[[str, str], None] = lambda name, line: None,
+        ready: Callable[[ServerT], None] = lambda server: None,
+    ) -> None:
+        _check_names(config)
+        _check_tokenizers(config)
+        self.processes: dict[str, ServerT] = {}  # by name
+        self.redis_url = ""
+        self._config = config
+        self._drafters = len(config.drafters)  # that ever were
+        self._forward = forward
+        self._ready = ready
+        self._stack = AsyncExitStack()
+        sections: list[tuple[Role, str, Section]] = [
+            *(("verifier", f"verifier-{number}", section) for number, section in enumerate(config.verifier)),
+            *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
+            ("router", "router", config.router),
+        ]
+        for role, name, section in sections:
+            self.processes[name] = self._server(role, name, section)
+
+    @abstractmethod
+    def _server(self, role: Role, name: str, section: Section) -> ServerT:
+        """One that has not been started."""
+
+    @abstractmethod
+    def _own_redis(self, stack: AsyncExitStack) -> str:
+        """The URL of a server that lives as long as `stack`."""
+
+    @property
+    def router_address(self) -> str:
+        """ "host:port" for clients."""
+        return self.processes["router"].address
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self.redis_url = self._config.redis.url or os.environ.get("REDIS_URL") or self._own_redis(stack)
+            stack.push_async_callback(self._stop)
+            await _all(self._start(process) for process in self.processes.values())
+            await self._registered()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def scale(self, drafters: Sequence[DrafterConfig]) -> None:
+        """Has these drafters, while sessions run: stops those that are not among them, starts those that are missing.
+
+        Raises ConfigError and Unavailable for one that does not start; the others run then.
+        """
+        missing = list(drafters)
+        gone = []
+        for process in self.processes.values():
+            if process.role == "drafter":
+                if process.section in missing:
+                    missing.remove(process.section)
+                else:
+                    gone.append(process)
+        for process in gone:
+            del self.processes[process.name]
+        await _all(process.stop() for process in gone)
+        for section in missing:
+            new = self._server("drafter", f"drafter-{self._drafters}", section)
+            self._drafters += 1
+            await self._start(new)
+            self.processes[new.name] = new
+
+    async def next_end(self) -> ServerT:
+        """Waits for the next process that ends, among those that run now."""
+        running = {process.name: process for process in self.processes.values() if process.status is None}
+        waits = {asyncio.create_task(process.wait(), name=name) for name, process in running.items()}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return running[done.pop().get_name()]
+        finally:
+            for task in waits:
+                task.cancel()
+
+    async def _start(self, process: ServerT) -> None:
+        await process.start(self.redis_url)
+        self._ready(process)
+
+    async def _stop(self) -> None:
+        for role in ("router", "drafter", "verifier"):  # the callers first, so that they can still say goodbye
+            await _all(process.stop() for process in self.processes.values() if process.role == role)
+
+    async def _registered(self) -> None:
+        """Waits until the router sees the workers. Raises ConfigError when it does not."""
+        verifiers = len(self._config.verifier)
+        drafters = len(self._config.drafters)
+        async with AsyncClient(self.router_address) as client:
+            give_up = asyncio.get_running_loop().time() + REGISTER_S
+            while asyncio.get_running_loop().time() < give_up:
+                models = await client.models(timeout=REGISTER_S)
+                seen = sum(model.verifiers for model in models)
+                fitting = sum(model.drafters for model in models)
+                if seen >= verifiers and fitting >= drafters:
+                    return
+                await asyncio.sleep(0.05)
+        raise ConfigError(
+            f"router: sees {seen} of {verifiers} verifiers and {fitting} of {drafters} drafters that fit them; "
+            "the tokenizer.json in the folders of [router.models], of the verifiers and of the drafters must agree"
+        )
+
+
+def _check_names(config: ClusterConfig) -> None:
+    for number, worker in enumerate(config.verifier):
+        if worker.model_name not in config.router.models:
+            known = ", ".join(config.router.models)
+            raise ConfigError(f"verifier.{number}.name: '{worker.model_name}' is not in [router.models] ({known})")
+
+
+def _check_tokenizers(config: ClusterConfig) -> None:
+    """Raises ConfigError for a drafter that no verifier can take. A checkpoint that is none is left to its worker to
+    report."""
+    targets = {_tokenizer(worker.model): worker.model_name for worker in config.verifier}
+    for number, drafter in enumerate(config.drafters):
+        if None not in (*targets, own := _tokenizer(drafter.target or drafter.model)) and own not in targets:
+            raise ConfigError(
+                f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
+                "name that one's folder as `target` to draft by text, or draft with a model of its family"
+            )
+
+
+def _tokenizer(checkpoint: Path) -> bytes | None:
+    """The digest of its tokenizer, if it has one."""
+    try:
+        return tokenizer_digest((checkpoint / "tokenizer.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
+    """Runs all; the first failure cancels the rest and is raised alone."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

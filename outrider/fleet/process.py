@@ -1,0 +1,180 @@
+"""One server of a cluster as a process of this same command line: started, heard and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, Protocol
+
+from outrider.config import Placed, RouterConfig, Section
+from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.rpc.lifecycle import MISTAKE, PARENT
+
+Role = Literal["router", "verifier", "drafter"]
+
+START_S = 300.0  # a large checkpoint takes its time
+GRACE_S = 3.0  # beyond its own drain, before a process is killed
+_LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
+_LAST_LINES = 40
+
+
+class Server(Protocol):
+    """One server of a cluster, wherever it runs."""
+
+    role: Role
+    name: str  # "router", "verifier-0", "drafter-1"
+    section: Section
+    address: str  # "host:port", once it is ready
+
+    @property
+    def where(self) -> str:
+        """What finds it: "pid 123"."""
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+
+    async def start(self, redis_url: str) -> None:
+        """Starts it, be it again, and waits until it listens. Raises ConfigError or Unavailable with what it said if it
+        ends."""
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended."""
+
+    async def stop(self) -> None:
+        """Asks it to end, and kills it if it has not after its drain. Nothing happens if it never started."""
+
+
+class Process:
+    """A Server on this machine."""
+
+    def __init__(self, role: Role, name: str, section: Section, forward: Callable[[str, str], None]) -> None:
+        self.role = role
+        self.name = name
+        self.address = ""
+        self.section = section
+        self._forward = forward
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._ready = asyncio.Event()
+        self._child: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._running().pid
+
+    @property
+    def where(self) -> str:
+        return f"pid {self.pid}"
+
+    @property
+    def status(self) -> int | None:
+        return self._running().returncode
+
+    async def start(self, redis_url: str) -> None:
+        self._ready.clear()
+        # -P: what lies in the current directory must not shadow our modules.
+        command = [sys.executable, "-P", "-m", "outrider.cli", self.role, *flags(self.section)]
+        self._child = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "REDIS_URL": redis_url, PARENT: str(os.getpid())},
+            limit=2**20,  # bytes of a line
+            start_new_session=True,  # a Ctrl-C reaches us alone; we stop the others in order
+        )
+        self._readers = [
+            asyncio.create_task(self._read(self._child.stdout)),
+            asyncio.create_task(self._read(self._child.stderr)),
+        ]
+        ready = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({ready, ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            ended.cancel()
+        if self.status is not None:
+            await asyncio.gather(*self._readers)
+            raise self._start_failure(self.status)
+        if not self._ready.is_set():
+            raise Unavailable(f"{self.name} is not ready after {START_S:.0f} s")
+
+    async def wait(self) -> int:
+        return await self._running().wait()
+
+    async def stop(self) -> None:
+        if self._child is None:
+            return
+        with suppress(ProcessLookupError):
+            self._child.terminate()
+        try:
+            drain = float(getattr(self.section, "drain_s", 0.0))
+            await asyncio.wait_for(self._child.wait(), drain + GRACE_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self._child.kill()
+            await self._child.wait()
+        await asyncio.gather(*self._readers)
+
+    def _running(self) -> asyncio.subprocess.Process:
+        if self._child is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return self._child
+
+    async def _read(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        async for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            if match := _LISTENING.fullmatch(line):
+                self.address = match[1]
+                self._ready.set()
+                for earlier in self._last_lines:  # had the start failed, they would be in its error
+                    self._forward(self.name, earlier)
+                continue
+            self._last_lines.append(line)
+            if self._ready.is_set():
+                self._forward(self.name, line)
+
+    def _start_failure(self, status: int) -> OutriderError:
+        said = list(self._last_lines)
+        if status == MISTAKE:
+            begins = [index for index, line in enumerate(said) if line.startswith("outrider: ")]
+            message = "\n".join(said[begins[-1] :] if begins else said)
+            return ConfigError(f"{self.name}: {message.removeprefix('outrider: ')}")
+        ending = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return Unavailable("\n".join([f"{self.name} ended with {ending} while it started; it said:", *said]))
+
+
+def flags(section: Section) -> list[str]:
+    """The command line that gives a server this section."""
+    arguments: list[str] = []
+    for field in flagged(section):
+        name, value = "--" + field.replace("_", "-"), getattr(section, field)
+        match value:
+            case None:
+                pass
+            case bool():
+                arguments.append(name if value else name.replace("--", "--no-", 1))
+            case dict():
+                name = name.removesuffix("s")
+                arguments += [part for key, item in value.items() for part in (name, f"{key}={item}")]
+            case tuple():
+                arguments += [part for item in value for part in (name, str(item))]
+            case _:
+                arguments += [name, str(value)]
+    return arguments
+
+
+def flagged(section: Section) -> list[str]:
+    """The fields that a server's command line can say; the others are for whoever starts it."""
+    others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig) else ())}
+    return [field for field in type(section).model_fields if field not in others]
