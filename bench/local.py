@@ -15,7 +15,7 @@ from typing import Literal
 from bench.asking import Ask
 from drafter_svc.grower import Grower
 from drafter_svc.replica import Snapshot, Update
-from drafter_svc.service import load as load_draft
+from drafter_svc.service import load_part as load_draft
 from drafter_svc.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig

@@ -164,7 +164,7 @@ class Grower:
                 return turns
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold if hold < math.inf else None):
-                    await self._changed.wait()
+                    await self._passes.rest(self._changed)
 
     def _patience(self, member: Member) -> float:
         """Seconds for which what is being drafted below is worth waiting for; a prompt is read at once."""

@@ -21,7 +21,10 @@ from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
 from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.engine import Engine
+from outrider.engine.group import ALONE, Group
 from outrider.engine.native import NativeEngine
+from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.rpc.server import serving
@@ -187,8 +190,11 @@ class Roster(DrafterServicer):
         self._refused += 1
 
 
-def load(config: DrafterConfig) -> NativeEngine:
-    """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
+def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
+    """A rank's part of the draft model.
+
+    Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
+    """
     return NativeEngine.load(
         config.model,
         dtype=config.dtype,
@@ -197,15 +203,18 @@ def load(config: DrafterConfig) -> NativeEngine:
         slots=config.slots,
         threads=config.threads,
         numerics=config.numerics,
+        group=group,
     )
 
 
 Loop = Grower | Finder | Translator
 
 
-def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Roster, Grower | Translator]:
+def with_model(
+    config: DrafterConfig, worker_id: str, keys: Keyring, group: Group = ALONE
+) -> tuple[Roster, Grower | Translator]:
     """A drafter that has a model, and its loop. `keys`: of the tickets that a lower tier shows."""
-    engine = load(config)
+    engine = lead(load_part(config, group), group)
     capacity = Capacity(engine.tokenizer_digest, engine.vocabulary, engine.context, config.slots, engine.parameters)
     if config.target is None:
         sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys)
@@ -225,7 +234,7 @@ def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Ro
 
 def _grower(
     config: DrafterConfig,
-    engine: NativeEngine,
+    engine: Engine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
     sink: Sink | None = None,
@@ -253,8 +262,9 @@ def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder
     return roster, finder
 
 
-async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
-    """Serves until cancelled. `announce` hears the bound address once calls are answered.
+async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
+    """Serves until cancelled. `announce` hears the bound address once calls are answered; `group`: the ranks that share
+    the model, of which this is the first.
 
     Raises CheckpointError when the model cannot be loaded, ConfigError when it cannot be had as configured, or the
     address cannot be bound, TokenizerMismatch for a store of another tokenizer.
@@ -265,7 +275,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     redis = connect(redis_url)
     if config.drafts == "model":
         keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
-        roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id, keys))
+        roster, loop = await asyncio.to_thread(briefly, partial(with_model, config, worker_id, keys, group))
     else:
         roster, loop = without_model(config, worker_id)
 

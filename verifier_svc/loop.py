@@ -135,7 +135,7 @@ class StepLoop:
             ready = [session for session in self.sessions.values() if session.ready]
             if not ready:
                 follows = False
-                await self._changed.wait()
+                await self._passes.rest(self._changed)
                 continue
             now = time.monotonic()
             step, budget = self._select(ready, now)

@@ -13,7 +13,10 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
+from outrider.engine.engine import Engine
+from outrider.engine.group import ALONE, Group
 from outrider.engine.native import NativeEngine
+from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
 from outrider.sink.keyring import Keyring
@@ -32,14 +35,15 @@ SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
 
 
-async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
-    """Serves until cancelled. `announce` hears the bound address once calls are answered.
+async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
+    """Serves until cancelled. `announce` hears the bound address once calls are answered; `group`: the ranks that share
+    the model, of which this is the first.
 
     Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound or the
     store is none, TokenizerMismatch for a store of another tokenizer.
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
-    engine, cost = await asyncio.to_thread(briefly, partial(load, config))
+    engine, cost = await asyncio.to_thread(briefly, partial(load, config, group))
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
     sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
@@ -95,16 +99,22 @@ def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting
     return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
 
 
-def load(config: VerifierConfig) -> tuple[NativeEngine, CostModel]:
+def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostModel]:
     """The target, and what its passes cost here."""
+    engine = lead(load_part(config, group), group)
+    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    return engine, CostModel(engine.measure_costs(sweep))
+
+
+def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
+    """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    engine = NativeEngine.load(
+    return NativeEngine.load(
         config.model,
         dtype=config.dtype,
         slots=config.slots,
         rows=rows,
         threads=config.threads,
         numerics=config.numerics,
+        group=group,
     )
-    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
-    return engine, CostModel(engine.measure_costs(sweep))

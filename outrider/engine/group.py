@@ -22,6 +22,7 @@ from outrider.engine.sharding import Shard
 from outrider.errors import Unavailable
 
 TIMEOUT_S = 15.0  # for another rank to arrive at the same operation; it is computing the same
+GATHER = timedelta(hours=1)  # for all ranks to have loaded
 FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
 _LENGTH = 8  # bytes, at a message's beginning
@@ -52,6 +53,9 @@ class Group(Protocol):
     def receive(self) -> NDArray[np.uint8]:
         """What rank 0 sends; waits for it."""
 
+    def gather(self) -> None:
+        """Waits until all ranks are here, be it long."""
+
     def close(self) -> None:
         """Ends all connections."""
 
@@ -76,8 +80,14 @@ class Alone:
     def receive(self) -> NDArray[np.uint8]:
         raise RankLost("a group of one has nobody to receive from")
 
+    def gather(self) -> None:
+        """All are here."""
+
     def close(self) -> None:
         """Nothing to end."""
+
+
+ALONE = Alone()
 
 
 class Ranks:
@@ -132,6 +142,9 @@ class Ranks:
             missing = length - len(message)
             return np.concatenate([message, self._receive(missing)]) if missing else message
 
+    def gather(self) -> None:
+        self._exchange(torch.zeros(1), GATHER)
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -140,12 +153,12 @@ class Ranks:
         self._wait([self._ranks.recv([frame], 0, _TAG)])
         return frame.numpy()
 
-    def _exchange(self, part: Tensor) -> list[Tensor]:
+    def _exchange(self, part: Tensor, patience: timedelta | None = None) -> list[Tensor]:
         """The parts of all ranks, in their order."""
         part = part.contiguous()
         parts = [part if rank == self.shard.rank else torch.empty_like(part) for rank in range(self.shard.of)]
         with self._reaching():
-            self._wait([*self._to(part), *self._from(parts)])
+            self._wait([*self._to(part), *self._from(parts)], patience)
         return parts
 
     def _to(self, part: Tensor) -> list[dist.Work]:
@@ -156,9 +169,9 @@ class Ranks:
         """Begins to receive theirs."""
         return [self._ranks.recv([parts[other]], other, _TAG) for other in self._others]
 
-    def _wait(self, under_way: Sequence[dist.Work]) -> None:
+    def _wait(self, under_way: Sequence[dist.Work], patience: timedelta | None = None) -> None:
         for work in under_way:
-            work.wait(self._timeout)
+            work.wait(patience or self._timeout)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
 from outrider.engine.engine import Engine, Numerics, Traits
-from outrider.engine.group import Alone, Group
+from outrider.engine.group import ALONE, Group
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
@@ -97,7 +97,7 @@ class NativeEngine(Engine):
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
-        group: Group | None = None,
+        group: Group = ALONE,
         progress: Callable[[float], None] | None = None,
     ) -> NativeEngine:
         """Loads a checkpoint folder, or a rank's part of it.
@@ -118,7 +118,6 @@ class NativeEngine(Engine):
             torch.set_num_threads(threads)
         config = read_config(path)
         kept = kept_layers(config.layers, layers, skip)
-        group = group or Alone()
         part = group.shard.config(replace(config, layers=len(kept)))
         if dtype in ("int8", "int4"):
             check_quantized(dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -39,9 +40,19 @@ class Passes:
         meanwhile()
         return await passing
 
+    async def rest(self, changed: asyncio.Event) -> None:
+        """Waits for that, and keeps an engine of several ranks in touch with them meanwhile. Raises RankLost."""
+        while not changed.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._engine.beat_s):
+                    await changed.wait()
+                    return
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.beat)
+
     def close(self) -> None:
-        """Waits for a pass that runs. There may be none after it."""
+        """Waits for a pass that runs, and closes the engine. There may be no pass after it."""
         self._thread.shutdown(wait=True)
+        self._engine.close()
 
     def _pass(self, moves: Sequence[Callable[[], None]], segments: Sequence[Segment]) -> NDArray[np.float32]:
         for move in moves:

@@ -55,8 +55,17 @@ class Leader(Engine):
             self._group.send(_STOP)
 
 
+def lead(engine: Engine, group: Group) -> Engine:
+    """The whole that this engine is rank 0's part of. Waits until all have loaded. Raises RankLost."""
+    if group.shard.of == 1:
+        return engine
+    group.gather()
+    return Leader(engine, group)
+
+
 def follow(engine: Engine, group: Group) -> None:
     """Does on another rank what rank 0 plans, until that closes its engine. Raises RankLost."""
+    group.gather()
     while len(message := group.receive()) != len(_STOP):
         changes, segments = decode(message)
         if segments:

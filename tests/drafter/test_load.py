@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_svc.service import load, with_model, without_model
+from drafter_svc.service import load_part, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.errors import ConfigError
 from outrider.sink.keyring import Keyring
@@ -22,9 +22,9 @@ KEYS = Keyring(b"", _no_key)
 
 
 def test_a_drafter_is_loaded_as_its_section_says() -> None:
-    whole = load(DrafterConfig(model=TARGET))
-    exit_3 = load(DrafterConfig(model=TARGET, dtype="int8", layers=3))
-    skipped = load(DrafterConfig(model=TARGET, dtype="int8", skip=(5, 1, 2)))
+    whole = load_part(DrafterConfig(model=TARGET))
+    exit_3 = load_part(DrafterConfig(model=TARGET, dtype="int8", layers=3))
+    skipped = load_part(DrafterConfig(model=TARGET, dtype="int8", skip=(5, 1, 2)))
     assert (whole.dtype, exit_3.dtype) == ("bfloat16", "int8")
     assert skipped.parameters == exit_3.parameters < whole.parameters
     assert skipped.weight_bytes == exit_3.weight_bytes < whole.weight_bytes / 2
@@ -34,7 +34,7 @@ async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_a
     config = DrafterConfig(model=TARGET, layers=3)
     roster, _ = with_model(config, "drafter-x", KEYS)
     worker = roster.describe("127.0.0.1:1")
-    assert (worker.model, worker.parameters) == ("target", load(config).parameters)
+    assert (worker.model, worker.parameters) == ("target", load_part(config).parameters)
     roster, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
     assert roster.describe("127.0.0.1:1").model == "half"
 
@@ -43,10 +43,10 @@ def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_wou
     roster, finder = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
     worker = roster.describe("127.0.0.1:1")
     assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(finder.members))
-    engine = load(DrafterConfig(model=TARGET))
+    engine = load_part(DrafterConfig(model=TARGET))
     assert (worker.vocabulary, worker.tokenizer_digest) == (engine.vocabulary, engine.tokenizer_digest)
 
 
 def test_a_layer_that_the_checkpoint_does_not_have_is_a_mistake_in_the_configuration() -> None:
     with pytest.raises(ConfigError, match="skip: the checkpoint has no layer 6"):
-        load(DrafterConfig(model=TARGET, skip=(6,)))
+        load_part(DrafterConfig(model=TARGET, skip=(6,)))

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from outrider.engine.engine import Engine
 from outrider.engine.group import RankLost, Ranks
 from outrider.engine.native import NativeEngine
-from outrider.engine.ranks import Leader, follow
+from outrider.engine.ranks import follow, lead
 
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}
 
@@ -47,9 +48,9 @@ class Ranked:
     others: list[BaseProcess]
 
     @contextmanager
-    def lead(self, folder: Path) -> Iterator[Leader]:
+    def lead(self, folder: Path) -> Iterator[Engine]:
         """The whole of the next checkpoint."""
-        leader = Leader(NativeEngine.load(folder, group=self.group, **self.loading), self.group)
+        leader = lead(NativeEngine.load(folder, group=self.group, **self.loading), self.group)
         try:
             yield leader
         finally:
