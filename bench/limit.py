@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.processes import output
-from outrider.cli import openmp
+from outrider.fleet import openmp
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.processes import output
-from outrider.cli import openmp
+from outrider.fleet import openmp
 
 if TYPE_CHECKING:
     from torch import Tensor

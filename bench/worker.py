@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bench.asking import Ask, sample_to_json
-from outrider.cli import openmp
 from outrider.cli.reporting import reported
 from outrider.cli.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
+from outrider.fleet import openmp
 
 if TYPE_CHECKING:
     from torch import Tensor

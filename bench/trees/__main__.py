@@ -14,10 +14,10 @@ from bench.trees.cells import DRAFTERS, MODELS, Setting
 from bench.trees.figures import last_line
 from bench.trees.running import run
 from bench.trees.tables import print_tables, save
-from outrider.cli import openmp
 from outrider.cli.load import read_prompts
 from outrider.cli.reporting import reported
 from outrider.errors import ConfigError
+from outrider.fleet import openmp
 
 WIDTH = 132  # of tables in a file
 LONGEST = 400  # tokens of a prompt: with its text it must fit the models' context

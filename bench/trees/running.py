@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.trees.cells import MODELS, Setting
 from bench.trees.measuring import Figures, Lessons, measure, teach
 from bench.trees.paths import PathRows, load
-from outrider.cli import openmp
+from outrider.fleet import openmp
 
 _bench: tuple[Setting, Mapping[str, PathRows], Lessons] | None = None  # of a process that shares the work
 

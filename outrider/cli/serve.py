@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from outrider.cli import openmp
 from outrider.cli.reporting import reported
+from outrider.fleet import openmp
 from outrider.rpc.lifecycle import PARENT, run_until_signal
 
 if TYPE_CHECKING:
@@ -139,6 +139,10 @@ def verifier(
     with _process("verifier", threads=config.threads, loads=str(model)) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
+            if config.tensor_parallel > 1:
+                from outrider.fleet import ranks
+
+                return ranks.run("verifier", config, redis, announce=announce)
             from verifier_svc.service import run
 
             return run(config, redis, announce=announce)
@@ -203,6 +207,10 @@ def drafter(
     with _process("drafter", threads=config.threads, loads=str(model)) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
+            if config.tensor_parallel > 1:
+                from outrider.fleet import ranks
+
+                return ranks.run("drafter", config, redis, announce=announce)
             from drafter_svc.service import run
 
             return run(config, redis, announce=announce)

@@ -1,9 +1,9 @@
-"""`outrider up`: a whole cluster on this machine."""
+"""`outrider up`: a whole cluster, on this machine or on Ray."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,27 +12,48 @@ from outrider.rpc.lifecycle import run_until_signal
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from outrider.fleet.local import LocalCluster
+    from outrider.fleet.cluster import Cluster
 
 
-def up(file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="See examples/cluster.toml.")]) -> None:
-    """Start a whole cluster: Redis, verifiers, drafters, router. Ctrl-C stops it."""
-    run_until_signal(_serve(file))
+def up(
+    file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="See examples/cluster.toml.")],
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run the servers on the nodes of a Ray cluster: HOST:PORT, or auto."),
+    ] = None,
+) -> None:
+    """Start a whole cluster: Redis, verifiers, drafters, router. Ctrl-C stops it.
+
+    What ends is started again. Drafters that are added to the file or taken out of it while the cluster runs are
+    started and stopped.
+    """
+    run_until_signal(_serve(file, ray))
 
 
-async def _serve(file: Path) -> None:
+async def _serve(file: Path, ray: str | None) -> None:
     from rich.console import Console
 
     from outrider.config import load_cluster
-    from outrider.errors import Unavailable
+    from outrider.fleet.keeper import Keeper
     from outrider.fleet.local import LocalCluster
+    from outrider.fleet.process import Server
 
     screen, log = Console(), Console(stderr=True)
-    cluster = LocalCluster(
-        load_cluster(file),
-        forward=lambda name, line: log.out(f"{name}: {line}", highlight=False),
-        ready=lambda process: log.print(f"{process.name} is ready on {process.address}", highlight=False),
-    )
+    config = load_cluster(file)
+
+    def forward(name: str, line: str) -> None:
+        log.out(f"{name}: {line}", highlight=False)
+
+    def ready(server: Server) -> None:
+        log.print(f"{server.name} is ready on {server.address}", highlight=False)
+
+    cluster: Cluster[Any]
+    if ray is None:
+        cluster = LocalCluster(config, forward=forward, ready=ready)
+    else:
+        from outrider.fleet.on_ray import RayCluster
+
+        cluster = RayCluster(config, ray, forward=forward, ready=ready)
     try:
         with log.status(f"starting {', '.join(cluster.processes)} ..."):
             await cluster.__aenter__()
@@ -42,20 +63,18 @@ async def _serve(file: Path) -> None:
             highlight=False,
             soft_wrap=True,
         )
-        while True:
-            process = await cluster.next_end()
-            log.print(f"{process.name} (pid {process.pid}) ended with status {process.status}", style="bold red")
-            if process.role == "router":
-                raise Unavailable("the router has ended, so the cluster is stopped; its last words are above")
+        await Keeper(
+            cluster, file, config, lambda said: log.print(said, style="bold red", markup=False, highlight=False)
+        ).run()
     finally:
         with log.status("stopping ..."):
             await cluster.__aexit__(None, None, None)
 
 
-def _table(cluster: LocalCluster) -> Table:
+def _table(cluster: Cluster[Any]) -> Table:
     from rich.table import Table
 
-    table = Table("server", "listens on", "pid")
+    table = Table("server", "listens on", "runs as")
     for process in cluster.processes.values():
-        table.add_row(process.name, process.address, str(process.pid))
+        table.add_row(process.name, process.address, process.where)
     return table

@@ -7,9 +7,13 @@ to five times as long (docs/performance.md). On GPUs, NCCL's collectives; messag
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from fcntl import ioctl
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +30,7 @@ GATHER = timedelta(hours=1)  # for all ranks to have loaded
 FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
 _LENGTH = 8  # bytes, at a message's beginning
+_SIOCGIFADDR = 0x8915  # asks for an interface's address (Linux)
 _TAG = 0  # messages between two ranks arrive in the order in which they were sent
 
 
@@ -93,14 +98,19 @@ ALONE = Alone()
 class Ranks:
     """A group over torch.distributed, of this process's default process group."""
 
-    def __init__(self, rank: int, of: int, meeting: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, rank: int, of: int, meeting: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Meets the other ranks at `meeting`, "tcp://HOST:PORT" on rank 0's host. Waits for all of them.
+
+        `host`: this rank's own address, that the others reach it at.
 
         Raises RankLost when they do not come.
         """
         self.shard = Shard(rank, of)
         self._others = [other for other in range(of) if other != rank]
         self._timeout = timedelta(seconds=timeout_s)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
         with self._reaching():
             dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=of, timeout=self._timeout)
         assert dist.group.WORLD is not None
@@ -181,3 +191,14 @@ class Ranks:
             raise RankLost(
                 f"rank {self.shard.rank} of {self.shard.of} has lost another one: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _interface(host: str) -> str:
+    """The network interface that has an address; gloo is told by name. Raises RankLost when there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # an interface without an address
+                if socket.inet_ntoa(ioctl(asking, _SIOCGIFADDR, request)[20:24]) == host:
+                    return name
+    raise RankLost(f"no network interface here has the address {host}")

@@ -136,9 +136,10 @@ class Process:
             line = raw.decode(errors="replace").rstrip()
             if match := _LISTENING.fullmatch(line):
                 self.address = match[1]
-                self._ready.set()
-                for earlier in self._last_lines:  # had the start failed, they would be in its error
-                    self._forward(self.name, earlier)
+                if not self._ready.is_set():
+                    self._ready.set()
+                    for earlier in self._last_lines:  # had the start failed, they would be in its error
+                        self._forward(self.name, earlier)
                 continue
             self._last_lines.append(line)
             if self._ready.is_set():

@@ -9,6 +9,7 @@ import os
 import platform
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,8 +51,10 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedRedis:
-    """A Redis-compatible server for the time of a `with` block, reachable by this user alone.
+    """A Redis-compatible server for the time of a `with` block, reachable by this user alone, on a unix socket.
 
+    With `host`, one of this machine's addresses, it also listens there, on a port that is free; whoever knows the
+    password can use it then.
     `data` is the directory of its append-only file: created when missing, kept at the end, used by one server
     at a time. None takes a private one that is removed at the end. The server dies with this process, in
     whatever way this process dies (Linux; elsewhere it outlives a SIGKILL). What a killed process leaves of its
@@ -61,13 +64,15 @@ class EmbeddedRedis:
     start.
     """
 
-    def __init__(self, data: Path | None = None) -> None:
+    def __init__(self, data: Path | None = None, host: str | None = None) -> None:
         self._data = data
+        self._host = host
         self._server: _Server | None = None
 
     @property
     def url(self) -> str:
-        """unix:// with the password in it. Hand it on by the environment, never on a command line."""
+        """unix://, or redis:// with a host, with the password in it. Hand it on by the environment, never on a command
+        line."""
         return self._running().url
 
     @property
@@ -76,7 +81,7 @@ class EmbeddedRedis:
         return self._running().process.pid
 
     def __enter__(self) -> EmbeddedRedis:
-        self._server = _Server(find_server(), self._data)
+        self._server = _Server(find_server(), self._data, self._host)
         return self
 
     def __exit__(
@@ -94,21 +99,25 @@ class EmbeddedRedis:
 class _Server:
     """One running server, its directories and the lock on its data."""
 
-    def __init__(self, binary: Path, data: Path | None) -> None:
+    def __init__(self, binary: Path, data: Path | None, host: str | None) -> None:
         self._parent: threading.Thread | None = None
         _sweep()
         # The socket has a directory of its own because its path may have 107 bytes at most.
         self._home, home_lock = _private_directory()
-        socket = self._home / "redis.sock"
+        socket_path = self._home / "redis.sock"
         password = secrets.token_urlsafe(32)
-        self.url = f"unix://{quote(str(socket))}?password={password}"
+        self.url = f"unix://{quote(str(socket_path))}?password={password}"
+        address = None
+        if host is not None:
+            address = host, _free_port(host)
+            self.url = f"redis://:{password}@{host}:{address[1]}"
         try:
             with home_lock:
                 folder = _prepared(data if data is not None else self._home / "data")
                 # The server inherits both locks, so they last until both of us are gone.
                 with _locked(folder) as lock:
                     self.process, self._parent = _spawn(binary, self._home / "log", (home_lock, lock))
-            _configure(self.process, folder, socket, password)
+            _configure(self.process, folder, socket_path, address, password)
             self._await_ready()
         except BaseException:
             self.stop()
@@ -255,10 +264,22 @@ def _spawn(
     return started[0], thread
 
 
-def _configure(process: subprocess.Popen[bytes], folder: Path, socket: Path, password: str) -> None:
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0)) as taken:
+            return int(taken.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"redis: cannot listen on {host} ({error.strerror})") from None
+
+
+def _configure(
+    process: subprocess.Popen[bytes], folder: Path, socket_path: Path, address: tuple[str, int] | None, password: str
+) -> None:
+    host, port = address or ("", 0)
     lines = (
-        "port 0",
-        f"unixsocket {_quoted(socket)}",
+        f"port {port}",
+        *([f"bind {host}"] if host else []),
+        f"unixsocket {_quoted(socket_path)}",
         "unixsocketperm 700",
         f"requirepass {password}",
         f"dir {_quoted(folder)}",

@@ -91,7 +91,7 @@ def up(folder: Path) -> tuple[subprocess.Popen[str], list[int], str]:
     assert process.stdout is not None
     pids, address = [process.pid], ""
     for line in process.stdout:
-        if match := re.search(r"(router|verifier-0)\W+(\S+:\d+)\W+(\d+)", line):
+        if match := re.search(r"(router|verifier-0)\W+(\S+:\d+)\W+pid (\d+)", line):
             pids.append(int(match[3]))
             address = match[2] if match[1] == "router" else address
         if line.startswith("Try:"):

@@ -1,0 +1,242 @@
+"""A worker of several ranks: each an actor on Ray, all in one placement group, started again together when one is lost.
+
+Rank 0 is the worker that others see: it has the scheduler and serves gRPC. The others do what it plans. This process
+only watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from outrider.config import WorkerConfig
+from outrider.errors import OutriderError, Unavailable
+from outrider.fleet import openmp
+from outrider.fleet.process import GRACE_S, Role
+from outrider.fleet.ray_session import check_room, needs, node_address, on_ray, public
+from outrider.rpc.lifecycle import user_error
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+PLACE_S = 60.0  # for the cluster to make room that it has
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # before a group is started again, time after time
+STEADY_S = 60.0  # a group that lasted so long is started again as if it were the first time
+
+log = logging.getLogger(__name__)
+
+
+async def run(role: Role, config: WorkerConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serves until cancelled. `announce` hears the address each time that the group is ready.
+
+    Raises what the first start fails with: ConfigError where ranks cannot share the model or do not fit the cluster,
+    CheckpointError, Unavailable. Nothing is left running then.
+    """
+    wanted = needs(config, config.threads)
+    with on_ray(config.ray, cpus=wanted.get("CPU", 0.0) * config.tensor_parallel):
+        failures = 0
+        while True:
+            group = RankGroup(role, config, redis_url)
+            began = asyncio.get_running_loop().time()
+            try:
+                announce(await group.start())
+                await group.ended()
+                return
+            except asyncio.CancelledError:
+                await group.drain()
+                raise
+            except OutriderError as error:
+                if not group.was_ready and not failures:
+                    raise
+                log.error("%s; all ranks are started again", error)
+            finally:
+                await group.kill()
+            lasted = asyncio.get_running_loop().time() - began
+            failures = 0 if lasted > STEADY_S else failures
+            await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
+            failures += 1
+
+
+class RankGroup:
+    """The ranks of one worker from their start to their end."""
+
+    def __init__(self, role: Role, config: WorkerConfig, redis_url: str) -> None:
+        self.was_ready = False
+        self._role = role
+        self._config = config
+        self._redis_url = redis_url
+        self._place: PlacementGroup | None = None
+        self._ranks: list[Any] = []  # actors
+        self._running: list[asyncio.Future[None]] = []
+
+    async def start(self) -> str:
+        """Starts all; the address that rank 0 serves at."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        config = self._config
+        self._place = await self._placed()
+        actor: Any = ray.remote(Rank)
+        for rank in range(config.tensor_parallel):
+            at = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
+            self._ranks.append(
+                actor.options(
+                    num_cpus=needs(config, config.threads).get("CPU", 0.0),
+                    num_gpus=config.gpus,
+                    scheduling_strategy=at,
+                    max_concurrency=8,
+                ).remote(self._role, config, rank)
+            )
+        first, *others = self._ranks
+        meeting = await self._heard(first.meeting.remote())
+        await self._all(*(rank.join.remote(meeting) for rank in self._ranks))
+        self._running = [asyncio.ensure_future(self._heard(rank.follow.remote())) for rank in others]
+        self._running.append(asyncio.ensure_future(self._heard(first.serve.remote(self._redis_url))))
+        address: str = await self._before_an_end(first.listening.remote())
+        self.was_ready = True
+        return address
+
+    async def ended(self) -> None:
+        """Waits until rank 0 has served to its end. Raises what a rank fails with, Unavailable when one is lost."""
+        await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
+        for ended in self._running:
+            if ended.done():
+                ended.result()
+
+    async def drain(self) -> None:
+        """Has rank 0 end in order, and the others with it, as long as that takes no longer than it should."""
+        if not self.was_ready:
+            return
+        self._ranks[0].stop.remote()
+        await asyncio.wait(self._running, timeout=self._config.drain_s + GRACE_S)
+
+    async def kill(self) -> None:
+        """Ends what still runs, and gives its place back."""
+        import ray
+
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for rank in self._ranks:
+            ray.kill(rank)
+        if self._place is not None:
+            ray.util.remove_placement_group(self._place)
+
+    async def _placed(self) -> PlacementGroup:
+        import ray
+
+        config = self._config
+        bundle = needs(config, config.threads) or {"CPU": 0.001}
+        check_room(bundle, config.tensor_parallel, "tensor_parallel: ranks")
+        place: PlacementGroup = ray.util.placement_group(
+            [bundle] * config.tensor_parallel, strategy="SPREAD" if config.spread else "PACK"
+        )
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(place.ready().future()), PLACE_S)
+        except TimeoutError:
+            ray.util.remove_placement_group(place)
+            raise Unavailable(
+                f"tensor_parallel: the Ray cluster has no room for {config.tensor_parallel} ranks now: others use it"
+            ) from None
+        return place
+
+    async def _before_an_end(self, work: Any) -> Any:
+        """The result, unless a rank ends first."""
+        waits = asyncio.ensure_future(self._heard(work))
+        await asyncio.wait([waits, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        for ended in self._running:
+            if ended.done():
+                ended.result()
+        return await waits
+
+    async def _all(self, *works: Any) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for work in works:
+                tasks.create_task(self._heard(work))
+
+    async def _heard(self, work: Any) -> Any:
+        """A call's result. Raises the OutriderError that it fails with, Unavailable when the actor is lost."""
+        import ray
+
+        try:
+            return await asyncio.wrap_future(work.future())
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, OutriderError) else error from None
+        except ray.exceptions.RayActorError as error:
+            raise Unavailable(f"a rank of {self._role} is lost: {str(error).splitlines()[0]}") from None
+
+
+class Rank:
+    """One rank, an actor."""
+
+    def __init__(self, role: Role, config: WorkerConfig, rank: int) -> None:
+        openmp.settle(config.threads)  # before torch is loaded
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._service = import_module(f"{role}_svc.service")
+        self._config = config
+        self._rank = rank
+        self._listening: asyncio.Future[str]
+        self._serving: asyncio.Task[None] | None = None
+        self._stopped = False
+        self._group: Any = None
+
+    async def meeting(self) -> str:
+        """Where the ranks meet: a port of this one's node."""
+        self._listening = asyncio.get_running_loop().create_future()
+        host = self._host()
+        with socket.create_server((host, 0)) as server:
+            return f"tcp://{host}:{server.getsockname()[1]}"
+
+    async def join(self, meeting: str) -> None:
+        """Meets the others."""
+        from outrider.engine.group import Ranks
+
+        of = self._config.tensor_parallel
+        self._group = await asyncio.to_thread(Ranks, self._rank, of, meeting, host=self._host())
+
+    async def follow(self) -> None:
+        """Does what rank 0 plans, to its end."""
+        from outrider.engine.ranks import follow
+
+        def whole_life() -> None:
+            follow(self._service.load_part(self._config, self._group), self._group)
+
+        await _told(asyncio.to_thread(whole_life))
+
+    async def serve(self, redis_url: str) -> None:
+        """Is the worker, until stopped."""
+        config = self._config
+        if config.ray is not None:
+            config = config.model_copy(update={"listen": public(config.listen)})
+        self._serving = asyncio.ensure_future(
+            self._service.run(config, redis_url, announce=self._listening.set_result, group=self._group)
+        )
+        with suppress(asyncio.CancelledError):
+            await _told(self._serving)
+
+    async def listening(self) -> str:
+        """The address that it serves at, once it does."""
+        return await self._listening
+
+    def _host(self) -> str:
+        """Where the other ranks reach this one: on this machine, or on its node's address."""
+        return "127.0.0.1" if self._config.ray is None else node_address()
+
+    async def stop(self) -> None:
+        """Has it drain and end."""
+        if self._serving is not None:
+            self._serving.cancel()
+
+
+async def _told(work: Any) -> None:
+    """Awaits it; of a group of errors that the user can mend, raises the one that says it."""
+    try:
+        await work
+    except Exception as error:
+        raise user_error(error) or error from None

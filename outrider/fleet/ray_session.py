@@ -1,0 +1,130 @@
+"""A connection to Ray: to a cluster that is there, or one of our own on this machine for the time being."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from outrider.config import Placed
+
+SETTINGS = {  # in the environment, where it does not say otherwise
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
+}
+STORE_BYTES = 80 * 2**20  # of Ray's object store, which we do not use: the least that it takes
+
+_PREFIX = "outrider-ray-"  # of folders; then the process whose it is
+
+
+@contextmanager
+def on_ray(address: str | None, *, cpus: float = 0.0) -> Iterator[None]:
+    """Within, this process is a driver on the cluster at `address` ("auto": the one of this machine).
+
+    None starts a cluster on this machine that has `cpus` at least, and ends it with the block. Raises ConfigError where
+    Ray is not installed, Unavailable where the cluster cannot be reached.
+    """
+    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    if address is None:  # Ray listens on all of the machine's addresses: nobody else may use this cluster
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("Ray is not installed; `pip install 'outrider[ray]'`") from None
+    folder = None
+    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        if address is None:
+            _sweep()
+            folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+            ray.init(
+                num_cpus=max(os.cpu_count() or 1, round(cpus + 0.5)),
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                object_store_memory=STORE_BYTES,
+                _temp_dir=folder,
+            )
+        else:
+            ray.init(address=address, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        _end(folder)
+        told = str(error).strip().splitlines()
+        raise Unavailable(f"ray: no cluster at {address}: {told[0] if told else type(error).__name__}") from None
+    for number, handler in signals.items():  # Ray has put its own in their place
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        _end(folder)
+
+
+def _end(folder: str | None) -> None:
+    import ray
+
+    ray.shutdown()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Removes the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
+        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if process.isdigit() and not Path(f"/proc/{process}").exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def needs(place: Placed, threads: int) -> dict[str, float]:
+    """What one server, or one rank, takes of a node."""
+    wanted = {"CPU": float(threads if place.cpus is None else place.cpus), "GPU": place.gpus, **place.resources}
+    return {name: amount for name, amount in wanted.items() if amount}
+
+
+def check_room(wanted: dict[str, float], count: int, who: str) -> None:
+    """Raises ConfigError when the cluster's nodes could not take that many even if nothing else ran on them."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(
+        min((int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=count)
+        for node in nodes
+    )
+    if room < count:
+        there = {name: sum(node.get(name, 0.0) for node in nodes) for name in wanted}
+        raise ConfigError(
+            f"{who}: {count} of them take {_told(wanted)} each, and the Ray cluster's {len(nodes)} nodes, with "
+            f"{_told(there)} in all, have room for {room}"
+        )
+
+
+def node_address() -> str:
+    """Where others reach this node of the cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def public(listen: str) -> str:
+    """Where a server on Ray listens: at its node's own address, where the configuration names the loopback's."""
+    host, _, port = listen.rpartition(":")
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    return f"{node_address()}:{port}" if loopback else listen
+
+
+def _told(resources: dict[str, float]) -> str:
+    return " and ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
