@@ -148,11 +148,15 @@ class RankGroup:
     async def _before_an_end(self, work: Any) -> Any:
         """The result, unless a rank ends first."""
         waits = asyncio.ensure_future(self._heard(work))
-        await asyncio.wait([waits, *self._running], return_when=asyncio.FIRST_COMPLETED)
-        for ended in self._running:
-            if ended.done():
-                ended.result()
-        return await waits
+        try:
+            await asyncio.wait([waits, *self._running], return_when=asyncio.FIRST_COMPLETED)
+            for ended in self._running:
+                if ended.done():
+                    ended.result()
+            return await waits
+        finally:
+            waits.cancel()
+            await asyncio.gather(waits, return_exceptions=True)
 
     async def _all(self, *works: Any) -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
 }
+PROBE_S = 5.0
 STORE_BYTES = 80 * 2**20  # of Ray's object store, which we do not use: the least that it takes
 
 _PREFIX = "outrider-ray-"  # of folders; then the process whose it is
@@ -36,6 +39,7 @@ def on_ray(address: str | None, *, cpus: float = 0.0) -> Iterator[None]:
     None starts a cluster on this machine that has `cpus` at least, and ends it with the block. Raises ConfigError where
     Ray is not installed, Unavailable where the cluster cannot be reached.
     """
+    before = dict(os.environ)
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     if address is None:  # Ray listens on all of the machine's addresses: nobody else may use this cluster
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -43,39 +47,48 @@ def on_ray(address: str | None, *, cpus: float = 0.0) -> Iterator[None]:
         import ray
     except ImportError:
         raise ConfigError("Ray is not installed; `pip install 'outrider[ray]'`") from None
-    folder = None
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-") if address is None else None
+    try:
+        _connect(address, folder, cpus)
+        yield
+    finally:
+        ray.shutdown()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _connect(address: str | None, folder: str | None, cpus: float) -> None:
+    import ray
+
     signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         if address is None:
             _sweep()
-            folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
             ray.init(
-                num_cpus=max(os.cpu_count() or 1, round(cpus + 0.5)),
+                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
                 include_dashboard=False,
                 logging_level=logging.ERROR,
                 object_store_memory=STORE_BYTES,
                 _temp_dir=folder,
             )
         else:
+            _probe(address)
             ray.init(address=address, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        _end(folder)
+    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
         told = str(error).strip().splitlines()
         raise Unavailable(f"ray: no cluster at {address}: {told[0] if told else type(error).__name__}") from None
-    for number, handler in signals.items():  # Ray has put its own in their place
-        signal.signal(number, handler)
-    try:
-        yield
     finally:
-        _end(folder)
+        for number, handler in signals.items():  # Ray has put its own in their place
+            signal.signal(number, handler)
 
 
-def _end(folder: str | None) -> None:
-    import ray
-
-    ray.shutdown()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+def _probe(address: str) -> None:
+    """Ray itself tries for minutes. Raises OSError when nobody listens there."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), PROBE_S).close()
 
 
 def _sweep() -> None:

@@ -1,0 +1,102 @@
+"""A worker of several ranks says what one says, comes back when a rank is lost, and refuses what cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.config import DrafterConfig
+from outrider.errors import CheckpointError, ConfigError, OutriderError, Unavailable
+from outrider.fleet import ranks
+from outrider.fleet.local import LocalCluster
+from outrider.fleet.on_ray import RayCluster
+from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, free_port, say
+
+NOTHING = TARGET.parent / "nothing"
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def ranks_of(parent: int) -> list[int]:
+    """The processes of the ranks below a process."""
+    found, below = [], {parent}
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [(int(row[0]), int(row[1]), row[2]) for row in (line.split(maxsplit=2) for line in listed.splitlines())]
+    while more := {pid for pid, above, _ in rows if above in below} - below:
+        below |= more
+    for pid, _, command in rows:
+        if pid in below and re.match(r"ray::Rank", command):
+            found.append(pid)
+    return found
+
+
+async def test_two_ranks_on_a_ray_of_their_own_say_what_one_says_and_come_back(
+    expected: list[outrider.Generation],
+) -> None:
+    heard: list[str] = []
+    async with LocalCluster(config(ranks=2), forward=lambda name, line: heard.append(line)) as cluster:
+        assert_same(await say(cluster.router_address), expected)
+        verifier = cluster.processes["verifier-0"].pid
+        running = ranks_of(verifier)
+        assert len(running) == 2
+        answers = asyncio.create_task(say(cluster.router_address))
+        await asyncio.sleep(0.3)
+        os.kill(max(running), signal.SIGKILL)
+        assert_same(await answers, expected)  # the sessions wait for the group, and go on
+        again = ranks_of(verifier)
+        assert len(again) == 2
+        assert not set(again) & set(running)
+    assert any("all ranks are started again" in line for line in heard)
+    assert not [pid for pid in again if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240
+
+
+async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
+    expected: list[outrider.Generation], ray_address: str
+) -> None:
+    small = {"dtype": "float32", "tensor_parallel": 2, "cpus": 0.5}
+    wanted = config(ranks=4, drafters=0).model_copy(update={"drafter": [DrafterConfig(model=DRAFTER, **small)]})
+    async with RayCluster(wanted, ray_address) as cluster:
+        assert_same(await say(cluster.router_address), expected)
+        async with outrider.AsyncClient(cluster.router_address) as client:
+            alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
+        assert alone.usage.acceptance_length > 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "told"),
+    [
+        ({"ranks": 3}, ConfigError, "3 ranks cannot share the 8 attention heads .* possible are 1, 2, 4, 8"),
+        ({"ranks": 2, "gpus": 1.0}, ConfigError, "take 0.5 CPU and 1 GPU each, .* have room for 0"),
+        ({"ranks": 64}, ConfigError, "have room for 16"),
+        (
+            {"model": NOTHING, "name": "target", "ranks": 2},
+            CheckpointError,
+            "no such folder",
+        ),
+    ],
+)
+async def test_ranks_that_cannot_be_are_refused_and_nothing_is_left(
+    changes: dict[str, Any], error: type[OutriderError], told: str, ray_address: str, redis_url: str
+) -> None:
+    section = config(ray=ray_address, **changes).verifier[0]
+    with pytest.raises(error, match=told):
+        await asyncio.wait_for(ranks.run("verifier", section, redis_url, announce=lambda address: None), 60)
+    give_up = time.monotonic() + 10
+    while ranks_of(os.getpid()) and time.monotonic() < give_up:
+        await asyncio.sleep(0.1)
+    assert not ranks_of(os.getpid())
+
+
+async def test_a_ray_cluster_that_is_not_there_is_named(redis_url: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    section = config(ranks=2, ray=address).verifier[0]
+    with pytest.raises(Unavailable, match=f"no cluster at {address}"):
+        await ranks.run("verifier", section, redis_url, announce=lambda address: None)
