@@ -17,7 +17,7 @@ from outrider.config import ClusterConfig, Section, WorkerConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet.cluster import Cluster
 from outrider.fleet.process import GRACE_S, START_S, Process, Role
-from outrider.fleet.ray_session import check_room, needs, node_address, on_ray, public
+from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.store.embedded import EmbeddedRedis
 
 LOST = -1  # stands for the exit status of a server whose node is gone
@@ -85,7 +85,7 @@ class RayServer:
         section: Any = self.section
         ranked = isinstance(section, WorkerConfig) and section.tensor_parallel > 1
         wanted = {} if ranked else needs(section, getattr(section, "threads", 1))
-        check_room(wanted, 1, self.name)
+        await find_room(wanted, 1, self.name)
         others = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
         seat: Any = ray.remote(Seat)
         self._seat = seat.options(
@@ -93,6 +93,7 @@ class RayServer:
         ).remote(self.role, self.name, section)
         self.status = None
         self._ready = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whether or not it is heard
         self._life = asyncio.create_task(self._follow(redis_url))
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), START_S)

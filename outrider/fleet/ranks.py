@@ -18,7 +18,7 @@ from outrider.config import WorkerConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet import openmp
 from outrider.fleet.process import GRACE_S, Role
-from outrider.fleet.ray_session import check_room, needs, node_address, on_ray, public
+from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.rpc.lifecycle import user_error
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class RankGroup:
 
         config = self._config
         bundle = needs(config, config.threads) or {"CPU": 0.001}
-        check_room(bundle, config.tensor_parallel, "tensor_parallel: ranks")
+        await find_room(bundle, config.tensor_parallel, "tensor_parallel: ranks")
         place: PlacementGroup = ray.util.placement_group(
             [bundle] * config.tensor_parallel, strategy="SPREAD" if config.spread else "PACK"
         )

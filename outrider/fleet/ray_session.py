@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import math
@@ -11,6 +12,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +28,8 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
 }
-PROBE_S = 5.0
+PROBE_S = 5.0  # for a cluster to answer at its address
+JOIN_S = 3.0  # for nodes that are just joining
 STORE_BYTES = 80 * 2**20  # of Ray's object store, which we do not use: the least that it takes
 
 _PREFIX = "outrider-ray-"  # of folders; then the process whose it is
@@ -105,16 +108,23 @@ def needs(place: Placed, threads: int) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-def check_room(wanted: dict[str, float], count: int, who: str) -> None:
-    """Raises ConfigError when the cluster's nodes could not take that many even if nothing else ran on them."""
+async def find_room(wanted: dict[str, float], count: int, who: str) -> None:
+    """Waits a little for nodes that are joining. Raises ConfigError when the cluster's nodes could not take that many
+    even if nothing else ran on them."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(
-        min((int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=count)
-        for node in nodes
-    )
-    if room < count:
+    give_up = time.monotonic() + JOIN_S
+    while True:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        room = sum(
+            min((int(node.get(name, 0.0) / amount + 1e-6) for name, amount in wanted.items()), default=count)
+            for node in nodes
+        )
+        if room >= count:
+            return
+        if time.monotonic() < give_up:
+            await asyncio.sleep(0.5)
+            continue
         there = {name: sum(node.get(name, 0.0) for node in nodes) for name in wanted}
         raise ConfigError(
             f"{who}: {count} of them take {_told(wanted)} each, and the Ray cluster's {len(nodes)} nodes, with "

@@ -57,16 +57,21 @@ async def say(address: str) -> list[outrider.Generation]:
 
 
 async def _answer(client: outrider.AsyncClient, prompt: str, temperature: float, seed: int) -> outrider.Generation:
-    stream = client.stream(prompt, max_tokens=48, temperature=temperature, seed=seed, ignore_eos=True)
+    session = ""
     async with asyncio.timeout(90):
         while True:
+            stream = (
+                client.resume(session)
+                if session
+                else client.stream(prompt, max_tokens=48, temperature=temperature, seed=seed, ignore_eos=True)
+            )
             try:
                 async for _ in stream:
                     pass
                 return stream.result
             except Unavailable:
+                session = session or stream.session_id
                 await asyncio.sleep(1.0)
-                stream = client.resume(stream.session_id)
 
 
 def assert_same(said: list[outrider.Generation], expected: list[outrider.Generation]) -> None:
