@@ -66,11 +66,11 @@ class Keeper:
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Applies changes of the file."""
-        seen = _changed(self._file)
+        seen = None  # it may have changed since it was read
         while True:
-            await asyncio.sleep(LOOK_S)
             now = _changed(self._file)
             if now is None or now == seen:
+                await asyncio.sleep(LOOK_S)
                 continue
             seen = now
             known = set(self._cluster.processes)
@@ -82,6 +82,8 @@ class Keeper:
                 tasks.create_task(self._keep(self._cluster.processes[name]))
 
     async def _apply(self, config: ClusterConfig) -> None:
+        if config == self._config:
+            return
         same = {"drafter": self._config.drafter, "tier": self._config.tier}
         if config.model_copy(update=same) != self._config:
             raise ConfigError("only drafters can change while a cluster runs; for the rest, stop it and start it again")

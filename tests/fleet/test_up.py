@@ -1,0 +1,136 @@
+"""`outrider up` keeps a cluster as its file says, on this machine and on Ray; and every example starts and is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.cli.compare import TOLERANCE, Verdict, verdict
+from outrider.config import ClusterConfig, load_cluster
+from outrider.errors import Unavailable
+from outrider.fleet.cluster import Cluster
+from outrider.fleet.keeper import Keeper
+from outrider.fleet.local import LocalCluster
+from outrider.fleet.on_ray import RayCluster
+from tests.fleet.conftest import DRAFTER, ROOT, TARGET, assert_same, say
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+FILE = f"""
+[router]
+listen = "127.0.0.1:0"
+models = {{ target = "{TARGET}" }}
+cpus = 0.1
+[[verifier]]
+model = "{TARGET}"
+dtype = "float32"
+slots = 8
+cpus = 0.5
+"""
+DRAFTERS = f"""
+[[drafter]]
+model = "{DRAFTER}"
+dtype = "float32"
+count = COUNT
+cpus = 0.1
+"""
+Make = Callable[[ClusterConfig], Cluster[Any]]
+
+
+@pytest.fixture(params=["here", "ray"])
+def make(request: pytest.FixtureRequest) -> Make:
+    """A cluster of either kind."""
+    if request.param == "here":
+        return LocalCluster
+    address: str = request.getfixturevalue("ray_address")
+    return lambda config: RayCluster(config, address)
+
+
+@asynccontextmanager
+async def kept(make: Make, file: Path) -> AsyncIterator[tuple[Cluster[Any], list[str]]]:
+    """A cluster with its keeper, and what that reports."""
+    config = load_cluster(file)
+    told: list[str] = []
+    async with make(config) as cluster:
+        keeping = asyncio.create_task(Keeper(cluster, file, config, told.append).run())
+        try:
+            yield cluster, told
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError, Unavailable):
+                await keeping
+
+
+async def until(holds: Callable[[], bool], what: object) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.1)
+    assert holds(), what
+
+
+async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions_run(
+    make: Make, tmp_path: Path, expected: list[outrider.Generation]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE + DRAFTERS.replace("COUNT", "1"), encoding="utf-8")
+    async with kept(make, file) as (cluster, told):
+        talking = asyncio.create_task(_talk(cluster.router_address, expected))
+        file.write_text(FILE + DRAFTERS.replace("COUNT", "3"), encoding="utf-8")
+        await until(lambda: {"drafter-1", "drafter-2"} <= cluster.processes.keys(), told)
+        file.write_text("[router]\nlisten =", encoding="utf-8")
+        await until(lambda: any("not valid TOML" in line for line in told), told)
+        file.write_text(FILE.replace("slots = 8", "slots = 4") + DRAFTERS.replace("COUNT", "3"), encoding="utf-8")
+        await until(lambda: any("only drafters can change" in line for line in told), told)
+        file.write_text(FILE + DRAFTERS.replace("COUNT", "2"), encoding="utf-8")
+        await until(lambda: len(cluster.processes) == 4, told)
+        drafter = next(server for server in cluster.processes.values() if server.role == "drafter")
+        os.kill(int(drafter.where.split()[1]), signal.SIGKILL)
+        await until(lambda: any(f"{drafter.name} runs again" in line for line in told), told)
+        os.kill(int(cluster.processes["verifier-0"].where.split()[1]), signal.SIGKILL)
+        await until(lambda: any("verifier-0 runs again" in line for line in told), told)
+        talking.cancel()
+        with suppress(asyncio.CancelledError):
+            await talking
+        assert_same(await say(cluster.router_address), expected)
+
+
+async def _talk(address: str, expected: list[outrider.Generation]) -> None:
+    while True:
+        assert_same(await say(address), expected)
+
+
+async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE, encoding="utf-8")
+    config = load_cluster(file)
+    async with LocalCluster(config) as cluster:
+        keeping = asyncio.create_task(Keeper(cluster, file, config, lambda said: None).run())
+        os.kill(cluster.processes["router"].pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="the router has ended"):
+            await asyncio.wait_for(keeping, 10)
+
+
+@pytest.mark.parametrize("example", sorted(path.stem for path in (ROOT / "examples").glob("*.toml")))
+async def test_every_example_says_with_speculation_what_it_says_without(
+    example: str, request: pytest.FixtureRequest
+) -> None:
+    config = load_cluster(ROOT / "examples" / f"{example}.toml")
+    config = config.model_copy(update={"router": config.router.model_copy(update={"listen": "127.0.0.1:0"})})
+    cluster: Cluster[Any] = (
+        RayCluster(config, request.getfixturevalue("ray_address")) if example == "ray" else LocalCluster(config)
+    )
+    async with cluster, outrider.AsyncClient(cluster.router_address) as client:
+        for temperature in (0.0, 0.7):
+            asked: dict[str, Any] = {"max_tokens": 48, "temperature": temperature, "seed": 3, "ignore_eos": True}
+            plain = await client.generate("class Queue:\n    def ", **asked, speculation="off")
+            said = await client.generate("class Queue:\n    def ", **asked)
+            assert plain.usage.verified == 0
+            assert verdict(said, plain, TOLERANCE["bfloat16"]) is not Verdict.BUG
