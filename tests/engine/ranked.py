@@ -7,14 +7,17 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
-from outrider.engine.group import RankLost, Ranks
+from outrider.engine.group import ALONE, Group, RankLost, Ranks
 from outrider.engine.native import NativeEngine
 from outrider.engine.ranks import follow, lead
 
@@ -79,3 +82,35 @@ def ranked(of: int, *folders: Path, timeout_s: float = 30.0, **changes: Any) -> 
             process.join(5)
             process.kill()
             process.join()
+
+
+def grown(folder: Path, rank: int, of: int, meeting: str, answer: Connection) -> None:
+    """Loads a rank's part and runs a pass in a process of its own; answers by how much its memory grew."""
+    torch.set_num_threads(1)
+    group: Group = Ranks(rank, of, meeting) if of > 1 else ALONE
+    before = _most_memory()
+    engine = NativeEngine.load(folder, group=group, **LOADING)
+    group.gather()
+    engine.forward([Segment(0, 0, np.arange(64), np.arange(64))])
+    answer.send(_most_memory() - before)
+
+
+def growth(folder: Path, of: int) -> list[int]:
+    """Bytes that each rank's memory grew by at most, while it loaded and ran a pass."""
+    spawn, meeting = multiprocessing.get_context("spawn"), meeting_point()
+    pipes = [spawn.Pipe() for _ in range(of)]
+    processes = [
+        spawn.Process(target=grown, args=(folder, rank, of, meeting, pipes[rank][1]), daemon=True) for rank in range(of)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return [end.recv() for end, _ in pipes]
+    finally:
+        for process in processes:
+            process.join(10)
+
+
+def _most_memory() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024

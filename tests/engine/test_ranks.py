@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from outrider.engine.checkpoint import ModelConfig, read_config
 from outrider.engine.engine import Engine
 from outrider.engine.group import RankLost
 from outrider.engine.native import NativeEngine
+from outrider.engine.padding import pad_checkpoint
 from outrider.engine.plan import Copy, Move, decode, encode
 from outrider.engine.sharding import Shard, degrees
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
-from tests.engine.ranked import LOADING, ranked
+from tests.engine.ranked import LOADING, growth, ranked
 
 SHAPES = ("grouped", "one-kv-head-llama3", "untied-wide-heads", "biased", "narrow-heads", "mistral", "qwen2", "qwen3")
 FFN = 96  # of random checkpoints: four ranks can share it
@@ -116,6 +118,14 @@ def test_a_group_that_is_not_complete_gives_up(tmp_path: Path) -> None:
         ranks.lead(folder) as leader,
     ):
         leader.beat()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of a process's memory from /proc")
+def test_two_ranks_take_no_more_than_three_fifths_of_the_memory_each(tmp_path: Path) -> None:
+    folder = tmp_path / "padded"
+    pad_checkpoint(MODELS / "target", folder, parameters=80_000_000)
+    (alone,), halves = growth(folder, 1), growth(folder, 2)
+    assert max(halves) <= 0.6 * alone, (alone, halves)
 
 
 def test_plans_survive_the_message() -> None:
