@@ -20,10 +20,11 @@ from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
-from outrider.engine.checkpoint import read_config, read_tokenizer_digest
-from outrider.engine.native import NativeEngine
+from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.engine.engine import Engine
+from outrider.engine.loading import load_engine, outline
 from outrider.engine.threads import briefly
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import ConfigError, InvalidRequest, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.sink.keyring import Keyring
@@ -187,10 +188,11 @@ class Roster(DrafterServicer):
         self._refused += 1
 
 
-def load(config: DrafterConfig) -> NativeEngine:
+def load(config: DrafterConfig) -> Engine:
     """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
-    return NativeEngine.load(
+    engine = load_engine(
         config.model,
+        backend=config.backend,
         dtype=config.dtype,
         layers=config.layers,
         skip=config.skip,
@@ -198,6 +200,9 @@ def load(config: DrafterConfig) -> NativeEngine:
         threads=config.threads,
         numerics=config.numerics,
     )
+    if engine.treeless:
+        raise ConfigError(f"model: {config.model} cannot draft, for it cannot grow a tree: {engine.treeless}")
+    return engine
 
 
 Loop = Grower | Finder | Translator
@@ -214,7 +219,7 @@ def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Ro
         roster.serve(grower)
         sink.serve(grower)
         return roster, grower
-    digest, vocabulary = read_tokenizer_digest(config.target), read_config(config.target).vocabulary
+    digest, vocabulary = read_tokenizer_digest(config.target), outline(config.target).vocabulary
     roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
     tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (config.target, config.model))
     translator = Translator(*tokenizers, send=roster.send, resync=roster.resync)
@@ -225,7 +230,7 @@ def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Ro
 
 def _grower(
     config: DrafterConfig,
-    engine: NativeEngine,
+    engine: Engine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
     sink: Sink | None = None,
@@ -244,7 +249,7 @@ def _grower(
 def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder]:
     """A drafter that has none, and its loop. Of the checkpoint, only the tokenizer and the configuration are read."""
     assert config.drafts != "model"
-    model = read_config(config.model)
+    model = outline(config.model, config.backend)
     digest = read_tokenizer_digest(config.model)
     lookups = Lookups.open(config.drafts, config.store, digest)
     roster = Roster(config, worker_id, Capacity(digest, model.vocabulary, model.context, config.slots, 0))

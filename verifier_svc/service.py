@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import aclosing
@@ -13,7 +14,8 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
-from outrider.engine.native import NativeEngine
+from outrider.engine.engine import Engine
+from outrider.engine.loading import load_engine
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
 from outrider.sink.keyring import Keyring
@@ -30,6 +32,8 @@ from verifier_svc.own import OwnDrafting
 
 SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
+
+log = logging.getLogger(__name__)
 
 
 async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
@@ -50,7 +54,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         max_nodes=config.max_nodes,
         publish=sink.publish,
         pause=sink.pause,
-        own=own_drafting(config, engine.tokenizer_digest),
+        own=own_drafting(config, engine),
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -81,6 +85,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                 slots=engine.slots,
                 sessions=len(loop.sessions),
                 parameters=engine.parameters,
+                treeless=bool(engine.treeless),
             )
 
         tasks.create_task(loop.run())
@@ -88,23 +93,28 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         announce(address)
 
 
-def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting:
+def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:
     """What the verifier is to draft by itself. Raises as a store does, ConfigError and TokenizerMismatch."""
+    if engine.treeless:
+        return OwnDrafting()
     if config.lookup == "lookahead":
         return OwnDrafting(ahead=True)
-    return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
+    return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
 
 
-def load(config: VerifierConfig) -> tuple[NativeEngine, CostModel]:
-    """The target, and what its passes cost here."""
+def load(config: VerifierConfig) -> tuple[Engine, CostModel]:
+    """The target, and what its passes cost here. Says once if it can only be served without speculation."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    engine = NativeEngine.load(
+    engine = load_engine(
         config.model,
+        backend=config.backend,
         dtype=config.dtype,
         slots=config.slots,
         rows=rows,
         threads=config.threads,
         numerics=config.numerics,
     )
+    if engine.treeless:
+        log.warning("%s is served without speculation: %s", config.model, engine.treeless)
     sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
     return engine, CostModel(engine.measure_costs(sweep))

@@ -189,6 +189,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("parameters", f"{it.parameters:,}"),
         ("weights", it.dtype),
         ("numerics", it.numerics),
+        *([("speculation", f"none: {it.treeless}")] if it.treeless else []),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
         ("drafters", WAYS.get(it.way, it.way)),

@@ -32,6 +32,7 @@ class Traits:
     eos_ids: tuple[int, ...]
     weight_bytes: int  # that a pass reads, of one rank
     kv_bytes: int  # when all slots are full, of one rank
+    treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
 
 
