@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -75,8 +77,7 @@ def load_engine(
     if threads is not None:
         torch.set_num_threads(threads)
     outline = read_outline(path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers and torchao, about themselves
+    with _quiet():
         try:
             from outrider.engine.pretrained import Pretrained
             from outrider.engine.trial import find_way
@@ -106,6 +107,22 @@ def load_engine(
     if progress is not None:
         progress(1.0)
     return engine
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers, torchao and torch from talking about themselves while they are imported."""
+    talkers = [logging.getLogger(name) for name in ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")]
+    levels = [talker.level for talker in talkers]
+    for talker in talkers:
+        talker.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for talker, level in zip(talkers, levels, strict=True):
+            talker.setLevel(level)
 
 
 def _bytes(folder: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.engine.group import RankLost, Ranks
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine
 from outrider.engine.ranks import Leader, follow
 
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}
@@ -32,7 +32,7 @@ def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, time
     group = Ranks(rank, of, meeting, timeout_s=timeout_s)
     try:
         for folder in folders:
-            follow(NativeEngine.load(folder, group=group, **loading), group)
+            follow(load_engine(folder, group=group, **loading), group)
         group.close()
     except RankLost:
         raise SystemExit(3) from None
@@ -49,7 +49,7 @@ class Ranked:
     @contextmanager
     def lead(self, folder: Path) -> Iterator[Leader]:
         """The whole of the next checkpoint."""
-        leader = Leader(NativeEngine.load(folder, group=self.group, **self.loading), self.group)
+        leader = Leader(load_engine(folder, group=self.group, **self.loading), self.group)
         try:
             yield leader
         finally:
