@@ -114,6 +114,8 @@ def load(config: VerifierConfig) -> tuple[Engine, CostModel]:
         threads=config.threads,
         numerics=config.numerics,
     )
+    if config.context is not None:
+        engine.context = min(engine.context, config.context)  # there are no rows for more
     if engine.treeless:
         log.warning("%s is served without speculation: %s", config.model, engine.treeless)
     sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]

@@ -77,8 +77,10 @@ class Engine(Traits, ABC):
 
         The fastest, because whatever else the machine does only adds time; in rounds over all n, so that a busy
         moment does not fall on one n alone. Overwrites rows of the last slot. Where a slot has too few rows, `context`
-        is taken shorter, and an n that does not fit at all is left out.
+        is taken shorter, and an n that does not fit at all is left out. Without trees there are no rows before: they
+        would have to be read each time.
         """
+        context = 0 if self.treeless else context
         segments = {}
         for count in tokens:
             if 1 <= count < self.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -91,6 +92,7 @@ def load_engine(
         try:
             if dtype != "float32" and _bytes(path) <= PRECISE:
                 way = find_way(Pretrained.load(path, "float32", group.shard), threads=threads)
+                gc.collect()  # modules refer to one another: only this frees them before the next ones are there
             pretrained = Pretrained.load(path, dtype, group.shard)
             way = find_way(pretrained, threads=threads, after=way)
         except CheckpointError as error:

@@ -101,10 +101,6 @@ class PlainEngine(Engine):
         with torch.inference_mode():
             self._held[target] = deepcopy(self._held[source]) if rows else _Held()
 
-    def measure_costs(self, tokens: Sequence[int], context: int = 0, repeats: int = 5) -> list[tuple[int, float]]:
-        """As the interface says, without rows before: they would have to be read each time."""
-        return super().measure_costs(tokens, 0, repeats)
-
     def _read(self, segment: Segment) -> Tensor:
         """Reads a segment's tokens: the logits that it wants."""
         held = self._held[segment.slot]

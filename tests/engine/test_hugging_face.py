@@ -15,6 +15,7 @@ from outrider.engine.hugging_face import TransformersEngine, batches
 from outrider.engine.loading import load_engine
 from outrider.engine.native import NativeEngine
 from outrider.engine.sharding import Shard
+from outrider.engine.tree_attention import Batch
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
 from tests.engine.families import CONTEXT, TREES, make_family
@@ -180,3 +181,11 @@ def test_the_reference_target_runs_through_both(tmp_path: Path) -> None:
     tokens = random_tokens(engine, np.random.default_rng(8), 100)
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(MODELS / "target").logits(tokens))
     assert torch.get_num_threads() == 1
+
+
+def test_a_window_longer_than_the_trial_is_tried_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_family(tmp_path, "mistral-window", sliding_window=64)
+    assert not load_engine(folder, backend="transformers", dtype="float32", slots=1, threads=1).treeless
+    mask = Batch.mask
+    monkeypatch.setattr(Batch, "mask", lambda batch, dtype, narrower=None: mask(batch, dtype))
+    assert load_engine(folder, backend="transformers", dtype="float32", slots=1, threads=1).treeless
