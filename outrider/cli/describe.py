@@ -56,16 +56,20 @@ def describe(
     """
     from rich.console import Console
 
-    from outrider.engine.loading import chosen_backend
-
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target)))
-        elif chosen_backend(Path(target), backend) == "transformers":
-            _describe_any(screen, Path(target), dtype, layers, skip or (), threads)
-        else:
+        elif _is_native(Path(target), backend):
             _describe_folder(screen, Path(target), dtype, layers, skip or (), threads)
+        else:
+            _describe_any(screen, Path(target), dtype, layers, skip or (), threads)
+
+
+def _is_native(folder: Path, backend: Backend) -> bool:
+    from outrider.engine.loading import chosen_backend
+
+    return chosen_backend(folder, backend) == "native"
 
 
 def _describe_folder(

@@ -15,7 +15,6 @@ from outrider.cli.cluster import LocalCluster
 from outrider.cli.describe import _server
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.errors import ConfigError
 from tests.e2e.conftest import MODELS
 from tests.engine.families import make_family
 
@@ -99,10 +98,3 @@ async def test_a_mamba_is_served_plainly_beside_a_drafter_and_says_why(tmp_path:
     assert drafter["sessions"] == "0 of 2"
     assert drafter["nodes sent"] == "0"
     assert sum("is served without speculation: what it says" in line for line in lines) == 1
-
-
-async def test_a_drafter_that_cannot_grow_a_tree_is_refused_at_start_with_the_reason(tmp_path: Path) -> None:
-    drafter = checkpoint(tmp_path / "drafter", "mamba")
-    with pytest.raises(ConfigError, match=r"cannot draft, for it cannot grow a tree: what it says over"):
-        async with LocalCluster(config(MODELS / "target", drafter)):
-            pass
