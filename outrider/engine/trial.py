@@ -21,6 +21,7 @@ from outrider.errors import CheckpointError
 # How far logits may be off those of one pass over the text, in parts of these logits' deviation. What a wrong mask does
 # is much more; what rounding does, much less.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}
+SANE = 0.5  # where float32 has shown that the way is right: rounding may send a row to another expert
 WINDOW = 6  # tokens back that layers with a window see in a trial: fewer than its texts have
 LONG, SHORT = 11, 4  # tokens of its two texts
 PARENTS = (-1, 0, 1, -1, 3)  # of its tree: two branches
@@ -63,6 +64,7 @@ def find_way(pretrained: Pretrained, *, threads: int, after: Way | None = None) 
     precision; better ones are not tried. All ranks of a group find the same one: all of them have the logits here.
     Raises CheckpointError when there is none.
     """
+    tolerance = TOLERANCE[pretrained.dtype] if after is None else SANE
     ways = [way for way in WAYS if after is None or not _better(way, after)]
     reason = after.reason if after is not None else ""
     last = ""
@@ -71,7 +73,7 @@ def find_way(pretrained: Pretrained, *, threads: int, after: Way | None = None) 
         build = partial(way.build, pretrained, slots=2, rows=ROWS, threads=threads, group=Alone())
         try:
             with torch.inference_mode(), pretrained.windows_of(WINDOW):
-                trial = _Trial(pretrained)
+                trial = _Trial(pretrained, tolerance)
                 (trial.of_chains if way.masks is None else trial.of_trees)(build)
             return way
         except Exception as error:  # whatever a model raises that was not made for this
@@ -86,8 +88,9 @@ def _better(way: Way, found: Way) -> bool:
 
 
 class _Trial:
-    def __init__(self, pretrained: Pretrained) -> None:
+    def __init__(self, pretrained: Pretrained, tolerance: float) -> None:
         self._pretrained = pretrained
+        self._tolerance = tolerance
         random = np.random.default_rng(1)
         avoided = getattr(pretrained.model.config.get_text_config(), "pad_token_id", None)
         usual = np.array([token for token in range(min(pretrained.vocabulary, 4096)) if token != avoided])
@@ -105,7 +108,7 @@ class _Trial:
         others = self._expect(np.concatenate([self._short, self._after]))
         last = self._expect(kept)[-len(self._after) :]
         engine = build()
-        check = partial(self._check, engine)
+        check = self._check
         engine.forward([_chain(0, self._long[:6])])
         first = engine.forward([_chain(0, self._long[6:], 6), _chain(1, self._short)])
         check(first, np.concatenate([chunk, others[:SHORT]]))
@@ -121,7 +124,7 @@ class _Trial:
         text = np.concatenate([self._long, self._after])
         expected, others = self._expect(text), self._expect(np.concatenate([self._short, self._after]))
         engine = build()
-        check = partial(self._check, engine)
+        check = self._check
         check(
             engine.forward([_chain(0, text[:6]), _chain(1, self._short)]),
             np.concatenate([expected[:6], others[:SHORT]]),
@@ -137,9 +140,9 @@ class _Trial:
         self._pretrained.attend_by(self._pretrained.attention)
         return self._pretrained.logits(text.tolist()).numpy()
 
-    def _check(self, engine: Engine, said: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    def _check(self, said: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
         off = float(np.sqrt(((said - expected) ** 2).mean(1).max()))
-        allowed = TOLERANCE[engine.dtype] * float(expected.std())
+        allowed = self._tolerance * float(expected.std())
         if not off <= allowed:  # not a number is not well either
             raise _Failed(
                 f"what it says over several sessions' rows is not what it says of each text alone: {off:.2g} off, "
