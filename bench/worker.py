@@ -106,8 +106,8 @@ def _transformers(kind: Kind, target: Path, drafter: Path, dtype: str, threads: 
             from transformers.utils import logging
         except ImportError as error:
             raise ConfigError(f"{kind}: {error.name} is not installed; make bench installs it") from None
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.set_num_threads(threads)
     model = _model(target, dtype)
     extra: dict[str, Any] = {}

@@ -20,13 +20,13 @@ from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
-from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.checkpoint import read_tokenizer_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine, outline
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
-from outrider.errors import InvalidRequest, Overloaded
+from outrider.errors import ConfigError, InvalidRequest, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.sink.keyring import Keyring
@@ -195,8 +195,9 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
 
     Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
     """
-    return NativeEngine.load(
+    engine = load_engine(
         config.model,
+        backend=config.backend,
         dtype=config.dtype,
         layers=config.layers,
         skip=config.skip,
@@ -205,6 +206,9 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         numerics=config.numerics,
         group=group,
     )
+    if engine.treeless:
+        raise ConfigError(f"model: {config.model} cannot draft, for it cannot grow a tree: {engine.treeless}")
+    return engine
 
 
 Loop = Grower | Finder | Translator
@@ -223,7 +227,7 @@ def with_model(
         roster.serve(grower)
         sink.serve(grower)
         return roster, grower
-    digest, vocabulary = read_tokenizer_digest(config.target), read_config(config.target).vocabulary
+    digest, vocabulary = read_tokenizer_digest(config.target), outline(config.target).vocabulary
     roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
     tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (config.target, config.model))
     translator = Translator(*tokenizers, send=roster.send, resync=roster.resync)
@@ -253,7 +257,7 @@ def _grower(
 def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder]:
     """A drafter that has none, and its loop. Of the checkpoint, only the tokenizer and the configuration are read."""
     assert config.drafts != "model"
-    model = read_config(config.model)
+    model = outline(config.model, config.backend)
     digest = read_tokenizer_digest(config.model)
     lookups = Lookups.open(config.drafts, config.store, digest)
     roster = Roster(config, worker_id, Capacity(digest, model.vocabulary, model.context, config.slots, 0))

@@ -76,6 +76,7 @@ class WorkerConfig(Placed):
     name: str | None = None  # the model's name; None: the folder's name
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
+    backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once
@@ -96,7 +97,7 @@ class WorkerConfig(Placed):
 class VerifierConfig(WorkerConfig):
     """One verifier."""
 
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # a quantized target is another target
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that

@@ -230,7 +230,7 @@ class Generation:
         )
 
     def _draft(self, ledger: Ledger, stream: DecodeStream) -> Drafters:
-        wanted = self._cluster.config.drafters_per_session if self._plan.depth else 0
+        wanted = self._cluster.config.drafters_per_session if self._plan.depth and not stream.worker.treeless else 0
         contract = self._opened.turn.contract
         single = rule_of(contract).drawn is Drawn.SAMPLED  # what is drawn beside others is not drawn from one q
         post = Post(

@@ -100,7 +100,7 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
         (GOOD.replace("[router]", "[router]\nwidth = 0"), r"router\.width: .*greater than or equal to 1"),
         (GOOD.replace("[[verifier]]", "[[verifiers]]"), r"verifier: .*required"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\ndtype = 'int2'"), r"drafter\.0\.dtype: .*'int8' or 'int4'"),
-        (GOOD.replace("[[verifier]]", "[[verifier]]\ndtype = 'int8'"), r"verifier\.0\.dtype: .*'bfloat16'"),
+        (GOOD.replace("[[verifier]]", "[[verifier]]\ndtype = 'int2'"), r"verifier\.0\.dtype: .*'int8' or 'int4'"),
         (GOOD.replace("[[verifier]]", "[[verifier]]\nlookup = 'ahead'"), r"verifier\.0\.lookup: .*or 'lookahead'"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\ndrafts = 'lookahead'"), r"drafter\.0\.drafts: .*or 'retrieval'"),
         (GOOD.replace("[[drafter]]", "[[drafter]]\nlayers = 0"), r"drafter\.0\.layers: .*greater than or equal to 1"),

@@ -91,6 +91,7 @@ class Decoder(VerifierServicer):
                 overhead_us=round(times.overhead * 1e6),
             ),
             way=self._loop.pace.way.value,
+            treeless=self._engine.treeless,
         )
 
     def _check(self, start: pb.DecodeStart) -> Start:

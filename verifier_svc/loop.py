@@ -59,16 +59,18 @@ class StepLoop:
         self.sessions: dict[str, Session] = {}
         self.progress = Progress()
         self.times = StepTimes()
-        self.slots = Slots(engine.slots)
+        self.slots = Slots(engine.slots, rewinds=not engine.treeless)
         self.cost = cost
         self._engine = engine
         self._prefill_chunk = prefill_chunk
-        self._max_nodes = max_nodes
+        self._max_nodes = 0 if engine.treeless else max_nodes
+        self._swept = max_nodes  # tokens of a pass up to which its cost was measured
         self._publish = publish
         self._pause = pause
         self._own = own or OwnDrafting()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
+        self._passing: Sequence[Session] = ()  # whom the pass that runs serves
         self._ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
         self._changed = asyncio.Event()
@@ -98,7 +100,8 @@ class StepLoop:
         """Ends a session: no new step starts for it, and its KV stays until memory is needed. Repeating it changes
         nothing.
 
-        A pass that runs writes behind the rows that count, so the slot may be taken at once.
+        A pass that runs writes behind the rows that count, so the slot may be taken at once; where rows cannot be
+        taken back, nothing of it counts then.
         """
         if self.sessions.get(session.id) is not session:
             return
@@ -106,7 +109,9 @@ class StepLoop:
         session.finished = True
         session.leave_answer()
         session.commits.put_nowait(None)
-        self.slots.give_back(session.place.slot, session.tokens[: session.cached], session.tenant)
+        lost = self._engine.treeless and session in self._passing
+        held = [] if lost else session.tokens[: session.cached]
+        self.slots.give_back(session.place.slot, held, session.tenant)
         session.dismiss("fenced" if session.fenced else "finished")
 
     def met(self) -> None:
@@ -139,7 +144,7 @@ class StepLoop:
                 continue
             now = time.monotonic()
             step, budget = self._select(ready, now)
-            hold = self.pace.patience(step.sessions, budget, now) if step.decodes else 0.0
+            hold = self.pace.patience(step.sessions, budget, now) if step.decodes and self._max_nodes else 0.0
             if hold <= 0.0:
                 step.waited, step.follows = waited, follows
                 return step
@@ -209,13 +214,15 @@ class StepLoop:
         segments = [work.segment() for work in step.works]
         began = time.monotonic()
         self.progress.begin()
+        self._passing = step.sessions
         logits = await self._passes.forward(segments, partial(self._meanwhile, step))
         before, self._ended = self._ended, time.monotonic()
+        self._passing = ()
         step.seconds = self._ended - began
         if step.follows:
             self.times.add(StepTime(step.tokens, step.seconds, step.waited, began - before - step.waited))
         self.progress.end()
-        if step.tokens <= self._max_nodes:
+        if step.tokens <= self._swept:
             self.cost.observe(step.tokens, step.seconds)
         return logits
 

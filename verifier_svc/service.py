@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import aclosing
@@ -15,7 +16,7 @@ from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
@@ -33,6 +34,8 @@ from verifier_svc.own import OwnDrafting
 
 SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
+
+log = logging.getLogger(__name__)
 
 
 async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
@@ -54,7 +57,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         max_nodes=config.max_nodes,
         publish=sink.publish,
         pause=sink.pause,
-        own=own_drafting(config, engine.tokenizer_digest),
+        own=own_drafting(config, engine),
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -85,6 +88,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                 slots=engine.slots,
                 sessions=len(loop.sessions),
                 parameters=engine.parameters,
+                treeless=bool(engine.treeless),
             )
 
         tasks.create_task(loop.run())
@@ -92,16 +96,20 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         announce(address)
 
 
-def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting:
+def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:
     """What the verifier is to draft by itself. Raises as a store does, ConfigError and TokenizerMismatch."""
+    if engine.treeless:
+        return OwnDrafting()
     if config.lookup == "lookahead":
         return OwnDrafting(ahead=True)
-    return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
+    return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
 
 
 def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostModel]:
-    """The target, and what its passes cost here."""
+    """The target, and what its passes cost here. Says once if it can only be served without speculation."""
     engine = lead(load_part(config, group), group)
+    if engine.treeless:
+        log.warning("%s is served without speculation: %s", config.model, engine.treeless)
     sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
     return engine, CostModel(engine.measure_costs(sweep))
 
@@ -109,8 +117,9 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
 def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    return NativeEngine.load(
+    engine = load_engine(
         config.model,
+        backend=config.backend,
         dtype=config.dtype,
         slots=config.slots,
         rows=rows,
@@ -118,3 +127,6 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         numerics=config.numerics,
         group=group,
     )
+    if config.context is not None:
+        engine.context = min(engine.context, config.context)  # there are no rows for more
+    return engine

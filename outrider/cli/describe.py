@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import grpc.aio
     from rich.console import Console
 
-    from outrider.engine.native import NativeEngine
+    from outrider.engine.engine import Engine
 
+Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
 Rows = list[tuple[str, str]]  # (what, its value)
 Costs = dict[int, float]  # seconds of a pass over n tokens
@@ -41,6 +42,7 @@ class _Model(Protocol):
 
 def describe(
     target: Annotated[str, typer.Argument(help="A checkpoint folder, or HOST:PORT of a server.")],
+    backend: Annotated[Backend, typer.Option(help="What runs a folder's model.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Of a folder's weights.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
     skip: Annotated[
@@ -48,15 +50,26 @@ def describe(
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
 ) -> None:
-    """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine."""
+    """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine.
+
+    A model that runs through transformers has fast numerics only, and cannot always verify trees.
+    """
     from rich.console import Console
 
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target)))
-        else:
+        elif _is_native(Path(target), backend):
             _describe_folder(screen, Path(target), dtype, layers, skip or (), threads)
+        else:
+            _describe_any(screen, Path(target), dtype, layers, skip or (), threads)
+
+
+def _is_native(folder: Path, backend: Backend) -> bool:
+    from outrider.engine.loading import chosen_backend
+
+    return chosen_backend(folder, backend) == "native"
 
 
 def _describe_folder(
@@ -107,7 +120,43 @@ def _describe_folder(
     print(last_line(*costs), flush=True)
 
 
-def _measure(engines: Sequence[NativeEngine], heard: Callable[[], None]) -> list[Costs]:
+def _describe_any(
+    screen: Console, folder: Path, dtype: Dtype, layers: int | None, skip: Collection[int], threads: int
+) -> None:
+    from rich.console import Console
+
+    from outrider.engine.loading import load_engine, outline
+
+    with Console(stderr=True).status(f"loading {folder} ..."):
+        engine = load_engine(
+            folder,
+            backend="transformers",
+            dtype=dtype,
+            layers=layers,
+            skip=skip,
+            slots=1,
+            rows=CONTEXT + TOKENS[-1] + 1,
+            threads=threads,
+        )
+        costs = _measure((engine,), heard=lambda: None)[0]
+    _print_facts(
+        screen,
+        [
+            ("family", f"{outline(folder, 'transformers').model_type}, through transformers"),
+            ("parameters", f"{engine.parameters:,}"),
+            ("vocabulary", f"{engine.vocabulary:,}"),
+            ("context", f"{engine.context:,} tokens"),
+            ("tokenizer digest", engine.tokenizer_digest.hex()),
+            ("weights", engine.dtype),
+            ("weights a pass reads", f"{engine.weight_bytes / 1e6:.1f} MB"),
+            ("speculation", f"none: {engine.treeless}" if engine.treeless else "trees, as was tried"),
+            ("pass over n tokens", ", ".join(f"{tokens}: {cost * 1e3:.2f} ms" for tokens, cost in costs.items())),
+        ],
+    )
+    print(f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}", flush=True)
+
+
+def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:
     """The fastest pass of each engine over each number of tokens. They take turns, so that a busy moment hits both."""
     fastest: list[Costs] = [{} for _ in engines]
     for _ in range(ROUNDS):
@@ -189,6 +238,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("parameters", f"{it.parameters:,}"),
         ("weights", it.dtype),
         ("numerics", it.numerics),
+        *([("speculation", f"none: {it.treeless}")] if it.treeless else []),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
         ("drafters", WAYS.get(it.way, it.way)),

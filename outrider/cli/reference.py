@@ -29,7 +29,7 @@ class Reference:
             import torch
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
         except Exception as error:  # what can be wrong with a folder has no common base

@@ -38,7 +38,10 @@ Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free
 Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Face format.")]
 Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
-Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16. [default: bfloat16]")]
+Backend = Annotated[
+    str | None, typer.Option(help="native, transformers, or auto: native where it knows the family. [default: auto]")
+]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, or quantized: int8, int4. [default: bfloat16]")]
 Numerics = Annotated[
     str | None, typer.Option(help="fast, or invariant: the same bits in every batch and tree. [default: fast]")
 ]
@@ -112,6 +115,7 @@ def verifier(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    backend: Backend = None,
     dtype: Dtype = None,
     numerics: Numerics = None,
     threads: Threads = None,
@@ -157,9 +161,8 @@ def drafter(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, or quantized: int8, int4. [default: bfloat16]")
-    ] = None,
+    backend: Backend = None,
+    dtype: Dtype = None,
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
     skip: Annotated[
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")

@@ -15,19 +15,19 @@ ALL = slice(None)
 ALIGNMENT = 64  # bytes: a cache line
 
 
-def _lazy_zeros(*shape: int) -> Tensor:
-    """Zeros in float32. numpy takes zeroed pages, mapped when they are touched; torch.zeros would write them all."""
-    count = math.prod(shape)
-    buffer = np.zeros(count + ALIGNMENT // 4, np.float32)
-    start = -buffer.ctypes.data % ALIGNMENT // 4
-    return torch.from_numpy(buffer[start : start + count]).view(shape)
+def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros. numpy takes zeroed pages, mapped when they are touched; torch.zeros would write them all."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return torch.from_numpy(buffer[start : start + size]).view(dtype).view(shape)
 
 
 class KVCache:
     """`[layer, 2, slot, kv_head, row, dim]` float32; memory is taken when a row is first written."""
 
     def __init__(self, layers: int, slots: int, kv_heads: int, rows: int, head_dim: int) -> None:
-        self._data = _lazy_zeros(layers, 2, slots, kv_heads, rows, head_dim)
+        self._data = lazy_zeros(layers, 2, slots, kv_heads, rows, head_dim)
         self._layers = self._data.unbind(0)
 
     @property

@@ -22,6 +22,9 @@ STORED = (torch.bfloat16, torch.float16, torch.float32)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ALL = slice(None)
+# What families call the longest text that they were made for; those that name none get UNBOUNDED tokens.
+CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
+UNBOUNDED = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,11 @@ def read_config(folder: Path) -> ModelConfig:
         output_bias=biased,
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
-        eos_ids=_eos_ids(folder, raw),
+        eos_ids=read_eos_ids(folder, raw),
     )
 
 
-def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def read_eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end a text: the generation settings' where they say, else the configuration's."""
     path, value = folder / "config.json", config.get("eos_token_id")
     generation = folder / "generation_config.json"
@@ -151,6 +154,34 @@ def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     if not all(isinstance(item, int) and item >= 0 for item in ids):
         raise CheckpointError(f"{path}: eos_token_id is {value!r}, must be a token id or a list of them")
     return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What any causal model's configuration says that others than its engine want to know."""
+
+    model_type: str
+    vocabulary: int
+    context: int  # longest text, in tokens
+
+
+def read_outline(folder: Path) -> Outline:
+    """Of a checkpoint of any family. Raises CheckpointError: names the file, the field and what is allowed."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give the folder of a checkpoint in Hugging Face format")
+    path = folder / "config.json"
+    raw = read_json(path)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise CheckpointError(f"{path}: model_type is {kind!r}, must be a name that transformers knows")
+    text = raw.get("text_config")
+    fields = {**raw, **text} if isinstance(text, dict) else raw
+    vocabulary = fields.get("vocab_size")
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        raise CheckpointError(f"{path}: vocab_size is {vocabulary!r}, must be a positive integer")
+    contexts = (fields.get(name) for name in CONTEXTS)
+    context = next((value for value in contexts if isinstance(value, int) and value > 1), UNBOUNDED)
+    return Outline(kind, vocabulary, context)
 
 
 class Weights:

@@ -32,6 +32,7 @@ class Traits:
     eos_ids: tuple[int, ...]
     weight_bytes: int  # that a pass reads, of one rank
     kv_bytes: int  # when all slots are full, of one rank
+    treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
 
 
@@ -76,8 +77,10 @@ class Engine(Traits, ABC):
 
         The fastest, because whatever else the machine does only adds time; in rounds over all n, so that a busy
         moment does not fall on one n alone. Overwrites rows of the last slot. Where a slot has too few rows, `context`
-        is taken shorter, and an n that does not fit at all is left out.
+        is taken shorter, and an n that does not fit at all is left out. Without trees there are no rows before: they
+        would have to be read each time.
         """
+        context = 0 if self.treeless else context
         segments = {}
         for count in tokens:
             if 1 <= count < self.rows:

@@ -34,9 +34,11 @@ class _Held:
 class Slots:
     """Slots of an engine, least recently used first. What they hold is shared within one tenant only."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, rewinds: bool = True) -> None:
+        """`rewinds`: whether a slot can be taken up before the end of what it holds."""
         nothing = _Held(np.empty(0, np.int64), "")
         self._count = count
+        self._rewinds = rewinds
         self._free: OrderedDict[int, _Held] = OrderedDict((slot, nothing) for slot in range(count))
 
     @property
@@ -61,7 +63,7 @@ class Slots:
         best, cached = None, WORTHWHILE - 1
         for slot, held in self._free.items():
             shared = _shared(held.tokens, wanted) if held.tenant == tenant else 0
-            if shared > cached:
+            if shared > cached and (self._rewinds or shared == len(held.tokens)):
                 best, cached = slot, shared
         oldest = next(iter(self._free))
         if best is None:

@@ -39,6 +39,7 @@ class Worker:
     parameters: int  # of its model
     tier: int = 0  # of a drafter
     above: int = TOP  # the tier that it drafts for
+    treeless: bool = False  # whether a verifier's model can verify no trees, so that drafting for it is of no use
     serves: bool = False  # whether a drafter takes trees from a tier below it
 
 

@@ -26,6 +26,7 @@ from outrider.v1 import (
     verifier_pb2_grpc,
 )
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.families import make_family
 
 Register = Callable[[grpc.aio.Server], Sequence[str]]
 DIGEST = bytes(range(16))
@@ -155,6 +156,21 @@ def test_a_quantized_copy_of_some_layers_is_described_as_what_it_is(tmp_path: Pa
     for words in (f"parameters {engine.parameters:,}", "layers 1 of 3, of width 64", "weights int8", "int8, 1 thread)"):
         assert words in text
     assert f"weights a pass reads {engine.weight_bytes / 1e6:.1f} MB" in text
+
+
+@pytest.mark.parametrize(("family", "trees"), [("gpt2", "yes"), ("mamba", "no")])
+def test_a_model_that_runs_through_transformers_is_described_with_what_it_can_do(
+    family: str, trees: str, tmp_path: Path
+) -> None:
+    folder = make_family(tmp_path, family)
+    options = ["--dtype", "float32"]
+    result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.stderr
+    text = re.sub(" +", " ", result.stdout)
+    said = {"yes": "speculation trees, as was tried", "no": "speculation none: what it says over"}[trees]
+    for words in (f"family {family}, through transformers", "vocabulary 131", "weights float32", said):
+        assert words in text
+    assert re.fullmatch(rf"describe: trees={trees} decode_ms=\d+\.\d\d", result.stdout.splitlines()[-1])
 
 
 def test_the_ratio_is_that_of_times() -> None:

@@ -10,6 +10,7 @@ from drafter_svc.service import load_part, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.errors import ConfigError
 from outrider.sink.keyring import Keyring
+from tests.engine.families import CONTEXT, make_family
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
 
@@ -50,3 +51,22 @@ def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_wou
 def test_a_layer_that_the_checkpoint_does_not_have_is_a_mistake_in_the_configuration() -> None:
     with pytest.raises(ConfigError, match="skip: the checkpoint has no layer 6"):
         load_part(DrafterConfig(model=TARGET, skip=(6,)))
+
+
+def test_a_model_that_cannot_grow_a_tree_is_refused_with_the_reason(tmp_path: Path) -> None:
+    config = DrafterConfig(model=make_family(tmp_path, "mamba"), dtype="float32")
+    with pytest.raises(ConfigError, match=r"model: .* cannot draft, for it cannot grow a tree: what it says over"):
+        load_part(config)
+
+
+def test_one_of_another_family_drafts(tmp_path: Path) -> None:
+    engine = load_part(DrafterConfig(model=make_family(tmp_path, "gpt2"), dtype="float32", slots=3))
+    assert (type(engine).__name__, engine.slots, engine.vocabulary) == ("TransformersEngine", 3, 131)
+
+
+def test_without_its_model_only_the_configuration_is_read(tmp_path: Path) -> None:
+    folder = make_family(tmp_path, "gpt2")
+    (folder / "model.safetensors").unlink()
+    roster, _ = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")
+    described = roster.describe("h:1")
+    assert (described.vocabulary, described.context, described.parameters) == (131, CONTEXT, 0)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from outrider.engine.batch import Segment
-from outrider.engine.native import NativeEngine
+from outrider.engine.engine import Engine
 
 MODELS = Path(__file__).parents[2] / "models"
 LLAMA3 = {
@@ -96,13 +96,13 @@ class Reference:
     model: Any
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval())
+    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, attention: str | None = "sdpa") -> Reference:
+        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
 
     def logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Of a whole text in one pass: [tokens, vocabulary]."""
         with torch.no_grad():
-            return self.model(torch.tensor([list(tokens)])).logits[0].double().numpy()
+            return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].double().numpy()
 
 
 def assert_same(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:
@@ -123,7 +123,7 @@ def prompt(slot: int, tokens: NDArray[np.int64], prefix: int = 0, wanted: int | 
     return Segment(slot, prefix, tokens, np.arange(prefix, prefix + len(tokens)), wanted=wanted)
 
 
-def random_tokens(engine: NativeEngine, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+def random_tokens(engine: Engine, random: np.random.Generator, count: int) -> NDArray[np.int64]:
     return random.integers(0, engine.vocabulary, count)
 
 
@@ -135,7 +135,7 @@ class Tree:
     tokens: NDArray[np.int64]
 
     @classmethod
-    def random(cls, engine: NativeEngine, random: np.random.Generator, nodes: int) -> Tree:
+    def random(cls, engine: Engine, random: np.random.Generator, nodes: int) -> Tree:
         return cls([int(random.integers(-1, node)) for node in range(nodes)], random_tokens(engine, random, nodes))
 
     def path(self, node: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group, RankLost, Ranks
+from outrider.engine.loading import load_engine
 from outrider.engine.native import NativeEngine
 from outrider.engine.ranks import follow, lead
 
@@ -36,7 +37,7 @@ def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, time
     group = Ranks(rank, of, meeting, timeout_s=timeout_s)
     try:
         for folder in folders:
-            follow(NativeEngine.load(folder, group=group, **loading), group)
+            follow(load_engine(folder, group=group, **loading), group)
         group.close()
     except RankLost:
         raise SystemExit(3) from None
@@ -53,7 +54,7 @@ class Ranked:
     @contextmanager
     def lead(self, folder: Path) -> Iterator[Engine]:
         """The whole of the next checkpoint."""
-        leader = lead(NativeEngine.load(folder, group=self.group, **self.loading), self.group)
+        leader = lead(load_engine(folder, group=self.group, **self.loading), self.group)
         try:
             yield leader
         finally:

@@ -52,7 +52,7 @@ def session_of(drafting: OwnDrafting, number: int = 0, plan: Plan = PLAN, **term
 
 
 def loop_of(cost: CostModel, max_nodes: int = 64) -> StepLoop:
-    engine: Any = SimpleNamespace(slots=64)
+    engine: Any = SimpleNamespace(slots=64, treeless="")
     return StepLoop(engine, cost, prefill_chunk=128, max_nodes=max_nodes, publish=lambda *_: None)
 
 

@@ -1,0 +1,131 @@
+"""Which engine runs a checkpoint: the lean native one where it knows the family, else the model's own modules."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from outrider.engine.checkpoint import SUPPORTED, Outline, read_config, read_outline
+from outrider.engine.engine import Engine, Numerics
+from outrider.engine.group import ALONE, Group
+from outrider.engine.model import Dtype
+from outrider.engine.native import SCRATCH, NativeEngine
+from outrider.errors import CheckpointError, ConfigError
+
+# Bytes of weights up to which a model is tried in float32 first, where a mistake shows that bfloat16's rounding hides.
+PRECISE = 4 << 30
+
+Backend = Literal["auto", "native", "transformers"]
+
+
+def chosen_backend(folder: Path, backend: Backend) -> Literal["native", "transformers"]:
+    """What "auto" stands for. Raises CheckpointError."""
+    if backend != "auto":
+        return backend
+    return "native" if read_outline(folder).model_type in SUPPORTED else "transformers"
+
+
+def outline(folder: Path, backend: Backend = "auto") -> Outline:
+    """What a checkpoint says of itself to those that do not load it. Raises CheckpointError."""
+    if chosen_backend(folder, backend) == "transformers":
+        return read_outline(folder)
+    config = read_config(folder)
+    return Outline(config.model_type, config.vocabulary, config.context)
+
+
+def load_engine(
+    path: Path,
+    *,
+    backend: Backend = "auto",
+    dtype: Dtype,
+    layers: int | None = None,
+    skip: Collection[int] = (),
+    numerics: Numerics = "fast",
+    slots: int,
+    rows: int | None = None,
+    threads: int | None = None,
+    group: Group = ALONE,
+    progress: Callable[[float], None] | None = None,
+) -> Engine:
+    """Loads a checkpoint folder, or a rank's part of it, with the backend; the rest is as for `NativeEngine.load`.
+
+    Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
+    """
+    if chosen_backend(path, backend) == "native":
+        return NativeEngine.load(
+            path,
+            dtype=dtype,
+            layers=layers,
+            skip=skip,
+            numerics=numerics,
+            slots=slots,
+            rows=rows,
+            threads=threads,
+            group=group,
+            progress=progress,
+        )
+    if layers is not None or skip:
+        raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
+    if numerics != "fast":
+        raise ConfigError(f"numerics: {numerics} is for the native backend alone; use fast")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    outline = read_outline(path)
+    with _quiet():
+        try:
+            from outrider.engine.pretrained import Pretrained
+            from outrider.engine.trial import find_way
+        except ImportError as error:
+            raise ConfigError(
+                f"backend: {outline.model_type} runs through transformers, which is not to be had here ({error}); "
+                "pip install 'outrider[transformers]'"
+            ) from None
+        threads = torch.get_num_threads()
+        way = None
+        try:
+            if dtype != "float32" and _bytes(path) <= PRECISE:
+                way = find_way(Pretrained.load(path, "float32", group.shard), threads=threads)
+                gc.collect()  # modules refer to one another: only this frees them before the next ones are there
+            pretrained = Pretrained.load(path, dtype, group.shard)
+            way = find_way(pretrained, threads=threads, after=way)
+        except CheckpointError as error:
+            if way is not None:  # it can be served in float32
+                raise ConfigError(f"dtype: {path} does not run in {dtype}: {error}; use float32 or bfloat16") from None
+            raise CheckpointError(f"{path}: {error}") from None
+        engine = way.build(
+            pretrained,
+            slots=slots,
+            rows=pretrained.context + SCRATCH if rows is None else rows,
+            threads=threads,
+            group=group,
+        )
+    if progress is not None:
+        progress(1.0)
+    return engine
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers, torchao and torch from talking about themselves while they are imported."""
+    talkers = [logging.getLogger(name) for name in ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")]
+    levels = [talker.level for talker in talkers]
+    for talker in talkers:
+        talker.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for talker, level in zip(talkers, levels, strict=True):
+            talker.setLevel(level)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

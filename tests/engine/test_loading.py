@@ -1,0 +1,122 @@
+"""Which engine a checkpoint gets, and what is said where it gets none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.engine.hugging_face import TransformersEngine
+from outrider.engine.loading import chosen_backend, load_engine, outline
+from outrider.engine.native import NativeEngine
+from outrider.engine.plain import PlainEngine
+from outrider.errors import CheckpointError, ConfigError
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.families import CONTEXT, WINDOW, make_family
+
+
+def load(folder: Path, **changes: Any) -> Any:
+    return load_engine(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **changes})
+
+
+def test_a_family_that_the_native_engine_knows_gets_it_unless_told_otherwise(tmp_path: Path) -> None:
+    native, other = make_checkpoint(tmp_path / "llama"), make_family(tmp_path / "gpt2", "gpt2")
+    assert type(load(native)) is NativeEngine
+    assert type(load(native, backend="transformers")) is TransformersEngine
+    assert type(load(other)) is TransformersEngine
+    assert type(load(make_family(tmp_path / "mamba", "mamba"))) is PlainEngine
+    with pytest.raises(CheckpointError, match="model_type is 'gpt2', must be one of llama"):
+        load(other, backend="native")
+
+
+def test_a_checkpoint_says_what_it_is_without_being_loaded(tmp_path: Path) -> None:
+    gpt2 = outline(make_family(tmp_path / "gpt2", "gpt2"))
+    assert (gpt2.model_type, gpt2.vocabulary, gpt2.context) == ("gpt2", 131, CONTEXT)
+    windowed = make_family(tmp_path / "mistral", "mistral-window")
+    assert chosen_backend(windowed, "auto") == "native"
+    assert outline(windowed).context == WINDOW  # the native engine has no windows
+    assert outline(windowed, "transformers").context == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layers": 2}, "layers, skip: only the native backend"),
+        ({"skip": (1,)}, "layers, skip: only the native backend"),
+        ({"numerics": "invariant"}, "numerics: invariant is for the native backend"),
+    ],
+)
+def test_what_only_the_native_engine_can_do_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    folder = make_family(tmp_path, "gpt2")
+    with pytest.raises(ConfigError, match=named):
+        load(folder, **changes)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"model_type": "no-such-family"}, "no-such-family"),
+        ({"model_type": None}, "model_type is None"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+    ],
+)
+def test_a_configuration_that_transformers_does_not_know_is_named(
+    values: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = make_family(tmp_path, "gpt2") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    weights = make_family(tmp_path, "gpt2") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: transformers cannot load it: "):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    import torch
+
+    make_family(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("missing", "dtype"), [("transformers", "float32"), ("torchao", "int8")])
+def test_a_package_that_is_missing_is_named_with_what_to_install(missing: str, dtype: str, tmp_path: Path) -> None:
+    folder = make_family(tmp_path, "gpt2")
+    script = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "from pathlib import Path\n"
+        "from outrider.engine.loading import load_engine\n"
+        "from outrider.errors import ConfigError\n"
+        "try:\n"
+        f"    load_engine(Path({str(folder)!r}), dtype={dtype!r}, slots=1)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install 'outrider[transformers]'" in done.stdout
+
+
+def test_the_native_engine_does_not_import_transformers(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from outrider.engine.loading import load_engine\n"
+        f"load_engine(Path({str(folder)!r}), dtype='float32', slots=1)\n"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

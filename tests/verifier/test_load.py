@@ -1,0 +1,21 @@
+"""What a verifier makes of its configuration before it serves."""
+
+from __future__ import annotations
+
+from outrider.config import VerifierConfig
+from tests.engine.checkpoints import MODELS
+from verifier_svc.service import SCRATCH_ROWS, load
+
+
+def test_a_shorter_context_than_the_checkpoint_s_is_what_sessions_get() -> None:
+    engine, _ = load(VerifierConfig(model=MODELS / "drafter", context=99, slots=2, max_nodes=2))
+    assert (engine.context, engine.rows) == (99, 99 + SCRATCH_ROWS)
+    engine, _ = load(VerifierConfig(model=MODELS / "drafter", slots=2, max_nodes=2))
+    assert engine.context == 1024
+
+
+def test_a_quantized_target_is_loaded_as_such() -> None:
+    engine, _ = load(
+        VerifierConfig(model=MODELS / "drafter", dtype="int8", backend="transformers", slots=2, max_nodes=2)
+    )
+    assert (engine.dtype, engine.treeless) == ("int8", "")

@@ -1,0 +1,109 @@
+"""The step loop over a model that takes no trees: plain steps, and slots that are taken up only where they end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from outrider.core.budget import CostModel
+from outrider.core.contract import Contract, Plan
+from outrider.core.tree import Delta
+from outrider.engine.batch import Segment
+from outrider.engine.engine import Engine
+from outrider.engine.loading import load_engine
+from tests.engine.families import make_family
+from verifier_svc.loop import StepLoop
+from verifier_svc.session import Session, Start
+
+PLAN = Plan(version=1, depth=8, nodes=16, wait_us=500_000)
+TEXT = tuple(range(1, 13))
+
+
+class Gate:
+    """The engine, whose passes can be held up."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
+        self.entered.set()
+        assert self.open.wait(10)
+        return self._engine.forward(segments)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = make_family(tmp_path_factory.mktemp("mamba"), "mamba")
+    return load_engine(folder, dtype="float32", slots=2, rows=128, threads=1)
+
+
+def start(name: str, tokens: Sequence[int] = TEXT, most: int = 20) -> Start:
+    return Start(name, "", 1, tokens, len(TEXT), Contract(seed=1, max_tokens=most, temperature=0.0), PLAN, 64)
+
+
+async def finish(session: Session) -> list[int]:
+    """The session's tokens once all are said."""
+    async with asyncio.timeout(20):
+        while len(session.tokens) < session.end:
+            assert await session.commits.get() is not None
+    return session.tokens
+
+
+def loop_over(engine: Engine | Gate) -> StepLoop:
+    cost = CostModel([(2, 0.001), (64, 0.010)])
+    return StepLoop(engine, cost, prefill_chunk=8, max_nodes=64, publish=lambda *_: None)  # type: ignore[arg-type]
+
+
+async def test_a_tree_that_somebody_grew_is_left_alone_and_not_waited_for(engine: Engine) -> None:
+    loop = loop_over(engine)
+    session = loop.open(start("a"))
+    session.tree.graft(1, Delta(session.tree.root.position, session.tree.digest, 1, (0, 1), (5, 6), (-0.125, -0.125)))
+    step, budget = loop._select([session], 0.0)
+    assert step.works[0].nodes == []
+    assert budget.nodes == 0
+
+
+async def test_a_session_that_was_closed_in_a_pass_leaves_nothing_that_another_one_takes_up(engine: Engine) -> None:
+    gate = Gate(engine)
+    loop = loop_over(gate)
+    running = asyncio.create_task(loop.run())
+    expected = await finish(loop.open(start("whole")))
+    first = loop.open(start("first"))
+    await first.commits.get()
+    gate.open.clear()
+    gate.entered.clear()
+    await asyncio.to_thread(gate.entered.wait, 10)
+    said = list(first.tokens)
+    loop.close(first)
+    second = loop.open(start("second", said))
+    gate.open.set()
+    assert len(TEXT) < len(said) < len(expected)
+    assert await finish(second) == expected
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_next_turn_goes_on_where_the_slot_ends(engine: Engine) -> None:
+    loop = loop_over(engine)
+    running = asyncio.create_task(loop.run())
+    expected = await finish(loop.open(start("whole")))
+    half = loop.open(start("half", most=10))
+    text = await finish(half)
+    loop.close(half)
+    rest = loop.open(start("rest", text))
+    assert rest.place.cached == len(text) - 1
+    assert await finish(rest) == expected
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
