@@ -22,6 +22,7 @@ STORED = (torch.bfloat16, torch.float16, torch.float32)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ALL = slice(None)
+SAYABLE = "outrider_sayable"  # our own key of config.json: ids from there on are padding (outrider.engine.padding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class ModelConfig:
     ffn_bias: bool
     head_norms: bool  # an RMS norm over each head's query and key
     eos_ids: tuple[int, ...]
+    sayable: int  # ids below this may be said; the others only make the head as wide as a larger model's
 
     @property
     def group(self) -> int:
@@ -120,9 +122,12 @@ def read_config(folder: Path) -> ModelConfig:
         # Up to the window's length a sliding window and full attention are the same.
         context = min(context, count("sliding_window"))
     biased = flag("attention_bias")
+    vocabulary = count("vocab_size")
+    if (sayable := count(SAYABLE, vocabulary)) > vocabulary:
+        raise wrong(SAYABLE, f"at most vocab_size ({vocabulary})")
     return ModelConfig(
         model_type=kind,
-        vocabulary=count("vocab_size"),
+        vocabulary=vocabulary,
         width=width,
         layers=count("num_hidden_layers"),
         heads=heads,
@@ -138,6 +143,7 @@ def read_config(folder: Path) -> ModelConfig:
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
         eos_ids=_eos_ids(folder, raw),
+        sayable=sayable,
     )
 
 
