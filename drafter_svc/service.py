@@ -21,6 +21,8 @@ from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
 from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.device import DeviceEngine
+from outrider.engine.engine import Engine
 from outrider.engine.native import NativeEngine
 from outrider.engine.threads import briefly
 from outrider.errors import InvalidRequest, Overloaded
@@ -187,8 +189,18 @@ class Roster(DrafterServicer):
         self._refused += 1
 
 
-def load(config: DrafterConfig) -> NativeEngine:
+def load(config: DrafterConfig) -> Engine:
     """The draft model. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
+    if config.device != "cpu":
+        return DeviceEngine.load(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            layers=config.layers,
+            skip=config.skip,
+            slots=config.slots,
+            numerics=config.numerics,
+        )
     return NativeEngine.load(
         config.model,
         dtype=config.dtype,
@@ -225,7 +237,7 @@ def with_model(config: DrafterConfig, worker_id: str, keys: Keyring) -> tuple[Ro
 
 def _grower(
     config: DrafterConfig,
-    engine: NativeEngine,
+    engine: Engine,
     send: Callable[[Attachment, Delta, int, bool], None],
     resync: Callable[[Attachment], None],
     sink: Sink | None = None,

@@ -68,6 +68,7 @@ class WorkerConfig(Section):
     name: str | None = None  # the model's name; None: the folder's name
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # what the model runs on
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once

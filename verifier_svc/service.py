@@ -13,6 +13,8 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
+from outrider.engine.device import DeviceEngine
+from outrider.engine.engine import Engine
 from outrider.engine.native import NativeEngine
 from outrider.engine.threads import briefly
 from outrider.rpc.server import serving
@@ -95,10 +97,26 @@ def own_drafting(config: VerifierConfig, tokenizer_digest: bytes) -> OwnDrafting
     return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, tokenizer_digest))
 
 
-def load(config: VerifierConfig) -> tuple[NativeEngine, CostModel]:
+def load(config: VerifierConfig) -> tuple[Engine, CostModel]:
     """The target, and what its passes cost here."""
+    engine = load_engine(config)
+    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    return engine, CostModel(engine.measure_costs(sweep))
+
+
+def load_engine(config: VerifierConfig) -> Engine:
+    """The target. Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
-    engine = NativeEngine.load(
+    if config.device != "cpu":
+        return DeviceEngine.load(
+            config.model,
+            device=config.device,
+            dtype=config.dtype,
+            slots=config.slots,
+            rows=rows,
+            numerics=config.numerics,
+        )
+    return NativeEngine.load(
         config.model,
         dtype=config.dtype,
         slots=config.slots,
@@ -106,5 +124,3 @@ def load(config: VerifierConfig) -> tuple[NativeEngine, CostModel]:
         threads=config.threads,
         numerics=config.numerics,
     )
-    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
-    return engine, CostModel(engine.measure_costs(sweep))

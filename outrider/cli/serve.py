@@ -41,6 +41,7 @@ Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Fac
 Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 or bfloat16. [default: bfloat16]")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, which the model runs on. [default: cpu]")]
 Numerics = Annotated[
     str | None, typer.Option(help="fast, or invariant: the same bits in every batch and tree. [default: fast]")
 ]
@@ -102,6 +103,7 @@ def verifier(
     listen: Listen = None,
     advertise: Advertise = None,
     dtype: Dtype = None,
+    device: Device = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
@@ -143,6 +145,7 @@ def drafter(
     skip: Annotated[
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
+    device: Device = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.contract import Contract, Plan
 from outrider.core.noise import Draw
@@ -18,10 +20,12 @@ from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.logits import HostLogits, Logits
 from outrider.engine.slots import Taken
+from outrider.errors import ConfigError
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.engine.device.taped import taped
 from verifier_svc.loop import StepLoop
 from verifier_svc.own import LookaheadDrafts, OwnDrafting
+from verifier_svc.service import load
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.step import Step, Work, make_noise
 
@@ -117,3 +121,11 @@ def test_noise_is_not_computed_twice() -> None:
 def session_of(number: int, contract: Contract) -> Session:
     start = Start(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64)
     return Session(start, Taken(number, len(TEXT) - 1, None), VOCABULARY, Patterns.unknown())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_verifier_without_its_device_says_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no cuda here"):
+        load(VerifierConfig(model=folder, device="cuda"))
+    with pytest.raises(ConfigError, match="numerics: invariant"):
+        load(VerifierConfig(model=folder, device="cuda", numerics="invariant"))

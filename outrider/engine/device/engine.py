@@ -36,7 +36,7 @@ from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kerne
 from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Replay, Unrecorded
 from outrider.engine.device.staging import Ask, Inputs, Rank, Staging
 from outrider.engine.device.weights import ModelWeights, Source, load_weights
-from outrider.engine.engine import Engine, Traits
+from outrider.engine.engine import Engine, Numerics, Traits
 from outrider.engine.group import Alone, Group
 from outrider.engine.logits import Logits
 from outrider.errors import ConfigError
@@ -141,6 +141,7 @@ class DeviceEngine(Engine):
         skip: Collection[int] = (),
         slots: int,
         rows: int | None = None,
+        numerics: Numerics = "fast",
         group: Group | None = None,
         compiling: Compiling = "tuned",
         progress: Callable[[float], None] | None = None,
@@ -150,6 +151,9 @@ class DeviceEngine(Engine):
         `compiling`: have torch compile the layers, where there is a compiler, and try many kernels or not.
         Raises CheckpointError, and ConfigError for a device that is not there or weights that it does not do.
         """
+        if numerics != "fast":
+            raise ConfigError(f"numerics: {numerics} is not possible with device {device}; use fast, or device cpu")
+        check_device(device)
         weights = Weights(path, progress)
         config = read_config(path)
         engine = cls.of(
@@ -305,7 +309,7 @@ class DeviceEngine(Engine):
             device=self.device,
         )
         keys, values = self._seen_rows(bucket, inputs, 0)
-        return self._kernels.attend(queries, keys, values, self._mask(bucket, inputs))
+        return self._kernels.attend(self._recorder, queries, keys, values, self._mask(bucket, inputs))
 
     def _choose(self, recording: _Recording, candidates: int, ranked: bool) -> Tensor:
         """Has the tokens chosen: [outputs, 2 * candidates] float64, on the device.

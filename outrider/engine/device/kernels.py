@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from outrider.engine.device import attention, choosing, layers
 from outrider.engine.device.attention import Attend
+from outrider.engine.device.recording import Recorder
 
-TRIALS = 20  # of a kernel that is timed
+TRIALS = 16  # of a kernel that is timed, in a recording
+ROUNDS = 4  # of that
 SHAPES = 256  # at which a function may be compiled
 # Products with one row become reductions, which read weights faster; the rest is what max-autotune means. Graphs are
 # ours, over the whole pass.
-OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+OPTIONS = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
     "triton.cudagraphs": False,
@@ -33,9 +36,12 @@ class Kernels:
     end: Callable[..., Any] = staticmethod(layers.end)
     scores: Callable[..., Tensor] = staticmethod(choosing.scores)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
-        """The fastest way to compute attention over arguments of these shapes."""
-        return self.attends[0]
+    def attend(self, recorder: Recorder, *arguments: Tensor) -> Attend:
+        """The fastest way to compute attention over arguments of these shapes: queries, keys, values, what is seen."""
+        if len(self.attends) == 1:
+            return self.attends[0]
+        times = [_seconds(partial(way, *arguments), recorder) for way in self.attends]
+        return self.attends[times.index(min(times))]
 
 
 class DeviceKernels(Kernels):
@@ -43,38 +49,34 @@ class DeviceKernels(Kernels):
 
     attends: Sequence[Attend] = (attention.fused, attention.products)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Attend:
-        if len(self.attends) == 1:
-            return self.attends[0]
-        times = {index: _seconds(partial(way, queries, keys, values, seen)) for index, way in enumerate(self.attends)}
-        return self.attends[min(times, key=times.__getitem__)]
-
 
 class CompiledKernels(DeviceKernels):
     """Compiled by torch, one kernel for each shape."""
 
-    def __init__(self, *, fused_sums: bool, tuned: bool = True) -> None:
+    def __init__(self, *, fused_sums: bool, tuned: bool = True, backend: str = "inductor") -> None:
         """`fused_sums`: no other rank has a part in sums, so what is around them is one function.
 
-        `tuned`: try many kernels for each product, which takes a minute for each size of a pass.
+        `tuned`: try many kernels for each product, which takes a minute for each size of a pass. `backend`: torch's
+        name for the compiler.
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         torch._dynamo.config.accumulated_recompile_limit = max(
             torch._dynamo.config.accumulated_recompile_limit, 8 * SHAPES
         )
-        options = OPTIONS if tuned else None
 
-        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            made: Callable[..., Any] = torch.compile(function, dynamic=False, fullgraph=True, options=options)
+        def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+            made: Callable[..., Any] = torch.compile(
+                function, dynamic=False, fullgraph=True, backend=backend, options=options
+            )
             return made
 
-        self.begin = compiled(layers.begin)
+        options = OPTIONS if tuned else None
+        self.begin = compiled(layers.begin, options)
         if fused_sums:
-            self.between = compiled(layers.between)
-            self.end = compiled(layers.end)
-        self.scores = torch.compile(choosing.scores, dynamic=False, fullgraph=True)
-        ways = (attention.products, attention.flexible)
-        self.attends = (attention.fused, *(torch.compile(way, dynamic=False, fullgraph=True) for way in ways))
+            self.between = compiled(layers.between, options)
+            self.end = compiled(layers.end, options)
+        self.scores = compiled(choosing.scores)
+        self.attends = (attention.fused, compiled(attention.products), compiled(attention.flexible))
 
 
 def can_compile(device: torch.device) -> bool:
@@ -82,18 +84,26 @@ def can_compile(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """On the device, the mean of some runs; infinite for what cannot be done there."""
-    try:
-        for _ in range(3):
+def _seconds(work: Callable[[], object], recorder: Recorder) -> float:
+    """Of many runs, recorded together so that the host's part does not count; infinite for what cannot be done."""
+
+    def repeatedly() -> None:
+        for _ in range(TRIALS):
             work()
-    except Exception:  # a compiler may fail in its own ways, and another kernel does
+
+    try:
+        replay = recorder.record(repeatedly)
+        replay()
+    except Exception:  # a compiler may fail in its own ways, and then another kernel is taken
         return float("inf")
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(TRIALS):
-        work()
-    stop.record()
-    stop.synchronize()
-    taken: float = start.elapsed_time(stop)
-    return taken / TRIALS
+    _settle()
+    began = time.perf_counter()
+    for _ in range(ROUNDS):
+        replay()
+    _settle()
+    return time.perf_counter() - began
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.device.buckets import Bucket, bucket_of, grouped
 from outrider.engine.device.engine import RECORDINGS
-from outrider.engine.device.recording import Recent
+from outrider.engine.device.kernels import CompiledKernels, Kernels
+from outrider.engine.device.recording import Recent, Unrecorded
 from outrider.engine.device.staging import Rank
 from outrider.engine.engine import Engine
 from outrider.engine.native import NativeEngine
@@ -354,6 +356,7 @@ def test_costs_are_measured(both: Both) -> None:
         ({"device": "gpu"}, "device: is 'gpu'"),
         ({"device": "mps"}, "device: is 'mps'"),
         ({"dtype": "int8"}, "dtype: is int8"),
+        ({"numerics": "invariant"}, "numerics: invariant is not possible with device cpu"),
     ],
 )
 def test_what_it_does_not_do_is_refused(changes: dict[str, Any], named: str) -> None:
@@ -378,3 +381,33 @@ def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
 def test_generation_bases_are_those_of_the_noise() -> None:
     contract = Contract(seed=9, choice=2, max_tokens=1)
     assert Sampler(contract, 8, [1], 0).draw == Draw(generation_base(9, 2), 1.0)
+
+
+def test_functions_compile_whole_and_say_the_same() -> None:
+    """With a compiler's front end alone, which runs everywhere: no graph break, and every size is compiled."""
+    engine = on_device(MODELS / "drafter")
+    engine._kernels = CompiledKernels(fused_sums=True, tuned=False, backend="aot_eager")
+    both = engine, NativeEngine.load(MODELS / "drafter", dtype="float32", slots=SLOTS, threads=1)
+    text = random_tokens(both[1], np.random.default_rng(1), 40)
+    for start, end in ((0, 37), (37, 38), (38, 40)):
+        assert_agree(both, [prompt(0, text[start:end], start)])
+    plain = on_device(MODELS / "drafter")
+    plain.forward([prompt(0, text[:38])])
+    segments, draws = [prompt(0, text[38:], 38)], [Draw(7, 1.0)]
+    assert engine.judge(segments, draws).choice(1) == pytest.approx(plain.judge(segments, draws).choice(1), abs=1e-4)
+
+
+def test_the_fastest_way_to_attend_that_works_is_taken() -> None:
+    def broken(*arguments: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel here")
+
+    def slow(*arguments: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)
+        return arguments[0]
+
+    def fast(*arguments: torch.Tensor) -> torch.Tensor:
+        return arguments[0]
+
+    kernels = Kernels()
+    kernels.attends = (broken, slow, fast)
+    assert kernels.attend(Unrecorded(), torch.zeros(1)) is fast
