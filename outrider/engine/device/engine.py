@@ -263,7 +263,7 @@ class DeviceEngine(Engine):
         with torch.inference_mode(), self._present():
             self._apply_moves()
             parts = grouped(segments)
-            buckets = [bucket_of([segments[index] for index in part], self.slots, self._rows_held) for part in parts]
+            buckets = [bucket_of([segments[index] for index in part], self.slots, self.rows_held) for part in parts]
             for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
                 recording = self._recordings.get(bucket, lambda bucket=bucket: self._prepare(bucket))  # type: ignore[misc]
                 mine = [asks[index] for index in part]
@@ -284,7 +284,8 @@ class DeviceEngine(Engine):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
-    def _rows_held(self) -> int:
+    def rows_held(self) -> int:
+        """Cache rows of a slot, the spare one and what rounds them up included."""
         return self._cache.shape[4]
 
     def _prepare(self, bucket: Bucket) -> _Recording:
