@@ -92,6 +92,7 @@ def step_seconds(
         transformer.setup_caches(max_batch_size=len(prompts), max_seq_length=CONTEXT)
         decode: Any = _decode_all
         if compiled:
+            torch._inductor.config.coordinate_descent_tuning = True
             decode = torch.compile(_decode_all, mode="reduce-overhead", fullgraph=True)
         position = torch.arange(len(prompts[0]))
         tokens = _greedy(transformer(torch.tensor([*prompts]), position))

@@ -140,7 +140,7 @@ def main(
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 1]")] = None,
     device: Annotated[str | None, typer.Option(help="[default: cuda]")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"] | None, typer.Option(help="[default: bfloat16]")] = None,
-    compiling: Annotated[Literal["tuned", "plain", "off"], typer.Option(help="The layers, by torch.")] = "tuned",
+    compiling: Annotated[Literal["tuned", "plain", "off"], typer.Option(help="The layers, by torch.")] = "plain",
     drafters: Annotated[list[str] | None, typer.Option("--drafter", help="1b, tiny or reference.")] = None,
     growths: Annotated[
         list[str] | None, typer.Option("--tree", metavar="BATCH=DEPTH,BEAM,WIDTH,NODES", help="May be repeated.")

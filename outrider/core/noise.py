@@ -26,17 +26,18 @@ class Draw(NamedTuple):
     base: int  # 64 bits: what its noise keys are made from
     temperature: float  # 0: greedy, without noise
 
-    def keys(self, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The noise keys of some positions."""
-        keys = positions.astype(np.uint64)
-        keys *= np.uint64(PHI)
-        keys += np.uint64(self.base)
-        return _mixed(keys)
-
 
 def generation_base(seed: int, choice: int) -> int:
     """What the noise keys of one generation are made from."""
     return mix64(seed + choice * PHI)
+
+
+def noise_keys(bases: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The noise keys of some positions, each in the generation of a base."""
+    keys = positions.astype(np.uint64)
+    keys *= np.uint64(PHI)
+    keys += bases
+    return _mixed(keys)
 
 
 def noise_key(seed: int, choice: int, position: int) -> int:

@@ -143,7 +143,7 @@ class DeviceEngine(Engine):
         rows: int | None = None,
         numerics: Numerics = "fast",
         group: Group | None = None,
-        compiling: Compiling = "tuned",
+        compiling: Compiling = "plain",
         progress: Callable[[float], None] | None = None,
     ) -> DeviceEngine:
         """Loads a checkpoint folder, or a rank's part of it; see `NativeEngine.load`.
@@ -184,7 +184,7 @@ class DeviceEngine(Engine):
         slots: int,
         rows: int | None = None,
         group: Group | None = None,
-        compiling: Compiling = "tuned",
+        compiling: Compiling = "plain",
     ) -> DeviceEngine:
         """Over weights from anywhere."""
         if slots < 1 or (rows is not None and rows < 2):

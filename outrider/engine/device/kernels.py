@@ -51,13 +51,16 @@ class DeviceKernels(Kernels):
 
 
 class CompiledKernels(DeviceKernels):
-    """Compiled by torch, one kernel for each shape."""
+    """Compiled by torch, for every number of rows anew: seconds each, when a pass first has so many.
 
-    def __init__(self, *, fused_sums: bool, tuned: bool = True, backend: str = "inductor") -> None:
+    What depends on a pass's context, too, is only compiled when tuned: new contexts come as texts grow.
+    """
+
+    def __init__(self, *, fused_sums: bool, tuned: bool, backend: str = "inductor") -> None:
         """`fused_sums`: no other rank has a part in sums, so what is around them is one function.
 
-        `tuned`: try many kernels for each product, which takes a minute for each size of a pass. `backend`: torch's
-        name for the compiler.
+        `tuned`: try many kernels for each product, which takes up to a minute for each number of rows, and compile
+        attention, seconds for each bucket. `backend`: torch's name for the compiler.
         """
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
         torch._dynamo.config.accumulated_recompile_limit = max(
@@ -70,13 +73,14 @@ class CompiledKernels(DeviceKernels):
             )
             return made
 
-        options = OPTIONS if tuned else None
+        options = OPTIONS if tuned and backend == "inductor" else None
         self.begin = compiled(layers.begin, options)
         if fused_sums:
             self.between = compiled(layers.between, options)
             self.end = compiled(layers.end, options)
         self.scores = compiled(choosing.scores)
-        self.attends = (attention.fused, compiled(attention.products), compiled(attention.flexible))
+        if tuned:
+            self.attends = (attention.fused, compiled(attention.products), compiled(attention.flexible))
 
 
 def can_compile(device: torch.device) -> bool:

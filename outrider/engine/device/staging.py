@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.core.noise import Draw
+from outrider.core.noise import Draw, noise_keys
 from outrider.engine.batch import Segment
 from outrider.engine.device.buckets import Bucket
 
@@ -60,6 +60,8 @@ class Rank(NamedTuple):
 
 
 Ask = Draw | Rank | None
+
+_NO_DRAW = Draw(0, 0.0)  # of rows that nobody asks about
 
 
 class Staging:
@@ -153,19 +155,17 @@ class Staging:
         self, segments: Sequence[Segment], asks: Sequence[Ask], rows: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> None:
         views = self._views
-        row = done = 0
-        for segment, ask, count in zip(segments, asks, counts, strict=True):
-            row += count
-            wanted = segment.outputs
-            mine = slice(done, done + wanted)
-            done += wanted
-            views.outputs[mine] = rows[row - wanted : row]
-            draw = ask.draw if isinstance(ask, Rank) else ask
-            if draw is not None and wanted:
-                views.keys[mine] = draw.keys(segment.positions[count - wanted :] + 1).view(np.int64)
-                views.temperatures[mine] = draw.temperature
-            if isinstance(ask, Rank):
-                views.spreads[mine] = ask.spread
+        wanted = np.array([it.outputs for it in segments])
+        total = int(wanted.sum())
+        # Of each segment the last rows, among those of all segments.
+        places = np.arange(total) + np.repeat(np.cumsum(counts) - np.cumsum(wanted), wanted)
+        views.outputs[:total] = rows[places]
+        draws = [ask.draw if isinstance(ask, Rank) else ask or _NO_DRAW for ask in asks]
+        bases = np.repeat(np.array([draw.base for draw in draws], np.uint64), wanted)
+        positions = np.concatenate([it.positions for it in segments])[places]
+        views.keys[:total] = noise_keys(bases, positions + 1).view(np.int64)
+        views.temperatures[:total] = np.repeat([draw.temperature for draw in draws], wanted)
+        views.spreads[:total] = np.repeat([ask.spread if isinstance(ask, Rank) else 1.0 for ask in asks], wanted)
 
 
 def _fields(bucket: Bucket) -> Iterator[_Field]:

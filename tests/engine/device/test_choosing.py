@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.core.contract import Contract
-from outrider.core.noise import Draw, generation_base, gumbel_row, noise_bits, noise_key
+from outrider.core.noise import Draw, generation_base, gumbel_row, noise_bits, noise_key, noise_keys
 from outrider.core.sampler import Sampler
 from outrider.engine.device import choosing
 from tests.core.test_noise import VECTORS
@@ -44,10 +44,9 @@ def test_noise_is_the_cores_to_an_ulp() -> None:
 
 
 def test_keys_of_positions_are_the_cores() -> None:
-    for seed, choice in ((0, 0), (2**64 - 1, 2**32 - 1), (77, 3)):
-        positions = np.array([0, 1, 5, 1_000_000, 2**40])
-        keys = Draw(generation_base(seed, choice), 1.0).keys(positions)
-        assert keys.tolist() == [noise_key(seed, choice, int(position)) for position in positions]
+    of = [(0, 0, 0), (2**64 - 1, 2**32 - 1, 1_000_000), (77, 3, 2**40), (77, 3, 5)]  # seed, choice, position
+    bases = np.array([generation_base(seed, choice) for seed, choice, _ in of], np.uint64)
+    assert noise_keys(bases, np.array([position for *_, position in of])).tolist() == [noise_key(*each) for each in of]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
@@ -61,7 +60,7 @@ def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> 
     contract = Contract(seed=4, choice=1, max_tokens=9, temperature=temperature)
     draw = Sampler(contract, vocabulary, [1], 0).draw
     assert draw is not None
-    keys = torch.from_numpy(draw.keys(np.arange(1, rows + 1)).view(np.int64))
+    keys = torch.from_numpy(noise_keys(np.array(draw.base, np.uint64), np.arange(1, rows + 1)).view(np.int64))
     scores = choosing.scores(
         torch.from_numpy(logits),
         keys,

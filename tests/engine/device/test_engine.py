@@ -386,7 +386,7 @@ def test_generation_bases_are_those_of_the_noise() -> None:
 def test_functions_compile_whole_and_say_the_same() -> None:
     """With a compiler's front end alone, which runs everywhere: no graph break, and every size is compiled."""
     engine = on_device(MODELS / "drafter")
-    engine._kernels = CompiledKernels(fused_sums=True, tuned=False, backend="aot_eager")
+    engine._kernels = CompiledKernels(fused_sums=True, tuned=True, backend="aot_eager")
     both = engine, NativeEngine.load(MODELS / "drafter", dtype="float32", slots=SLOTS, threads=1)
     text = random_tokens(both[1], np.random.default_rng(1), 40)
     for start, end in ((0, 37), (37, 38), (38, 40)):
