@@ -206,7 +206,8 @@ class StepLoop:
 
     async def _forward(self, step: Step) -> Logits:
         """The packed pass; the noise is computed meanwhile."""
-        segments, draws = [work.segment() for work in step.works], [work.draw for work in step.works]
+        segments = [work.segment() for work in step.works]
+        draws = [work.draw if self._engine.draws else None for work in step.works]
         began = time.monotonic()
         self.progress.begin()
         logits = await self._passes.judge(segments, draws, partial(self._meanwhile, step))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench import gpt_fast, gpu
+from bench.figures import Results
 from bench.gpu import Point, Run
 from bench.rounds import Growth, Rounds, Text
+from bench.running import run_gpu
+from bench.tables import print_tables
 from outrider.core.contract import Contract
 from outrider.engine.checkpoint import Weights, read_config
 from outrider.engine.device import DeviceEngine
@@ -213,3 +220,16 @@ def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
     prompts = run._prompts(5)
     assert [len(prompt) for prompt in prompts] == [70] * 5
     assert len({tuple(prompt) for prompt in prompts}) == 5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would take minutes")
+async def test_the_bench_runs_the_suite_and_prints_what_it_says() -> None:
+    results = Results()
+    said: list[str] = []
+    options: Any = SimpleNamespace(peers={}, models=MODELS)
+    await run_gpu(options, results, said.append)
+    assert results.gpu == [gpu.NOTHING]
+    assert said
+    screen = Console(file=io.StringIO(), width=400)
+    print_tables(screen, results)
+    assert gpu.NOTHING in screen.file.getvalue()  # type: ignore[attr-defined]

@@ -356,7 +356,7 @@ class DeviceEngine(Engine):
         whole = self._group.collect(layers.head(wanted, weights.head))
         if whole is not None:
             logits.copy_(whole[:, : self.vocabulary])
-            logits[:, self._config.sayable :] = -torch.inf
+            logits[:, self._config.sayable :].fill_(-torch.inf)
 
     def _mask(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Tensor:
         group = self._form.heads // self._form.kv_heads
