@@ -22,7 +22,7 @@ from outrider.core.rules.matching import SharedNoise
 from outrider.core.sampler import Choice
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.device.engine import Ranking
+from outrider.engine.device.said import Ranking
 from outrider.engine.device.staging import Rank
 from outrider.engine.logits import Logits
 

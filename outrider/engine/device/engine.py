@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from outrider.core.noise import Draw
-from outrider.core.sampler import Choice
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
@@ -34,6 +33,7 @@ from outrider.engine.device.buckets import Bucket, bucket_of, grouped
 from outrider.engine.device.choosing import best, noise_steps
 from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kernels, can_compile
 from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Replay, Unrecorded
+from outrider.engine.device.said import Ranking, Said
 from outrider.engine.device.staging import Ask, Inputs, Rank, Staging
 from outrider.engine.device.weights import ModelWeights, Source, load_weights
 from outrider.engine.engine import Engine, Numerics, Traits
@@ -48,13 +48,6 @@ SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not
 RECORDINGS = 96  # that are kept
 ROW_TILE = 8  # a mask's rows are multiples of so many numbers, as kernels want them
 GREEDY = Draw(0, 0.0)
-
-
-class Ranking(NamedTuple):
-    """The candidates for what follows a row, best first."""
-
-    tokens: NDArray[np.int64]  # [count]
-    scores: NDArray[np.float64]  # [count] log of the chance that it is the target's token, were there no others
 
 
 @dataclass(slots=True)
@@ -256,10 +249,10 @@ class DeviceEngine(Engine):
         # Pinned memory is held until the copy has read it.
         return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
 
-    def _pass(self, segments: Sequence[Segment], asks: Sequence[Ask], candidates: int) -> _Said:
+    def _pass(self, segments: Sequence[Segment], asks: Sequence[Ask], candidates: int) -> Said:
         """`candidates`: that are chosen for each row; 0: none."""
         self.check_segments(segments)
-        said = _Said(self.vocabulary, [segment.outputs for segment in segments])
+        said = Said(self.vocabulary, [segment.outputs for segment in segments])
         with torch.inference_mode(), self._present():
             self._apply_moves()
             parts = grouped(segments)
@@ -384,67 +377,6 @@ class DeviceEngine(Engine):
 
     def _try(self, segment: Segment) -> None:
         self.judge([segment], [GREEDY])
-
-
-class _Said:
-    """What the parts of a pass say, in the order of its segments. See `Logits`."""
-
-    def __init__(self, vocabulary: int, outputs: Sequence[int]) -> None:
-        self.vocabulary = vocabulary
-        self._outputs = outputs
-        self._first = [sum(outputs[:index]) for index in range(len(outputs))]
-        # For each row its part, its place there, and whether it was chosen.
-        self._places: list[tuple[int, int, bool]] = [(0, 0, False)] * sum(outputs)
-        self._logits: list[Tensor] = []
-        self._answers: list[Tensor | None] = []
-        self._fetched: list[NDArray[np.float64] | None] = []
-
-    def add(self, part: Sequence[int], asked: Sequence[bool], logits: Tensor, answers: Tensor | None) -> None:
-        """The part of some segments."""
-        row = 0
-        for index, known in zip(part, asked, strict=True):
-            for at in range(self._outputs[index]):
-                self._places[self._first[index] + at] = len(self._logits), row, known and answers is not None
-                row += 1
-        self._logits.append(logits)
-        self._answers.append(answers)
-
-    def fetch(self) -> None:
-        """Reads what was chosen: here the host waits for the device, once."""
-        self._fetched = [None if it is None else it.cpu().numpy() for it in self._answers]
-
-    def row(self, index: int) -> NDArray[np.float32]:
-        part, at, _ = self._places[index]
-        row: NDArray[np.float32] = self._logits[part][at].cpu().numpy()
-        return row
-
-    def choice(self, index: int) -> Choice | None:
-        part, at, known = self._places[index]
-        answers = self._fetched[part] if known else None
-        if answers is None:
-            return None
-        token, _, first, second = answers[at].tolist()
-        return Choice(int(token), first - second)
-
-    def all(self) -> NDArray[np.float32]:
-        """Every row: [rows, vocabulary]. One part is one copy."""
-        if not self._logits:
-            return np.empty((0, self.vocabulary), np.float32)
-        parts = [logits.cpu().numpy() for logits in self._logits]
-        if len(parts) == 1:
-            order = [at for _, at, _ in self._places]
-            return parts[0][: len(order)] if order == list(range(len(order))) else parts[0][order]
-        return np.stack([parts[part][at] for part, at, _ in self._places])
-
-    def rankings(self, count: int) -> list[Ranking]:
-        """Of every row."""
-        self.fetch()
-        rankings = []
-        for part, at, _ in self._places:
-            answers = self._fetched[part]
-            assert answers is not None
-            rankings.append(Ranking(answers[at, :count].astype(np.int64), answers[at, count:]))
-        return rankings
 
 
 def check_device(name: str) -> torch.device:
