@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long bench bench-quick bench-trees lint proto clean
+.PHONY: demo test test-long bench bench-quick bench-trees bench-gpu lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -27,6 +27,10 @@ bench-quick: $(STAMP)
 # Tree constructions x acceptance rules x drafters, by acceptance length: at most ten minutes on two cores.
 bench-trees: $(STAMP)
 	$(BIN)/python -m bench.trees $(ARGS)
+
+# The engine on an accelerator, where there is one, against its bandwidth.
+bench-gpu: $(STAMP)
+	$(BIN)/python -m bench.gpu $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

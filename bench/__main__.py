@@ -153,7 +153,7 @@ def main(
 
 
 async def _run(options: Options, results: Results) -> None:
-    from bench.running import run_distance, run_linears, run_load, run_rows, run_tiers
+    from bench.running import run_distance, run_gpu, run_linears, run_load, run_rows, run_tiers
 
     suites = {
         Suite.ROWS: run_rows,
@@ -161,6 +161,7 @@ async def _run(options: Options, results: Results) -> None:
         Suite.DISTANCE: run_distance,
         Suite.LINEARS: run_linears,
         Suite.TIERS: run_tiers,
+        Suite.GPU: run_gpu,
     }
     progress = Console(stderr=True, highlight=False)
     with progress.status("starting ...") as status:

@@ -92,6 +92,7 @@ class Results:
     far: list[Take] = field(default_factory=list)  # the distance suite's
     linears: list[Cost] = field(default_factory=list)
     tiers: list[Take] = field(default_factory=list)
+    gpu: list[str] = field(default_factory=list)  # what `bench.gpu` says
 
 
 def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:

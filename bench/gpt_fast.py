@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor
 
 from bench.asking import Ask
 from outrider.cli.samples import Sample
-from outrider.engine.checkpoint import Weights, read_config
+from outrider.engine.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.device.weights import Source
 from outrider.errors import ConfigError
 
 CONTEXT = 1024  # the reference models'
+WARM_UP = 8  # steps
 
 
 def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[Ask], Sample]:
@@ -30,8 +34,8 @@ def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[As
     import model as gpt_fast  # type: ignore[import-not-found]
 
     with torch.inference_mode(), torch.device("meta"):
-        transformer = gpt_fast.Transformer(_arguments(gpt_fast, target))
-    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in _state(target).items()}
+        transformer = gpt_fast.Transformer(_arguments(gpt_fast, read_config(target)))
+    state = _state(Weights(target), read_config(target), dtype)
     transformer.load_state_dict(state, assign=True, strict=True)
     transformer.eval()
     with torch.inference_mode():
@@ -60,6 +64,57 @@ def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[As
     return generate
 
 
+def step_seconds(
+    checkout: Path,
+    source: Source,
+    config: ModelConfig,
+    *,
+    device: str,
+    dtype: str,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    compiled: bool,
+) -> float:
+    """The median time of a greedy step over several prompts of one length, as its `generate.py` does it on CUDA.
+
+    Raises ConfigError for a model or a checkout that this does not know.
+    """
+    sys.path.insert(0, str(checkout))
+    import model as gpt_fast
+
+    if [*inspect.signature(gpt_fast.Transformer.forward).parameters] != ["self", "idx", "input_pos"]:
+        raise ConfigError(f"gpt-fast: {checkout} is newer than what is known here; take one whose model makes its mask")
+    with torch.inference_mode(), torch.device("meta"):
+        transformer = gpt_fast.Transformer(_arguments(gpt_fast, config))
+    transformer.load_state_dict(_state(source, config, dtype), assign=True, strict=True)
+    transformer.eval()
+    with torch.inference_mode(), torch.device(device):
+        transformer.setup_caches(max_batch_size=len(prompts), max_seq_length=CONTEXT)
+        decode: Any = _decode_all
+        if compiled:
+            torch._inductor.config.coordinate_descent_tuning = True
+            decode = torch.compile(_decode_all, mode="reduce-overhead", fullgraph=True)
+        position = torch.arange(len(prompts[0]))
+        tokens = _greedy(transformer(torch.tensor([*prompts]), position))
+        position = position[-1:] + 1
+        times = []
+        for _ in range(WARM_UP + steps):
+            began = time.perf_counter()
+            tokens = decode(transformer, tokens.clone(), position)
+            tokens.tolist()  # it is streamed
+            times.append(time.perf_counter() - began)
+            position = position + 1
+    return median(times[WARM_UP:])
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def _decode_all(transformer: Any, tokens: Tensor, position: Tensor) -> Tensor:
+    return _greedy(transformer(tokens, position))
+
+
 def _decode(transformer: Any, token: Tensor, position: Tensor, temperature: float) -> Tensor:
     return _choose(transformer(token, position)[0, -1], temperature)
 
@@ -72,10 +127,9 @@ def _choose(logits: Tensor, temperature: float) -> Tensor:
     return (probabilities / torch.empty_like(probabilities).exponential_(1.0)).argmax(-1, keepdim=True)
 
 
-def _arguments(gpt_fast: Any, target: Path) -> Any:
-    config = read_config(target)
+def _arguments(gpt_fast: Any, config: ModelConfig) -> Any:
     if config.head_dim * config.heads != config.width or config.qkv_bias or config.ffn_bias or config.head_norms:
-        raise ConfigError(f"gpt-fast: {target} has a shape that it does not know; pad the target to 100M or more")
+        raise ConfigError("gpt-fast: the target has a shape that it does not know; pad it to 100M or more")
     return gpt_fast.ModelArgs(
         block_size=CONTEXT,
         vocab_size=config.vocabulary,
@@ -89,13 +143,13 @@ def _arguments(gpt_fast: Any, target: Path) -> Any:
     )
 
 
-def _state(target: Path) -> dict[str, Tensor]:
+def _state(source: Source, config: ModelConfig, dtype: str) -> dict[str, Tensor]:
     """The checkpoint under gpt-fast's names, as its `convert_hf_checkpoint.py` makes it."""
-    config = read_config(target)
     width, dim, ffn = config.width, config.head_dim, config.ffn
     state = {}
 
-    take = Weights(target).take
+    def take(name: str, *shape: int) -> Tensor:
+        return source.take(name, *shape).to(getattr(torch, dtype))
 
     def turned(name: str, heads: int) -> Tensor:
         """Its rotary embedding takes neighbouring channels for a pair; Hugging Face's, halves of a head."""

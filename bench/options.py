@@ -27,6 +27,7 @@ class Suite(StrEnum):
     DISTANCE = "distance"
     LINEARS = "linears"
     TIERS = "tiers"
+    GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
         "loads": [asdict(load) for load in results.loads],
         "far": [_take(take) for take in results.far],
         "tiers": [_take(take) for take in results.tiers],
+        "gpu": results.gpu,
         "linears": [asdict(cost) | {"gb_s": cost.gb_s} for cost in results.linears],
     }
     draft = path.with_suffix(".part")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from bench.limit import Limit, measure
 from bench.linears import measure as measure_linears
 from bench.options import SEED, Options, padded
 from bench.peers import llama_row
-from bench.processes import peak_mb, resident_mb
+from bench.processes import output, peak_mb, resident_mb
 from bench.rows import WORKERS, Models, Row, worker_row
 from bench.tiers import run_tiers as measure_tiers
 from outrider.cli.load import Load, carry
@@ -196,6 +197,16 @@ async def run_linears(options: Options, results: Results, say: Say) -> None:
             size = f"{parameters / 1e6:.0f}M" if parameters else "the reference target"
             say(f"linears, {size}: {threads} thread{'' if threads == 1 else 's'}")
             results.linears += await measure_linears(options.models / "target", parameters, threads)
+
+
+async def run_gpu(options: Options, results: Results, say: Say) -> None:
+    """The engine on an accelerator, in a process of its own; where there is none, it says so."""
+    say("the engine on an accelerator, if there is one")
+    checkout = options.peers.get("gpt-fast")
+    peer = ("--gpt-fast", str(checkout)) if checkout else ()
+    failure = "the engine on an accelerator cannot be measured"
+    said = await output(failure, sys.executable, "-m", "bench.gpu", "--models", str(options.models.resolve()), *peer)
+    results.gpu += dict.fromkeys(line for line in said.decode().splitlines() if line.startswith("gpu: "))
 
 
 def profile_of(described: VerifierDescription, target: int, row: str, limit: Limit) -> Profile:

@@ -44,6 +44,8 @@ def print_tables(screen: Console, results: Results) -> None:
     for parameters, threads in dict.fromkeys((cost.parameters, cost.threads) for cost in results.linears):
         costs = [cost for cost in results.linears if (cost.parameters, cost.threads) == (parameters, threads)]
         screen.print(_linears(costs, parameters, threads))
+    for line in results.gpu:
+        screen.print(line, markup=False, soft_wrap=True)
 
 
 def _table(title: str, first: str, *headings: str) -> Table:

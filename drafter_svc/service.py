@@ -199,6 +199,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         config.model,
         backend=config.backend,
         dtype=config.dtype,
+        device=config.device,
         layers=config.layers,
         skip=config.skip,
         slots=config.slots,

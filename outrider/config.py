@@ -45,7 +45,7 @@ class Placed(Section):
     """What a server takes of a Ray cluster's resources; a rank each, where it has several."""
 
     cpus: float | None = Field(default=None, ge=0)  # None: its threads
-    gpus: float = Field(default=0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)  # 0: one, if its `device` is a GPU
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # others, by the names that the nodes were started with
 
 
@@ -77,6 +77,7 @@ class WorkerConfig(Placed):
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
     backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # what the model runs on
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
     threads: int = Field(default=1, ge=1)
     slots: int = Field(default=8, ge=1)  # sessions at once

@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import Overlap, StepReport
@@ -24,6 +23,7 @@ from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
 from outrider.core.ways import Way
 from outrider.engine.engine import Engine
+from outrider.engine.logits import Logits
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Superseded
@@ -209,13 +209,14 @@ class StepLoop:
                 works.append(Work(session, session.cached, session.cached + taken))
         return works
 
-    async def _forward(self, step: Step) -> NDArray[np.float32]:
+    async def _forward(self, step: Step) -> Logits:
         """The packed pass; the noise is computed meanwhile."""
         segments = [work.segment() for work in step.works]
+        draws = [work.draw if self._engine.draws else None for work in step.works]
         began = time.monotonic()
         self.progress.begin()
         self._passing = step.sessions
-        logits = await self._passes.forward(segments, partial(self._meanwhile, step))
+        logits = await self._passes.judge(segments, draws, partial(self._meanwhile, step))
         before, self._ended = self._ended, time.monotonic()
         self._passing = ()
         step.seconds = self._ended - began
@@ -231,9 +232,9 @@ class StepLoop:
         for session in step.sessions:
             if session.way is Way.TURNS and session.drafting:
                 self._pause(session)
-        make_noise(step)
+        make_noise(step, draws=self._engine.draws)
 
-    def _walk(self, step: Step, logits: NDArray[np.float32]) -> list[Walk | None]:
+    def _walk(self, step: Step, logits: Logits) -> list[Walk | None]:
         """For each session the target's own tokens as far as its tree holds them; None inside a prompt."""
         walks: list[Walk | None] = []
         first = 0
@@ -241,7 +242,7 @@ class StepLoop:
             if not work.chooses:
                 walks.append(None)
                 continue
-            judge = Verdicts(work, logits[first : first + work.outputs])
+            judge = Verdicts(work, logits, first)
             first += work.outputs
             rows = Rows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
             walks.append(work.session.rule.walk(rows, judge, judge.chance()))

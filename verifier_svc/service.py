@@ -121,6 +121,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         config.model,
         backend=config.backend,
         dtype=config.dtype,
+        device=config.device,
         slots=config.slots,
         rows=rows,
         threads=config.threads,

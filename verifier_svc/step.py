@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.contract import SHARED_NOISE
 from outrider.core.filters import FloatRow
 from outrider.core.logprobs import pack
 from outrider.core.lookahead import NO_ROWS, Rows
+from outrider.core.noise import Draw
 from outrider.core.rules import VERIFY, Drawn, SeededChance
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
+from outrider.engine.logits import Logits
 from verifier_svc.session import Session
 
 
@@ -47,6 +50,12 @@ class Work:
     def outputs(self) -> int:
         """Rows of logits that it gets: after the root, the nodes, the window's rows."""
         return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else 0
+
+    @property
+    def draw(self) -> Draw | None:
+        """How its tokens are drawn, where an engine may do that: not where a rule decides otherwise."""
+        session = self.session
+        return session.sampler.draw if self.chooses and session.contract.rule == SHARED_NOISE else None
 
     def segment(self) -> Segment:
         """The rows of the packed pass: the pending tokens as a chain, then nodes and window with their ancestors.
@@ -97,10 +106,10 @@ class Step:
         return sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
 
-def make_noise(step: Step) -> None:
-    """The rows that the walk may need."""
+def make_noise(step: Step, *, draws: bool) -> None:
+    """The rows that the walk may need. `draws`: the engine makes those of sessions that say how they draw."""
     for work in step.works:
-        if work.chooses:
+        if work.chooses and not (draws and work.draw):
             length = len(work.session.tokens)
             after = [length, *(node.position + 1 for node in work.nodes), length + work.window.depth]
             for position in range(length, max(after) + 1):
@@ -110,10 +119,12 @@ def make_noise(step: Step) -> None:
 class Verdicts:
     """What target and draft say after the rows of one session's part of a step."""
 
-    def __init__(self, work: Work, logits: NDArray[np.float32]) -> None:
+    def __init__(self, work: Work, logits: Logits, first: int) -> None:
+        """`first`: the first of its rows among those of the step."""
         self._work = work
         self._session = work.session
-        self._logits = logits  # [work.outputs, vocabulary]
+        self._logits = logits
+        self._first = first
 
     def chance(self) -> SeededChance:
         """For the rules that leave something to it: other draws for whoever owns the session, wherever it stands."""
@@ -122,22 +133,23 @@ class Verdicts:
 
     def choose(self, row: int) -> Choice:
         """The target's token under shared noise."""
-        return self._session.sampler.choose(self._logits[row], self._path(row))
+        chosen = self._logits.choice(self._first + row)
+        return chosen or self._session.sampler.choose(self._row(row), self._path(row))
 
     def p(self, row: int) -> FloatRow:
         """The target's distribution."""
-        return self._session.sampler.probabilities(self._logits[row], self._path(row))
+        return self._session.sampler.probabilities(self._row(row), self._path(row))
 
     def q(self, row: int) -> FloatRow:
         """The distribution that the row's children were drawn from."""
         q = self._node(row).q
         assert q is not None  # a node without has no children
-        return q.dense(self._logits.shape[1])
+        return q.dense(self._logits.vocabulary)
 
     def said(self, row: int, token: int) -> Choice:
         """A token that the rule chose."""
         wanted = self._session.contract.logprobs
-        return Choice(token, math.nan, b"" if wanted is None else pack(self._logits[row], token, wanted))
+        return Choice(token, math.nan, b"" if wanted is None else pack(self._row(row), token, wanted))
 
     def guesses(self) -> list[int]:
         """What the target would say after the ends of the window's chains, were they the text."""
@@ -146,8 +158,11 @@ class Verdicts:
         score = sampler.scores if noised else sampler.log_weights
         rows = [0 if end < 0 else first + end for end in window.ends]
         return [
-            int(score(self._logits[row], window.path(end)).argmax()) for row, end in zip(rows, window.ends, strict=True)
+            int(score(self._row(row), window.path(end)).argmax()) for row, end in zip(rows, window.ends, strict=True)
         ]
+
+    def _row(self, row: int) -> NDArray[np.float32]:
+        return self._logits.row(self._first + row)
 
     def _path(self, row: int) -> Sequence[int]:
         return self._session.tree.path(self._work.nodes[row - 1]) if row else ()

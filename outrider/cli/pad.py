@@ -24,11 +24,18 @@ def parse_count(text: str | int) -> int:
 def pad(
     source: Annotated[Path, typer.Argument(help="Checkpoint folder in Hugging Face format.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write the padded checkpoint to.")],
-    parameters: Annotated[int, typer.Option(parser=parse_count, metavar="COUNT", help="About how many, like 150M.")],
+    parameters: Annotated[
+        int | None, typer.Option(parser=parse_count, metavar="COUNT", help="About how many, like 150M.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Instead: the shape of llama-3.1-8b or llama-3.2-1b.")
+    ] = None,
 ) -> None:
     """Pad a checkpoint with weights that do nothing, to see how a larger model would perform."""
     from outrider.engine.padding import pad_checkpoint
 
+    if (parameters is None) == (shape is None):
+        raise typer.BadParameter("give either --parameters or --shape")
     with reported():
-        pad_checkpoint(source, destination, parameters=parameters)
+        pad_checkpoint(source, destination, parameters=parameters, shape=shape)
     print(f"outrider pad: wrote {destination}")

@@ -42,6 +42,7 @@ Backend = Annotated[
     str | None, typer.Option(help="native, transformers, or auto: native where it knows the family. [default: auto]")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, or quantized: int8, int4. [default: bfloat16]")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, which the model runs on. [default: cpu]")]
 Numerics = Annotated[
     str | None, typer.Option(help="fast, or invariant: the same bits in every batch and tree. [default: fast]")
 ]
@@ -117,6 +118,7 @@ def verifier(
     advertise: Advertise = None,
     backend: Backend = None,
     dtype: Dtype = None,
+    device: Device = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,
@@ -167,6 +169,7 @@ def drafter(
     skip: Annotated[
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
+    device: Device = None,
     numerics: Numerics = None,
     threads: Threads = None,
     slots: Slots = None,

@@ -7,6 +7,8 @@ same logits therefore say the same, and a drafter that ranks by log q_t + g_t gu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,9 +20,29 @@ FloatRow = NDArray[np.float64]
 _LARGEST_U = 1.0 - 2.0**-24  # bounds the noise from below at about -2.8
 
 
+class Draw(NamedTuple):
+    """How a generation without penalties, filters or bans draws its tokens: the first with the most log p / T + g."""
+
+    base: int  # 64 bits: what its noise keys are made from
+    temperature: float  # 0: greedy, without noise
+
+
+def generation_base(seed: int, choice: int) -> int:
+    """What the noise keys of one generation are made from."""
+    return mix64(seed + choice * PHI)
+
+
+def noise_keys(bases: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The noise keys of some positions, each in the generation of a base."""
+    keys = positions.astype(np.uint64)
+    keys *= np.uint64(PHI)
+    keys += bases
+    return _mixed(keys)
+
+
 def noise_key(seed: int, choice: int, position: int) -> int:
     """The 64-bit key of one position's row of noise."""
-    return mix64(mix64(seed + choice * PHI) + position * PHI)
+    return mix64(generation_base(seed, choice) + position * PHI)
 
 
 def noise_bits(key: int, first: int, count: int) -> NDArray[np.uint64]:
@@ -32,12 +54,18 @@ def _bits(key: int, value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`value`: tokens + 1; it is overwritten."""
     value *= np.uint64(PHI)
     value += np.uint64(key & MASK)
+    value = _mixed(value)
+    value >>= np.uint64(32)
+    return value
+
+
+def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix64` of each, in place."""
     value ^= value >> np.uint64(30)
     value *= np.uint64(0xBF58476D1CE4E5B9)
     value ^= value >> np.uint64(27)
     value *= np.uint64(0x94D049BB133111EB)
     value ^= value >> np.uint64(31)
-    value >>= np.uint64(32)
     return value
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from outrider.core.contract import Contract
 from outrider.core.filters import FloatRow, History, keep_sampled, penalize
 from outrider.core.logprobs import pack
-from outrider.core.noise import NoiseRows
+from outrider.core.noise import Draw, NoiseRows, generation_base
 
 
 class Choice(NamedTuple):
@@ -40,6 +40,13 @@ class Sampler:
         self._biased = np.array([token for token, _ in contract.logit_bias], np.int64)
         self._stops = np.array(contract.stop_ids, np.int64)
         self._banned = self._unsayable(vocabulary)
+        plain = not (contract.restricts or contract.logprobs is not None or (contract.cuts and not contract.greedy))
+        self._draw = Draw(generation_base(contract.seed, contract.choice), contract.temperature) if plain else None
+
+    @property
+    def draw(self) -> Draw | None:
+        """All that `choose` goes by beside the logits, where that is so little; None where it needs more."""
+        return None if self._stops.size and self._length < self._first_stop else self._draw
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens were committed."""

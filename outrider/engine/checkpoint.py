@@ -25,6 +25,7 @@ ALL = slice(None)
 # What families call the longest text that they were made for; those that name none get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 UNBOUNDED = 8192
+SAYABLE = "outrider_sayable"  # our own key of config.json: ids from there on are padding (outrider.engine.padding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class ModelConfig:
     ffn_bias: bool
     head_norms: bool  # an RMS norm over each head's query and key
     eos_ids: tuple[int, ...]
+    sayable: int  # ids below this may be said; the others only make the head as wide as a larger model's
 
     @property
     def group(self) -> int:
@@ -123,9 +125,12 @@ def read_config(folder: Path) -> ModelConfig:
         # Up to the window's length a sliding window and full attention are the same.
         context = min(context, count("sliding_window"))
     biased = flag("attention_bias")
+    vocabulary = count("vocab_size")
+    if (sayable := count(SAYABLE, vocabulary)) > vocabulary:
+        raise wrong(SAYABLE, f"at most vocab_size ({vocabulary})")
     return ModelConfig(
         model_type=kind,
-        vocabulary=count("vocab_size"),
+        vocabulary=vocabulary,
         width=width,
         layers=count("num_hidden_layers"),
         heads=heads,
@@ -141,6 +146,7 @@ def read_config(folder: Path) -> ModelConfig:
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
         eos_ids=read_eos_ids(folder, raw),
+        sayable=sayable,
     )
 
 

@@ -11,7 +11,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
+from outrider.engine.logits import HostLogits, Logits
 
 Numerics = Literal["fast", "invariant"]
 
@@ -33,6 +35,7 @@ class Traits:
     weight_bytes: int  # that a pass reads, of one rank
     kv_bytes: int  # when all slots are full, of one rank
     treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
+    draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
 
 
@@ -51,6 +54,10 @@ class Engine(Traits, ABC):
 
         Raises ValueError when a segment does not fit the engine or two share a slot.
         """
+
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
+        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that."""
+        return HostLogits(self.forward(segments))
 
     @abstractmethod
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
@@ -87,14 +94,18 @@ class Engine(Traits, ABC):
                 prefix = min(context, self.rows - count, self.context - 1)
                 zeros = np.zeros(count, np.int64)
                 segments[count] = Segment(self.slots - 1, prefix, zeros, np.full(count, prefix, np.int64))
-                self.forward([segments[count]])  # oneDNN compiles its kernels for this size
+                self._try(segments[count])  # oneDNN compiles its kernels for this size
         fastest = dict.fromkeys(segments, float("inf"))
         for _ in range(repeats):
             for count, segment in segments.items():
                 start = time.perf_counter()
-                self.forward([segment])
+                self._try(segment)
                 fastest[count] = min(fastest[count], time.perf_counter() - start)
         return list(fastest.items())
+
+    def _try(self, segment: Segment) -> None:
+        """A pass whose cost is measured: as a step would have it."""
+        self.forward([segment])
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
         """Raises ValueError when a pass does not fit the engine."""

@@ -193,6 +193,51 @@ class Ranks:
             ) from error
 
 
+class CudaRanks(Ranks):
+    """Ranks with a GPU each: what is on it goes by NCCL, in the order of its stream, and the host waits for nothing.
+
+    So a recorded pass holds its sums. Messages and signs of life still go by gloo.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        of: int,
+        meeting: str,
+        *,
+        device: torch.device,
+        host: str = "127.0.0.1",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """As `Ranks`; `device`: this rank's own."""
+        super().__init__(rank, of, meeting, host=host, timeout_s=timeout_s)
+        torch.cuda.set_device(device)
+        with self._reaching():
+            self._cards = dist.new_group(backend="nccl", timeout=self._timeout)
+
+    def sum(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return super().sum(part)
+        total = part.to(torch.float32, copy=True)
+        with self._reaching():
+            dist.all_reduce(total, group=self._cards)
+        return total
+
+    def join(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return super().join(part)
+        parts = part.new_empty((self.shard.of, *part.shape))
+        with self._reaching():
+            dist.all_gather_into_tensor(parts, part.contiguous(), group=self._cards)
+        return parts.movedim(0, -2).flatten(-2)
+
+    def collect(self, part: Tensor) -> Tensor | None:
+        if part.device.type == "cpu":
+            return super().collect(part)
+        whole = self.join(part)
+        return None if self.shard.rank else whole
+
+
 def _interface(host: str) -> str:
     """The network interface that has an address; gloo is told by name. Raises RankLost when there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

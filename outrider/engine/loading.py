@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from outrider.engine.checkpoint import SUPPORTED, Outline, read_config, read_outline
+from outrider.engine.checkpoint import SAYABLE, SUPPORTED, Outline, read_config, read_json, read_outline
+from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine, Numerics
 from outrider.engine.group import ALONE, Group
 from outrider.engine.model import Dtype
@@ -45,6 +46,7 @@ def load_engine(
     *,
     backend: Backend = "auto",
     dtype: Dtype,
+    device: str = "cpu",
     layers: int | None = None,
     skip: Collection[int] = (),
     numerics: Numerics = "fast",
@@ -59,6 +61,19 @@ def load_engine(
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
     """
     if chosen_backend(path, backend) == "native":
+        if device != "cpu":
+            return DeviceEngine.load(
+                path,
+                device=device,
+                dtype=dtype,
+                layers=layers,
+                skip=skip,
+                numerics=numerics,
+                slots=slots,
+                rows=rows,
+                group=group,
+                progress=progress,
+            )
         return NativeEngine.load(
             path,
             dtype=dtype,
@@ -73,6 +88,12 @@ def load_engine(
         )
     if layers is not None or skip:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
+    if device != "cpu":
+        raise ConfigError(f"device: {device} is for the native backend alone; use cpu")
+    if SAYABLE in read_json(path / "config.json"):
+        raise CheckpointError(
+            f"{path}: is padded with ids that must not be said, which the native backend alone keeps to"
+        )
     if numerics != "fast":
         raise ConfigError(f"numerics: {numerics} is for the native backend alone; use fast")
     if threads is not None:

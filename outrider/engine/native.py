@@ -164,6 +164,8 @@ class NativeEngine(Engine):
             logits = self._group.collect(self._model.head(self._model.norm(hidden)))
             if logits is None:
                 return np.empty((0, self.vocabulary), np.float32)
+            if self._config.sayable < self.vocabulary:
+                logits[:, self._config.sayable :] = -torch.inf
             return logits.numpy()[: packed.outputs_used, : self.vocabulary]
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:

@@ -3,7 +3,14 @@
 Everything new is inert. The new channels of the residual stream stay zero because every row that writes to them is
 zero; new heads and new feed-forward units write through zero columns; new layers write through zero projections.
 All that may be anything is random, so that it costs what real weights cost. The RMS norms divide by the mean over
-more channels: their weights shrink by sqrt(old / new) and eps by old / new, both exact when the ratio is a power of 4.
+more channels: their weights shrink by sqrt(old / new) and eps by old / new, both exact when the ratio is a power of 4;
+else the norms are stored in float32, and exact to its rounding.
+
+To the shape of a known model: its width, layers, feed-forward, vocabulary, and projections of its sizes, made of heads
+as large as the source's and more of them. A step reads the same bytes and multiplies as much as with that model. Ids
+beyond the source's vocabulary have rows of the embedding and of the head, and are never said: config.json says from
+which id on in a key of our own, and our engines give those ids no chance. `transformers` does not know the key; there
+they may be said.
 
 Acceptance is the small model's: a drafter that is good at the small one is as good at the padded one. Skipping inert
 layers is free, so never measure self-speculation on a padded checkpoint.
@@ -16,15 +23,17 @@ import math
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.engine.checkpoint import SINGLE, ModelConfig, Weights, read_config, read_json
+from outrider.engine.checkpoint import ALL, INDEX, SAYABLE, SINGLE, ModelConfig, Weights, read_config, read_json
 from outrider.errors import CheckpointError
 
 SEED = 20240229  # of the inert weights
@@ -34,51 +43,111 @@ FFN_TILE = 64  # feed-forward sizes are multiples of this
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 85
 MOST_LAYERS = 128
+FILE_BYTES = 2**31  # of one file; no more is in memory at once
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What padding may change of a model. Query heads a KV head and the size of a head stay."""
+    """What padding may change of a model. The size of a head stays."""
 
     width: int
     layers: int
+    heads: int
     kv_heads: int
     ffn: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Shape:
+        """A model's own."""
+        sizes = config.width, config.layers, config.heads, config.kv_heads, config.ffn, config.vocabulary
+        return cls(*sizes, config.tied)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
 
 
-def pad_checkpoint(source: Path, destination: Path, *, parameters: int) -> int:
-    """Writes a checkpoint of about `parameters` parameters that says what `source` says; returns how many it has.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The shape of a model that people know, whatever the size of a head."""
 
-    `destination` must not exist, or be empty; it appears complete or not at all. The tensors keep the type that they
-    are stored in. Raises CheckpointError when `source` is no good or has more parameters, or `destination` is in use.
+    width: int
+    layers: int
+    queries: int  # heads times their size
+    keys: int
+    ffn: int
+    vocabulary: int
+    tied: bool
+
+
+KNOWN = {
+    "llama-3.1-8b": Known(4096, 32, 4096, 1024, 14336, 128256, False),
+    "llama-3.2-1b": Known(2048, 16, 2048, 512, 8192, 128256, True),
+    "tiny": Known(512, 8, 1024, 256, 768, 6000, False),  # of no model: to try this out
+}
+
+
+def known_shape(name: str, config: ModelConfig) -> Shape:
+    """The shape of that name for a model. Raises CheckpointError where the model does not fit into it."""
+    if name not in KNOWN:
+        raise CheckpointError(f"shape: is '{name}', must be one of {', '.join(KNOWN)}")
+    known, old = KNOWN[name], Shape.of(config)
+    heads, kv_heads = known.queries // config.head_dim, known.keys // config.head_dim
+    shape = Shape(known.width, known.layers, heads, kv_heads, known.ffn, known.vocabulary, known.tied)
+    for what in ("width", "layers", "kv_heads", "group", "ffn", "vocabulary"):
+        if getattr(shape, what) < getattr(old, what):
+            raise CheckpointError(f"the model does not fit into {name}: its {what} is {getattr(old, what)}")
+    if shape.tied and not old.tied:
+        raise CheckpointError(f"the model does not fit into {name}, whose head is its embedding")
+    if known.queries % config.head_dim or known.keys % config.head_dim or heads % kv_heads:
+        raise CheckpointError(f"{name} cannot be made of heads of {config.head_dim}")
+    return shape
+
+
+def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = None, shape: str | None = None) -> int:
+    """Writes a checkpoint that says what `source` says; returns how many parameters it has.
+
+    Of about `parameters` parameters, or of the `shape` of that name in `KNOWN`. `destination` must not exist, or be
+    empty; it appears complete or not at all. The tensors keep the type that they are stored in. Raises CheckpointError
+    when `source` is no good or does not fit, or `destination` is in use.
     """
     config = read_config(source)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise CheckpointError(f"{destination}: exists already; choose a folder that does not")
-    old = Shape(config.width, config.layers, config.kv_heads, config.ffn)
-    new = choose_shape(config, parameters)
+    if shape is not None:
+        new: Shape | None = known_shape(shape, config)
+    else:
+        assert parameters is not None
+        new = choose_shape(config, parameters)
     if new is None:
-        raise CheckpointError(
-            f"{source}: has {count_parameters(config, old)} parameters already; ask for more than {parameters}"
-        )
+        present = count_parameters(config, Shape.of(config))
+        raise CheckpointError(f"{source}: has {present} parameters already; ask for more than {parameters}")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
         made = Path(scratch) / "checkpoint"
         made.mkdir()
-        save_file(dict(_padded(Weights(source), config, old, new)), made / SINGLE, metadata={"format": "pt"})
+        padded = PaddedWeights(Weights(source), config, new)
+        _write(padded, made)
         raw = read_json(source / "config.json")
         for per_layer in ("layer_types", "max_window_layers"):
             raw.pop(per_layer, None)
         raw.update(
             hidden_size=new.width,
             num_hidden_layers=new.layers,
-            num_attention_heads=new.kv_heads * config.group,
+            num_attention_heads=new.heads,
             num_key_value_heads=new.kv_heads,
             head_dim=config.head_dim,
             intermediate_size=new.ffn,
-            rms_norm_eps=config.eps * old.width / new.width,
+            rms_norm_eps=padded.config.eps,
+            vocab_size=new.vocabulary,
+            tie_word_embeddings=new.tied,
         )
+        if padded.config.sayable < new.vocabulary:
+            raw[SAYABLE] = padded.config.sayable
         (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         for name in COPIED:
             if (source / name).exists():
@@ -87,25 +156,50 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int) -> int:
     return count_parameters(config, new)
 
 
+def _write(padded: PaddedWeights, folder: Path) -> None:
+    """One file, or several and their index; each is in memory by itself."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in padded.shapes.items():
+        more = math.prod(shape) * padded.dtype.itemsize
+        if files[-1] and size + more > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += more
+    listed: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        tensors = {name: padded.take(name, *padded.shapes[name]) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        listed |= dict.fromkeys(names, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": listed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
 def count_parameters(config: ModelConfig, shape: Shape) -> int:
     """Parameters of the model, were it of that shape."""
-    return sum(math.prod(size) for _, size, _, _ in _tensors(config, shape))
+    return sum(math.prod(tensor.size) for tensor in _tensors(config, shape))
 
 
 def choose_shape(config: ModelConfig, parameters: int) -> Shape | None:
     """The shape closest to the family's proportions with about that many parameters; None when none is that small."""
-    old = Shape(config.width, config.layers, config.kv_heads, config.ffn)
+    old = Shape.of(config)
     best: tuple[float, Shape] | None = None
     for power in range(5):
         width = config.width * 4**power
         # Doubled until the heads together are about as wide as the stream; transformers wants a divisor of the width.
         doublings = max(0, round(math.log2(width / (config.head_dim * config.heads))))
         kv_heads = config.kv_heads * 2**doublings
-        bare, one = (count_parameters(config, Shape(width, layers, kv_heads, config.ffn)) for layers in (0, 1))
+        wider = replace(old, width=width, heads=kv_heads * config.group, kv_heads=kv_heads)
+        bare, one = (count_parameters(config, replace(wider, layers=layers)) for layers in (0, 1))
         tile = (3 * width + (2 if config.ffn_bias else 0)) * FFN_TILE
         for layers in range(config.layers, MOST_LAYERS + 1):
             tiles = round((parameters - bare - layers * (one - bare)) / (layers * tile))
-            shape = Shape(width, layers, kv_heads, config.ffn + tiles * FFN_TILE)
+            shape = replace(wider, layers=layers, ffn=config.ffn + tiles * FFN_TILE)
             if tiles < 0 or shape == old:
                 continue
             strain = abs(math.log(shape.ffn / (FFN_PER_WIDTH * width)))
@@ -115,59 +209,116 @@ def choose_shape(config: ModelConfig, parameters: int) -> Shape | None:
     return None if best is None else best[1]
 
 
-# A tensor: its name, its size, what fills the part that is new ("zero", "random", "one"), and a factor on the old part
-# that padding the width brings ("norm") or not ("").
-_Tensor = tuple[str, tuple[int, ...], str, str]
+class _Tensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    size: tuple[int, ...]
+    # What fills the part that is new. "ids": zero in rows of ids that the source has, random in others.
+    fill: Literal["zero", "random", "one", "ids"]
+    # How the source's part goes in: at the beginning; or that, and scaled as the width grows; or by heads, each with
+    # its KV head, along the first dimension or the second.
+    place: Literal["first", "norm", "heads", "columns"] = "first"
 
 
 def _tensors(config: ModelConfig, shape: Shape) -> Iterator[_Tensor]:
     """All tensors of a checkpoint of that shape."""
     width, ffn = shape.width, shape.ffn
     keys = shape.kv_heads * config.head_dim
-    queries = keys * config.group
-    yield "model.embed_tokens.weight", (config.vocabulary, width), "zero", ""
+    queries = shape.heads * config.head_dim
+    yield _Tensor("model.embed_tokens.weight", (shape.vocabulary, width), "ids")
     for index in range(shape.layers):
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield f"{prefix}.input_layernorm.weight", (width,), "one", "norm"
-        yield f"{prefix}.post_attention_layernorm.weight", (width,), "one", "norm"
+        yield _Tensor(f"{prefix}.input_layernorm.weight", (width,), "one", "norm")
+        yield _Tensor(f"{prefix}.post_attention_layernorm.weight", (width,), "one", "norm")
         for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{attention}.{name}_proj.weight", (size, width), "random", ""
+            place: Literal["heads", "first"] = "heads" if name == "q" else "first"
+            yield _Tensor(f"{attention}.{name}_proj.weight", (size, width), "random", place)
             if config.qkv_bias:
-                yield f"{attention}.{name}_proj.bias", (size,), "random", ""
+                yield _Tensor(f"{attention}.{name}_proj.bias", (size,), "random", place)
         if config.head_norms:
-            yield f"{attention}.q_norm.weight", (config.head_dim,), "one", ""
-            yield f"{attention}.k_norm.weight", (config.head_dim,), "one", ""
-        yield f"{attention}.o_proj.weight", (width, queries), "zero", ""
+            yield _Tensor(f"{attention}.q_norm.weight", (config.head_dim,), "one")
+            yield _Tensor(f"{attention}.k_norm.weight", (config.head_dim,), "one")
+        yield _Tensor(f"{attention}.o_proj.weight", (width, queries), "zero", "columns")
         if config.output_bias:
-            yield f"{attention}.o_proj.bias", (width,), "zero", ""
+            yield _Tensor(f"{attention}.o_proj.bias", (width,), "zero")
         for name in ("gate", "up"):
-            yield f"{mlp}.{name}_proj.weight", (ffn, width), "random", ""
+            yield _Tensor(f"{mlp}.{name}_proj.weight", (ffn, width), "random")
             if config.ffn_bias:
-                yield f"{mlp}.{name}_proj.bias", (ffn,), "random", ""
-        yield f"{mlp}.down_proj.weight", (width, ffn), "zero", ""
+                yield _Tensor(f"{mlp}.{name}_proj.bias", (ffn,), "random")
+        yield _Tensor(f"{mlp}.down_proj.weight", (width, ffn), "zero")
         if config.ffn_bias:
-            yield f"{mlp}.down_proj.bias", (width,), "zero", ""
-    yield "model.norm.weight", (width,), "one", "norm"
-    if not config.tied:
-        yield "lm_head.weight", (config.vocabulary, width), "random", ""
+            yield _Tensor(f"{mlp}.down_proj.bias", (width,), "zero")
+    yield _Tensor("model.norm.weight", (width,), "one", "norm")
+    if not shape.tied:
+        yield _Tensor("lm_head.weight", (shape.vocabulary, width), "random")
 
 
-def _padded(weights: Weights, config: ModelConfig, old: Shape, new: Shape) -> Iterator[tuple[str, Tensor]]:
-    """The padded tensors, by name. Old heads, units and channels come first, so every head keeps its KV head."""
-    stored = {name: size for name, size, _, _ in _tensors(config, old)}
-    factor = math.sqrt(old.width / new.width)
-    random = torch.Generator().manual_seed(SEED)
-    dtype = weights.take("model.embed_tokens.weight", config.vocabulary, old.width).dtype
-    for name, size, fill, scale in _tensors(config, new):
-        tensor = torch.empty(size, dtype=dtype)
-        if fill == "random":
-            tensor.normal_(0.0, STD, generator=random)
-        else:
-            tensor.fill_(1.0 if fill == "one" else 0.0)
-        if name in stored:
-            part = weights.take(name, *stored[name])
-            tensor = tensor.to(part.dtype)
-            corner = tuple(slice(0, length) for length in part.shape)
-            tensor[corner] = part * factor if scale == "norm" else part
-        yield name, tensor
+class PaddedWeights:
+    """The padded tensors, each made when it is taken: on a device they need no file and no memory here."""
+
+    def __init__(self, source: Weights, config: ModelConfig, shape: Shape, device: str = "cpu") -> None:
+        """`config`: of the source."""
+        self.config = replace(
+            config,
+            width=shape.width,
+            layers=shape.layers,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            ffn=shape.ffn,
+            vocabulary=shape.vocabulary,
+            tied=shape.tied,
+            eps=config.eps * config.width / shape.width,
+        )
+        self._source = source
+        self._old, self._new = config, shape
+        self._device = device
+        self._tensors = {tensor.name: tensor for tensor in _tensors(config, shape)}
+        self._stored = {tensor.name: tensor.size for tensor in _tensors(config, Shape.of(config))}
+        self.shapes = {name: tensor.size for name, tensor in self._tensors.items()}
+        self.dtype = source.take("model.embed_tokens.weight", config.vocabulary, config.width).dtype
+
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """A tensor, or a part of it: as `Weights.take`."""
+        tensor = self._tensors[name]
+        assert shape == tensor.size, name
+        made = self._filled(tensor)
+        if (part := self._part(tensor)) is not None:
+            if tensor.place == "norm":
+                factor = math.sqrt(self._old.width / self._new.width)
+                exact = math.log2(self._new.width / self._old.width) % 2 == 0
+                part = part * factor if exact else part.float() * factor
+            made = made.to(part.dtype)
+            at, part = self._corner(tensor, made), part.to(self._device)
+            self._shaped(tensor, made, self._new)[at] = self._shaped(tensor, part, Shape.of(self._old))
+        return made[(rows, columns)[: made.dim()]]
+
+    def _part(self, tensor: _Tensor) -> Tensor | None:
+        """What the source has of it."""
+        name = tensor.name
+        if name == "lm_head.weight" and self._old.tied:
+            name = "model.embed_tokens.weight"
+        return self._source.take(name, *self._stored[name]) if name in self._stored else None
+
+    def _filled(self, tensor: _Tensor) -> Tensor:
+        made = torch.empty(tensor.size, dtype=self.dtype, device=self._device)
+        if tensor.fill in ("zero", "one"):
+            return made.fill_(1.0 if tensor.fill == "one" else 0.0)
+        random = torch.Generator(self._device).manual_seed(SEED + zlib.crc32(tensor.name.encode()))
+        made.normal_(0.0, STD, generator=random)
+        if tensor.fill == "ids":
+            made[: self._old.vocabulary] = 0.0
+        return made
+
+    def _shaped(self, tensor: _Tensor, values: Tensor, shape: Shape) -> Tensor:
+        """A view in which the source's part is a corner."""
+        heads = shape.kv_heads, shape.group, self._old.head_dim
+        if tensor.place == "heads":
+            return values.view(*heads, *values.shape[1:])
+        return values.view(len(values), *heads) if tensor.place == "columns" else values
+
+    def _corner(self, tensor: _Tensor, made: Tensor) -> tuple[slice, ...]:
+        old = self._stored.get(tensor.name, (self._old.vocabulary, self._old.width))
+        part = self._shaped(tensor, torch.empty(old, device="meta"), Shape.of(self._old))
+        return tuple(slice(0, length) for length in part.shape)

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.group import Group, RankLost
+from outrider.engine.logits import Logits
 from outrider.engine.plan import Change, Copy, Move, decode, encode
 
 BEAT_S = 1.0  # between two signs of life of a group that has nothing to do
@@ -41,10 +43,12 @@ class Leader(Engine):
         self._changes.append(Copy(source, target, rows))
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
-        self.check_segments(segments)
-        changes, self._changes = self._changes, []
-        self._group.send(encode(changes, segments))
-        return _step(self._engine, changes, segments)
+        self._announce(segments)
+        return self._engine.forward(segments)
+
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
+        self._announce(segments)
+        return self._engine.judge(segments, draws)
 
     def beat(self) -> None:
         self._group.send(encode((), ()))
@@ -53,6 +57,14 @@ class Leader(Engine):
     def close(self) -> None:
         with suppress(RankLost):
             self._group.send(_STOP)
+
+    def _announce(self, segments: Sequence[Segment]) -> None:
+        """Has the others do the step, and makes its changes here."""
+        self.check_segments(segments)
+        changes, self._changes = self._changes, []
+        self._group.send(encode(changes, segments))
+        for change in changes:
+            change.apply(self._engine)
 
 
 def lead(engine: Engine, group: Group) -> Engine:
@@ -68,16 +80,12 @@ def follow(engine: Engine, group: Group) -> None:
     group.gather()
     while len(message := group.receive()) != len(_STOP):
         changes, segments = decode(message)
-        if segments:
-            _step(engine, changes, segments)
-        else:
+        if not segments:
             _answer(group)
-
-
-def _step(engine: Engine, changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np.float32]:
-    for change in changes:
-        change.apply(engine)
-    return engine.forward(segments)
+            continue
+        for change in changes:
+            change.apply(engine)
+        engine.forward(segments)
 
 
 def _answer(group: Group) -> None:

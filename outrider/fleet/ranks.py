@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -199,10 +200,15 @@ class Rank:
 
     async def join(self, meeting: str) -> None:
         """Meets the others."""
-        from outrider.engine.group import Ranks
+        import torch
 
+        from outrider.engine.group import CudaRanks, Ranks
+
+        kind: Any = Ranks
+        if self._config.device != "cpu":
+            kind = partial(CudaRanks, device=torch.device(self._config.device))
         of = self._config.tensor_parallel
-        self._group = await asyncio.to_thread(Ranks, self._rank, of, meeting, host=self._host())
+        self._group = await asyncio.to_thread(kind, self._rank, of, meeting, host=self._host())
 
     async def follow(self) -> None:
         """Does what rank 0 plans, to its end."""

@@ -104,7 +104,8 @@ def _sweep() -> None:
 
 def needs(place: Placed, threads: int) -> dict[str, float]:
     """What one server, or one rank, takes of a node."""
-    wanted = {"CPU": float(threads if place.cpus is None else place.cpus), "GPU": place.gpus, **place.resources}
+    gpus = place.gpus or float(getattr(place, "device", "cpu") != "cpu")
+    wanted = {"CPU": float(threads if place.cpus is None else place.cpus), "GPU": gpus, **place.resources}
     return {name: amount for name, amount in wanted.items() if amount}
 
 

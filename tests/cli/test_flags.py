@@ -43,6 +43,7 @@ SECTIONS: dict[str, Section] = {
         advertise="h:1",
         backend="transformers",
         dtype="float32",
+        device="cuda:1",
         numerics="invariant",
         threads=2,
         slots=3,
@@ -69,6 +70,7 @@ SECTIONS: dict[str, Section] = {
         dtype="int4",
         layers=3,
         skip=(4, 1),
+        device="cuda:1",
         numerics="invariant",
         threads=2,
         slots=3,
@@ -151,3 +153,11 @@ def test_a_server_started_for_a_parent_that_is_gone_does_not_start() -> None:
     command = [sys.executable, "-m", "outrider.cli", "drafter", "--model", "models/drafter"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+@pytest.mark.parametrize("chosen", [[], ["--parameters", "20M", "--shape", "tiny"]])
+def test_padding_is_to_a_size_or_to_a_shape(chosen: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["pad", "models/drafter", str(tmp_path / "padded"), *chosen])
+    assert result.exit_code == 2
+    assert "either --parameters or --shape" in result.output
+    assert not (tmp_path / "padded").exists()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from outrider.engine.batch import Segment
+from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group, RankLost, Ranks
 from outrider.engine.loading import load_engine
@@ -31,13 +32,20 @@ def meeting_point() -> str:
         return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
+def load(folder: Path, group: Ranks, loading: dict[str, Any]) -> Engine:
+    """A rank's engine: the device's where `loading` names one."""
+    if "device" not in loading:
+        return load_engine(folder, group=group, **loading)
+    return DeviceEngine.load(folder, group=group, **{key: value for key, value in loading.items() if key != "threads"})
+
+
 def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, timeout_s: float, loading: Any) -> None:
     """A rank's whole life; its exit status is 3 when it lost another one."""
     torch.set_num_threads(1)
     group = Ranks(rank, of, meeting, timeout_s=timeout_s)
     try:
         for folder in folders:
-            follow(load_engine(folder, group=group, **loading), group)
+            follow(load(folder, group, loading), group)
         group.close()
     except RankLost:
         raise SystemExit(3) from None
@@ -54,7 +62,7 @@ class Ranked:
     @contextmanager
     def lead(self, folder: Path) -> Iterator[Engine]:
         """The whole of the next checkpoint."""
-        leader = lead(load_engine(folder, group=self.group, **self.loading), self.group)
+        leader = lead(load(folder, self.group, self.loading), self.group)
         try:
             yield leader
         finally:

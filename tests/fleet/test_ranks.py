@@ -75,6 +75,7 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
     [
         ({"ranks": 3}, ConfigError, "3 ranks cannot share the 8 attention heads .* possible are 1, 2, 4, 8"),
         ({"ranks": 2, "gpus": 1.0}, ConfigError, "take 0.5 CPU and 1 GPU each, .* have room for 0"),
+        ({"ranks": 2, "device": "cuda"}, ConfigError, "take 0.5 CPU and 1 GPU each, .* have room for 0"),
         ({"ranks": 64}, ConfigError, "have room for 16"),
         (
             {"model": NOTHING, "name": "target", "ranks": 2},

@@ -6,16 +6,16 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from outrider.core.budget import CostModel
 from outrider.core.contract import Contract, Plan
+from outrider.core.noise import Draw
 from outrider.core.tree import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine
+from outrider.engine.logits import Logits
 from tests.engine.families import make_family
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Session, Start
@@ -36,10 +36,10 @@ class Gate:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
         self.entered.set()
         assert self.open.wait(10)
-        return self._engine.forward(segments)
+        return self._engine.judge(segments, draws)
 
 
 @pytest.fixture(scope="module")

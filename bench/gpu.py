@@ -1,0 +1,491 @@
+"""The engine on an accelerator, against the bandwidth that a step cannot beat. `python -m bench.gpu`, or the suite gpu.
+
+The reference target is padded to the shape of a known model: its steps read the same bytes and multiply as much, and it
+says what the small one says, so *acceptance is the small models'*. Weights are made on the device; no file is written.
+About half of what padding adds is zero, which draws less power than weights do.
+
+Floor: the bytes that a plain step must read (weights, and the KV of its texts) over the bandwidth of a copy on this
+device, and over its datasheet's. Plain and speculative are the same loop (`bench.rounds`), the host's part included;
+plain is that without a drafter. Each way runs once before it is measured, over the same texts, so that all passes are
+recorded. The two must say the same tokens, but for near ties; where they part, the gap of the plain text's choice is
+given, and a large one is a bug.
+
+It needs torch, numpy, safetensors, tokenizers, typer and rich, and no server.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, cycle, islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cli.reporting import FAILURE, reported
+from outrider.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bench.rounds import Growth, Rounds, Text
+    from outrider.engine.device import DeviceEngine
+    from outrider.engine.padding import PaddedWeights
+
+ROOT = Path(__file__).parents[1]
+SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "tiny": "tiny"}
+REFERENCE = "reference"  # a drafter as it is, not padded
+DRAFTERS = {"8b": "1b", "1b": REFERENCE, "tiny": REFERENCE}
+# Depth, beam, width, verified nodes, by texts at once: the more there are, the less is free in a step for each.
+GROWTHS = {1: (6, 4, 4, 15), 8: (4, 2, 3, 7), 32: (2, 1, 2, 3)}
+DATASHEETS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, by what a device's name holds
+NEAR_TIE = {"bfloat16": 0.25, "float32": 1e-3}  # gaps below it may fall either way
+COPIED_BYTES = {"cuda": 2**32, "cpu": 2**27}
+WIDTH = 140
+NOTHING = (
+    "gpu: nothing was run: torch sees no CUDA device here. Run it where there is one, or try the code out with "
+    "--device cpu --shape tiny"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One shape under one number of texts."""
+
+    shape: str
+    batch: int
+    temperature: float
+    context: int  # tokens of each text at its beginning
+    tokens: int  # that each text said at least
+    dtype: str
+    parameters: int
+    step_bytes: int  # that a plain step must read
+    copy_bytes_s: float  # bandwidth of a copy: bytes read and bytes written
+    datasheet_bytes_s: float | None
+    plain_step_ms: float
+    plain_tok_s: float  # of all texts together
+    drafter: str
+    growth: tuple[int, ...]
+    spec_step_ms: float
+    spec_tok_s: float
+    acceptance_length: float
+    same: int  # texts that are the same, plain and speculative
+    widest_gap: float  # of the plain text's choices where they part; 0: nowhere
+    gpt_fast_step_ms: float | None
+
+    @property
+    def floor_ms(self) -> float:
+        """The least that a plain step can take, by the copy."""
+        return self.step_bytes / self.copy_bytes_s * 1e3
+
+    @property
+    def floor_fraction(self) -> float:
+        """Of a plain step: 1 is the floor."""
+        return self.floor_ms / self.plain_step_ms
+
+    @property
+    def datasheet_fraction(self) -> float | None:
+        """Likewise, by the datasheet's bandwidth."""
+        if self.datasheet_bytes_s is None:
+            return None
+        return self.step_bytes / self.datasheet_bytes_s * 1e3 / self.plain_step_ms
+
+    @property
+    def ratio(self) -> float:
+        """Speculative over plain."""
+        return self.spec_tok_s / self.plain_tok_s
+
+    @property
+    def gpt_fast_tok_s(self) -> float | None:
+        """gpt-fast's plain decoding."""
+        return None if self.gpt_fast_step_ms is None else self.batch / self.gpt_fast_step_ms * 1e3
+
+    @property
+    def sound(self) -> bool:
+        """Whether the two texts part at near ties alone."""
+        return self.widest_gap < NEAR_TIE[self.dtype]
+
+    @property
+    def line(self) -> str:
+        """For scripts."""
+        figures = {
+            "shape": self.shape,
+            "batch": self.batch,
+            "temperature": f"{self.temperature:g}",
+            "floor_fraction": _shown(self.floor_fraction, 3),
+            "datasheet_fraction": _shown(self.datasheet_fraction, 3),
+            "plain_step_ms": _shown(self.plain_step_ms, 3),
+            "plain_tok_s": _shown(self.plain_tok_s, 1),
+            "spec_tok_s": _shown(self.spec_tok_s, 1),
+            "ratio": _shown(self.ratio, 2),
+            "acceptance_length": _shown(self.acceptance_length, 2),
+            "same": f"{self.same}/{self.batch}",
+            "widest_gap": _shown(self.widest_gap, 4),
+            "gpt_fast_tok_s": _shown(self.gpt_fast_tok_s, 1),
+        }
+        return "gpu: " + " ".join(f"{name}={value}" for name, value in figures.items())
+
+
+def main(
+    shapes: Annotated[list[str] | None, typer.Option("--shape", help="8b, 1b or tiny. [default: 1b, 8b]")] = None,
+    batches: Annotated[list[int] | None, typer.Option("--batch", min=1, help="[default: 1, 8, 32]")] = None,
+    temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 1]")] = None,
+    device: Annotated[str | None, typer.Option(help="[default: cuda]")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"] | None, typer.Option(help="[default: bfloat16]")] = None,
+    compiling: Annotated[Literal["tuned", "plain", "off"], typer.Option(help="The layers, by torch.")] = "plain",
+    drafters: Annotated[list[str] | None, typer.Option("--drafter", help="1b, tiny or reference.")] = None,
+    growths: Annotated[
+        list[str] | None, typer.Option("--tree", metavar="BATCH=DEPTH,BEAM,WIDTH,NODES", help="May be repeated.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a prompt.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of a text.")] = 64,
+    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    gpt_fast: Annotated[Path | None, typer.Option(help="A checkout of gpt-fast, for plain steps beside ours.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = ROOT / "models",
+    texts: Annotated[Path, typer.Option(help="JSON lines with a prompt.")] = ROOT / "examples" / "held_out.jsonl",
+    output: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="[default: by the time, in bench/results]")
+    ] = None,
+) -> None:
+    """Measure. Prints a line for each point as soon as it has it."""
+    import torch
+
+    from bench.rounds import Growth
+
+    if device is None and not torch.cuda.is_available():
+        print(NOTHING, flush=True)
+        return
+    with reported():
+        from outrider.engine.device.engine import check_device
+
+        chosen = str(check_device(device or "cuda"))
+        for shape in shapes or ():
+            _check("--shape", shape, SHAPES)
+        for drafter in drafters or ():
+            _check("--drafter", drafter, [REFERENCE, *SHAPES])
+        trees = {batch: Growth(*sizes) for batch, sizes in GROWTHS.items()} | _trees(growths or ())
+        path = output or ROOT / "bench" / "results" / time.strftime("gpu-%Y%m%d-%H%M%S.json")
+        if not path.parent.is_dir():
+            raise ConfigError(f"--json: {path.parent} is not a folder")
+        if chosen == "cpu":
+            torch.set_num_threads(1)
+        run = Run(
+            device=chosen,
+            dtype=dtype or "bfloat16",
+            compiling=compiling,
+            temperatures=tuple(temperatures or (1.0,)),
+            batches=tuple(batches or (1, 8, 32)),
+            trees=trees,
+            context=context,
+            tokens=tokens,
+            repetitions=repetitions,
+            gpt_fast=gpt_fast,
+            models=models,
+            texts=texts,
+        )
+        points: list[Point] = []
+        for shape in shapes or ("1b", "8b"):
+            for drafter in drafters or (DRAFTERS[shape],):
+                for point in run.points(shape, drafter):
+                    points.append(point)
+                    print(point.line, flush=True)
+                    _save(path, points, chosen)
+    _show(points)
+    print(f"gpu: wrote {path}")
+    for point in points:
+        print(point.line)
+    if not all(point.sound for point in points):
+        print("gpu: plain and speculative texts part where the target was not in doubt: a bug", file=sys.stderr)
+        raise SystemExit(FAILURE)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is the same for all points."""
+
+    device: str
+    dtype: Literal["bfloat16", "float32"]
+    compiling: Literal["tuned", "plain", "off"]
+    temperatures: tuple[float, ...]
+    batches: tuple[int, ...]
+    trees: dict[int, Growth]
+    context: int
+    tokens: int
+    repetitions: int
+    gpt_fast: Path | None
+    models: Path
+    texts: Path
+
+    def points(self, shape: str, drafter: str) -> Iterator[Point]:
+        """All of one shape, with one drafter."""
+        slots = max(self.batches)
+        weights = self._weights("target", shape)
+        target, draft = self._engine(weights, slots), self._engine(self._weights("drafter", drafter), slots)
+        bandwidth, prompts = copy_bandwidth(self.device), self._prompts(slots)
+        peers = {batch: self._gpt_fast(weights, prompts[:batch]) for batch in self.batches}
+        for batch in self.batches:
+            growth = self.trees[min(self.trees, key=lambda known: abs(known - batch))]
+            for temperature in self.temperatures:
+                yield self._point(
+                    shape, drafter, target, draft, growth, prompts[:batch], temperature, bandwidth, peers[batch]
+                )
+        del target, draft, weights
+        _let_go()
+
+    def _point(
+        self,
+        shape: str,
+        drafter: str,
+        target: DeviceEngine,
+        draft: DeviceEngine,
+        growth: Growth,
+        prompts: Sequence[Sequence[int]],
+        temperature: float,
+        bandwidth: float,
+        gpt_fast_s: float | None,
+    ) -> Point:
+        from bench.rounds import Rounds
+
+        plain = self._measured(Rounds(target), prompts, temperature)
+        spec = self._measured(Rounds(target, draft, growth), prompts, temperature)
+        gaps = [_parting(ours, theirs, self.tokens) for ours, theirs in zip(plain.texts, spec.texts, strict=True)]
+        rows = len(prompts) * (self.context + self.tokens / 2)
+        row_bytes = target.kv_bytes / target.slots / target.rows_held
+        return Point(
+            shape=shape,
+            batch=len(prompts),
+            temperature=temperature,
+            context=self.context,
+            tokens=self.tokens,
+            dtype=self.dtype,
+            parameters=target.parameters,
+            step_bytes=round(target.weight_bytes + rows * row_bytes),
+            copy_bytes_s=bandwidth,
+            datasheet_bytes_s=datasheet(self.device),
+            plain_step_ms=plain.step_s * 1e3,
+            plain_tok_s=plain.tokens_per_s,
+            drafter=drafter,
+            growth=tuple(growth),
+            spec_step_ms=spec.step_s * 1e3,
+            spec_tok_s=spec.tokens_per_s,
+            acceptance_length=spec.tokens_per_step / len(prompts),
+            same=sum(gap is None for gap in gaps),
+            widest_gap=max((gap for gap in gaps if gap is not None), default=0.0),
+            gpt_fast_step_ms=None if gpt_fast_s is None else gpt_fast_s * 1e3,
+        )
+
+    def _measured(self, rounds: Rounds, prompts: Sequence[Sequence[int]], temperature: float) -> Measured:
+        """The first run records the passes and does not count."""
+        from bench.rounds import Text
+        from outrider.core.contract import Contract
+
+        took: list[Measured] = []
+        for repetition in range(1 + self.repetitions):
+            texts = [
+                Text(slot, [*prompt], Contract(seed=slot, max_tokens=2**20, temperature=temperature))
+                for slot, prompt in enumerate(prompts)
+            ]
+            if repetition == 0:
+                rounds.read(texts)
+            for text in texts:
+                text.verified = text.drafted = len(text.tokens) - 1
+            times, committed = [], []
+            _settle(self.device)
+            while min(len(text.choices) for text in texts) < self.tokens:
+                began = time.perf_counter()
+                committed.append(rounds.step(texts))
+                times.append(time.perf_counter() - began)
+            if repetition:
+                speed, steps = sum(committed) / sum(times), len(times)
+                took.append(Measured(median(times), speed, sum(committed) / steps, texts))
+        return sorted(took, key=lambda one: one.tokens_per_s)[len(took) // 2]
+
+    def _weights(self, model: str, shape: str) -> PaddedWeights:
+        from outrider.engine.checkpoint import Weights, read_config
+        from outrider.engine.padding import PaddedWeights, Shape, known_shape
+
+        folder = self.models / model
+        config = read_config(folder)
+        new = Shape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
+        return PaddedWeights(Weights(folder), config, new, self.device)
+
+    def _engine(self, weights: PaddedWeights, slots: int) -> DeviceEngine:
+        from outrider.engine.device import DeviceEngine
+
+        return DeviceEngine.of(
+            weights,
+            weights.config,
+            b"",
+            device=self.device,
+            dtype=self.dtype,
+            slots=slots,
+            compiling=self.compiling,
+        )
+
+    def _prompts(self, texts: int) -> list[list[int]]:
+        """Of one length, from the held-out texts one after another."""
+        from tokenizers import Tokenizer
+
+        tokenizer: Any = Tokenizer.from_file(str(self.models / "target" / "tokenizer.json"))
+        lines = self.texts.read_text(encoding="utf-8").splitlines()
+        ids = [tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False).ids for line in lines if line]
+        endless = (token for text in cycle(ids) for token in text)
+        return [list(islice(endless, self.context)) for _ in range(texts)]
+
+    def _gpt_fast(self, weights: PaddedWeights, prompts: Sequence[Sequence[int]]) -> float | None:
+        if self.gpt_fast is None:
+            return None
+        from bench.gpt_fast import step_seconds
+
+        seconds = step_seconds(
+            self.gpt_fast,
+            weights,
+            weights.config,
+            device=self.device,
+            dtype=self.dtype,
+            prompts=prompts,
+            steps=self.tokens,
+            compiled=self.device != "cpu" and self.compiling != "off",
+        )
+        _let_go()
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way, the middle one of its repetitions."""
+
+    step_s: float  # median
+    tokens_per_s: float
+    tokens_per_step: float
+    texts: list[Text]
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written, of the fastest of some copies."""
+    import torch
+
+    kind = torch.device(device).type
+    source = torch.ones(COPIED_BYTES[kind] // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    fastest = float("inf")
+    for _ in range(8):
+        _settle(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _settle(device)
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * source.nbytes / fastest
+
+
+def datasheet(device: str) -> float | None:
+    """Bytes a second that the maker promises; None where that is not known here."""
+    import torch
+
+    name = torch.cuda.get_device_name(device) if device != "cpu" else ""
+    return next((rate for part, rate in DATASHEETS.items() if part in name), None)
+
+
+def _parting(plain: Text, other: Text, tokens: int) -> float | None:
+    """The gap of the plain text's choice where the two part among the first tokens; None: nowhere."""
+    for index, ours, theirs in zip(count(), plain.choices, other.choices, strict=False):
+        if index < tokens and ours.token != theirs.token:
+            return ours.gap
+    return None
+
+
+def _settle(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _let_go() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _check(flag: str, value: str, allowed: Sequence[str] | dict[str, str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag}: is '{value}', must be one of {', '.join(allowed)}")
+
+
+def _trees(entries: Sequence[str]) -> dict[int, Growth]:
+    from bench.rounds import Growth
+
+    trees = {}
+    for entry in entries:
+        batch, _, sizes = entry.partition("=")
+        numbers = [batch, *sizes.split(",")]
+        if len(numbers) != 5 or not all(number.isdigit() and int(number) for number in numbers):
+            raise ConfigError(f"--tree: is '{entry}', must be BATCH=DEPTH,BEAM,WIDTH,NODES, all positive")
+        trees[int(batch)] = Growth(*map(int, numbers[1:]))
+    return trees
+
+
+def _save(path: Path, points: Sequence[Point], device: str) -> None:
+    import torch
+
+    derived = ("floor_ms", "floor_fraction", "datasheet_fraction", "ratio", "gpt_fast_tok_s")
+    content = {
+        "device": torch.cuda.get_device_name(device) if device != "cpu" else "cpu",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "points": [asdict(point) | {name: getattr(point, name) for name in derived} for point in points],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(points: Sequence[Point]) -> None:
+    table = Table(box=SIMPLE, show_edge=False)
+    columns = (
+        "shape", "texts", "T", "plain\nms a step", "floor\nms", "of the\nfloor", "of the\ndatasheet", "plain\ntok/s",
+        "drafter", "spec.\ntok/s", "\nratio", "accept.\nlength", "same\ntexts", "widest\ngap", "gpt-fast\ntok/s",
+    )  # fmt: skip
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for it in points:
+        table.add_row(
+            it.shape,
+            str(it.batch),
+            f"{it.temperature:g}",
+            _shown(it.plain_step_ms, 2),
+            _shown(it.floor_ms, 2),
+            _shown(it.floor_fraction, 2),
+            _shown(it.datasheet_fraction, 2),
+            _shown(it.plain_tok_s, 0),
+            it.drafter,
+            _shown(it.spec_tok_s, 0),
+            _shown(it.ratio, 2),
+            _shown(it.acceptance_length, 2),
+            f"{it.same}/{it.batch}",
+            _shown(it.widest_gap, 3),
+            _shown(it.gpt_fast_tok_s, 0),
+        )
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    screen.print(table)
+
+
+def _shown(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,5 @@
+"""The engine for accelerators: whole passes recorded once as graphs, over buffers that never move."""
+
+from outrider.engine.device.engine import DeviceEngine
+
+__all__ = ["DeviceEngine"]

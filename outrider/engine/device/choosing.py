@@ -1,0 +1,70 @@
+"""Shared noise and the choice of tokens, where the logits are. The definition is `outrider.core.noise`'s.
+
+Integers are 64 bits and wrap around, so the random bits are the same as everywhere. Logarithms are taken in float64,
+where devices differ by an ulp.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.core.digest import PHI
+
+_LARGEST_U = 1.0 - 2.0**-24
+
+
+def noise_steps(vocabulary: int, device: torch.device) -> Tensor:
+    """What a token adds to a row's key, the same for all rows: [vocabulary] int64."""
+    return torch.arange(1, vocabulary + 1, dtype=torch.int64, device=device) * _signed(PHI)
+
+
+def noise_bits(keys: Tensor, steps: Tensor) -> Tensor:
+    """32 random bits for each token of each row: [rows] and [vocabulary] int64 -> [rows, vocabulary] int64."""
+    value = keys[:, None] + steps
+    value = (value ^ _shifted(value, 30)) * _signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shifted(value, 27)) * _signed(0x94D049BB133111EB)
+    value = value ^ _shifted(value, 31)
+    return _shifted(value, 32)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise: float64."""
+    u = ((bits.double() + 0.5) * 2.0**-32).clamp_max(_LARGEST_U)
+    return -torch.log(-torch.log1p(-u))
+
+
+def scores(logits: Tensor, keys: Tensor, temperatures: Tensor, steps: Tensor) -> Tensor:
+    """log p + g up to a constant: [rows, vocabulary] float64.
+
+    `temperatures`: [rows] float64; at 0 the logits themselves.
+    """
+    greedy = temperatures == 0.0
+    noise = gumbel(noise_bits(keys, steps))
+    warm = logits.double() / torch.where(greedy, 1.0, temperatures)[:, None]
+    return torch.where(greedy[:, None], warm, warm + noise)
+
+
+def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best of each row, best first, and their scores: [rows, count] each. The lowest id wins a tie.
+
+    One pass over the row for each, because `topk` promises no order among equals.
+    """
+    tokens, values = [], []
+    for _ in range(count):
+        token = scores.argmax(-1, keepdim=True)
+        tokens.append(token)
+        values.append(scores.gather(-1, token))
+        scores = scores.scatter(-1, token, -torch.inf)
+    return torch.cat(tokens, -1), torch.cat(values, -1)
+
+
+def _signed(value: int) -> int:
+    """The 64 bits as a signed integer."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(value: Tensor, by: int) -> Tensor:
+    """To the right, without the sign."""
+    shifted: Tensor = (value >> by) & (2 ** (64 - by) - 1)
+    return shifted

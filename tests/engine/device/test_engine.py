@@ -1,0 +1,413 @@
+"""The device's engine says what the CPU's does, as recorded passes over buffers that stay where they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from outrider.core.contract import Contract
+from outrider.core.noise import Draw, generation_base
+from outrider.core.sampler import Sampler
+from outrider.engine.batch import Segment
+from outrider.engine.device import DeviceEngine
+from outrider.engine.device.buckets import Bucket, bucket_of, grouped
+from outrider.engine.device.engine import RECORDINGS
+from outrider.engine.device.kernels import CompiledKernels, Kernels
+from outrider.engine.device.recording import Recent, Unrecorded
+from outrider.engine.device.staging import Rank
+from outrider.engine.engine import Engine
+from outrider.engine.native import NativeEngine
+from outrider.errors import ConfigError
+from tests.engine.checkpoints import (
+    MODELS,
+    SHAPES,
+    Reference,
+    Tree,
+    assert_same,
+    make_checkpoint,
+    prompt,
+    random_tokens,
+)
+from tests.engine.device.taped import Tapes, taped
+
+SLOTS = 8
+Both = tuple[DeviceEngine, NativeEngine]
+
+
+def on_device(folder: Path, **changes: Any) -> DeviceEngine:
+    return DeviceEngine.load(folder, **{"device": "cpu", "dtype": "float32", "slots": SLOTS, **changes})
+
+
+@pytest.fixture(scope="module")
+def target() -> tuple[DeviceEngine, NativeEngine, Tapes]:
+    device = on_device(MODELS / "target")
+    return device, NativeEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1), taped(device)
+
+
+@pytest.fixture
+def both(target: tuple[DeviceEngine, NativeEngine, Tapes]) -> Both:
+    return target[:2]
+
+
+def assert_agree(both: Sequence[Engine], segments: Sequence[Segment]) -> NDArray[np.float32]:
+    """Each of the two may be off by what `assert_same` allows one."""
+    ours, expected = (engine.forward(segments) for engine in both)
+    assert ours.shape == expected.shape
+    assert ours.size
+    assert np.abs(ours - expected).max() <= 2e-5 * max(1.0, float(expected.std()))
+    return ours
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_behind_chunks_of_a_prompt_for_every_shape(shape: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, shape)
+    both = on_device(folder), NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
+    tapes = taped(both[0])
+    random = np.random.default_rng(1)
+    text = random_tokens(both[1], random, 150)
+    for start, end in ((0, 100), (100, 101), (101, 150)):
+        assert_agree(both, [prompt(2, text[start:end], start)])
+    expected = Reference.load(folder).logits(text)
+    assert_same(both[0].forward([prompt(3, text)]), expected)
+    for nodes in (10, 3, 10):
+        assert_agree(both, [Tree.random(both[1], random, nodes).segment(2, 150), prompt(0, text[:3])])
+    tapes.check_that_the_host_reads_nothing()
+    assert tapes.replays >= 6
+    assert (both[0].parameters, both[0].eos_ids) == (both[1].parameters, both[1].eos_ids)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_sessions_of_very_different_lengths_in_one_pass(both: Both, seed: int) -> None:
+    random = np.random.default_rng(200 + seed)
+    slots = random.permutation(SLOTS)[: int(random.integers(1, SLOTS + 1))].tolist()
+    segments = []
+    for slot in slots:
+        history = random_tokens(both[1], random, int(random.choice([1, 5, 60, 150])))
+        for engine in both:
+            engine.forward([prompt(slot, history, wanted=0)])
+        if random.random() < 0.3:
+            count = int(random.choice([2, 63, 64, 65, 130]))
+            segments.append(prompt(slot, random_tokens(both[1], random, count), len(history), wanted=count % 3))
+            continue
+        tree = Tree.random(both[1], random, int(random.choice([1, 1, 3, 8, 20])))
+        segment = tree.segment(slot, len(history))
+        wanted = int(random.integers(0, len(tree.parents) + 1))
+        segments.append(Segment(slot, segment.prefix, segment.tokens, segment.positions, segment.mask, wanted))
+    if any(segment.outputs for segment in segments):
+        assert_agree(both, segments)
+    else:
+        assert both[0].forward(segments).shape == (0, both[0].vocabulary)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_tree_grown_level_by_level_over_scattered_rows(both: Both, seed: int) -> None:
+    random = np.random.default_rng(100 + seed)
+    history = random_tokens(both[1], random, 17)
+    for engine in both:
+        engine.forward([prompt(6, history, wanted=0)])
+    tree = Tree.random(both[1], random, 14)
+    depths = tree.depths()
+    rows: dict[int, int] = {}
+    used = 0
+    for depth in range(1, depths.max() + 1):
+        level = [node for node in range(14) if depths[node] == depth]
+        used += int(random.integers(0, 3))  # rows of nodes that died
+        rows.update({node: used + at for at, node in enumerate(level)})
+        used += len(level)
+        mask = np.zeros((len(level), used), np.bool_)
+        for at, node in enumerate(level):
+            mask[at, [rows[ancestor] for ancestor in tree.path(node)]] = True
+        assert_agree(both, [Segment(6, 17, tree.tokens[level], np.full(len(level), 16 + depth), mask)])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kv_after_many_commits_and_rollbacks(both: Both, seed: int) -> None:
+    random = np.random.default_rng(300 + seed)
+    text = random_tokens(both[1], random, 9)
+    for engine in both:
+        engine.forward([prompt(2, text, wanted=0)])
+    for _ in range(15):
+        tree = Tree.random(both[1], random, int(random.integers(1, 12)))
+        path = tree.path(int(random.integers(-1, len(tree.parents))))
+        for engine in both:
+            engine.forward([tree.segment(2, len(text))])
+            engine.move(2, len(text) + np.array(path, np.int64), len(text) + np.arange(len(path)))
+        text = np.concatenate([text, tree.tokens[path]])
+    probe = random_tokens(both[1], random, 2)
+    after = assert_agree(both, [prompt(2, probe, len(text))])
+    assert_same(after, both[0].forward([prompt(5, np.concatenate([text, probe]), wanted=2)]))
+
+
+def test_moves_that_overlap_and_copies_happen_in_order(both: Both) -> None:
+    tokens = random_tokens(both[1], np.random.default_rng(6), 12)
+    there = np.array([3, 4, 5, 6, 7])
+    for engine in both:
+        for slot in (0, 1):
+            engine.forward([prompt(slot, tokens[slot:], wanted=0)])
+        engine.move(0, there, there + 1)
+        engine.move(1, np.array([2, 5]), np.array([5, 2]))
+        engine.move(0, np.array([8, 2]), np.array([2, 8]))
+        engine.copy(0, 7, 9)
+        engine.move(0, np.array([0]), np.array([8]))
+        engine.move(0, np.array([], np.int64), np.array([], np.int64))
+    for slot, prefix in ((0, 12), (1, 11), (7, 9)):
+        assert_agree(both, [prompt(slot, tokens[:1], prefix)])
+
+
+def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, NativeEngine, Tapes]) -> None:
+    """Stale KV is large and finite, as any model's is; everything else that a pass fills anew is NaN."""
+    device, native, _ = target
+    random = np.random.default_rng(7)
+    history, tree = random_tokens(native, random, 33), Tree.random(native, random, 5)
+    segments = [tree.segment(3, 33), prompt(1, history[:2], 0), prompt(6, history[:1], 0)]
+    for engine in (device, native):
+        engine.forward([prompt(3, history, wanted=0)])
+    device.judge(segments, [Draw(1, 1.0)] * 3)
+    with torch.inference_mode():
+        kept = device._cache[:, :, 3, :, :33].clone()
+        device._cache.copy_(torch.randn(device._cache.shape) * 1e3)
+        device._cache[:, :, 3, :, :33] = kept
+        for recording in device._recordings._made.values():
+            recording.logits.fill_(torch.nan)
+            recording.staging._there.fill_(255)
+            recording.staging._here.fill_(255)
+            for chooser in recording.choosers.values():
+                chooser.answers.fill_(torch.nan)
+    assert_agree((device, native), segments)
+
+
+def test_buffers_stay_where_they_are_and_recordings_are_made_once(
+    target: tuple[DeviceEngine, NativeEngine, Tapes],
+) -> None:
+    device, native, tapes = target
+    random = np.random.default_rng(8)
+
+    def step() -> None:
+        trees = [Tree.random(native, random, int(random.integers(7, 9))) for _ in range(4)]  # 28 to 32 rows
+        segments = [tree.segment(slot, 20 + slot) for slot, tree in enumerate(trees)]
+        device.judge(segments, [Draw(5, 0.5)] * 4)
+
+    def places() -> list[int]:
+        found = [device._cache.data_ptr()]
+        for recording in device._recordings._made.values():
+            found += [
+                recording.logits.data_ptr(),
+                recording.staging._there.data_ptr(),
+                recording.staging._here.data_ptr(),
+            ]
+            found += [chooser.answers.data_ptr() for chooser in recording.choosers.values()]
+        return found
+
+    step()
+    before, recorded, replays = places(), len(tapes.tapes), tapes.replays
+    for _ in range(5):
+        step()
+    assert places() == before
+    assert len(tapes.tapes) == recorded
+    assert tapes.replays == replays + 10  # a pass, and a choice
+    tapes.check_that_the_host_reads_nothing()
+
+
+def test_the_least_recently_used_recording_is_let_go() -> None:
+    made: list[int] = []
+    recent: Recent[int] = Recent(2)
+
+    def get(key: int) -> int:
+        return recent.get(key, lambda: made.append(key) or key)  # type: ignore[func-returns-value]
+
+    assert [get(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
+    assert made == [1, 2, 3, 2]
+    assert len(recent) == 2 < RECORDINGS
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bucket_holds_its_pass(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    slots, rows = int(random.choice([1, 3, 8, 40, 300])), 520
+    chosen = sorted(random.permutation(slots)[: int(random.integers(1, min(slots, 50) + 1))].tolist())
+    segments = []
+    for slot in chosen:
+        count = int(random.choice([1, 2, 17, 64, 65, 200]))
+        spare = int(random.integers(0, 30))
+        mask = None if random.random() < 0.5 else np.ones((count, count + spare), np.bool_)
+        wanted = int(random.integers(0, count + 1))
+        prefix = int(random.integers(0, rows - count - spare))
+        segments.append(Segment(slot, prefix, np.zeros(count, np.int64), np.zeros(count, np.int64), mask, wanted))
+    parts = grouped(segments)
+    assert sorted(index for part in parts for index in part) == list(range(len(segments)))
+    for part in parts:
+        mine = [segments[index] for index in part]
+        bucket = bucket_of(mine, slots, rows)
+        total = sum(len(it.tokens) for it in mine)
+        assert bucket.rows >= total
+        assert bucket.rows <= bucket.slots * bucket.width
+        assert bucket.square or bucket.rows < max(3, 2 * total)
+        assert bucket.slots >= (len(mine) if bucket.gathered else mine[-1].slot + 1)
+        assert bucket.slots <= slots
+        assert bucket.width >= max(len(it.tokens) for it in mine)
+        assert bucket.span >= max(it.span for it in mine)
+        assert rows >= bucket.context >= max(it.prefix + it.span for it in mine)
+        assert bucket.outputs >= sum(it.outputs for it in mine)
+
+
+def test_one_session_far_up_does_not_make_attention_read_the_slots_below_it() -> None:
+    alone = prompt(31, np.array([1]), 100)
+    assert bucket_of([alone], 32, 1280) == Bucket(1, 1, True, 1, 1, 128, 1)
+    everyone = [prompt(slot, np.array([1]), 100) for slot in range(32)]
+    assert bucket_of(everyone, 32, 1280) == Bucket(32, 32, False, 1, 1, 128, 32)
+    assert bucket_of(everyone[8:], 32, 1280).gathered is False
+
+
+def draw_of(contract: Contract, engine: Engine) -> Draw:
+    draw = Sampler(contract, engine.vocabulary, [1], 0).draw
+    assert draw is not None
+    return draw
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature: float) -> None:
+    """On the same logits: those that the pass left on the device."""
+    random = np.random.default_rng(11)
+    segments, draws, contracts = [], [], []
+    for slot in range(6):
+        tree = Tree.random(both[1], random, int(random.integers(1, 20)))
+        segments.append(tree.segment(slot, 5))
+        contracts.append(Contract(seed=slot * 77, choice=slot, max_tokens=9, temperature=temperature))
+        draws.append(None if slot == 4 else draw_of(contracts[-1], both[0]))
+    segments.insert(3, prompt(7, random_tokens(both[1], random, 90), 0))
+    contracts.insert(3, Contract(seed=2**64 - 1, max_tokens=9, temperature=temperature))
+    draws.insert(3, draw_of(contracts[3], both[0]))
+    said = both[0].judge(segments, draws)
+    row = 0
+    for segment, contract, draw in zip(segments, contracts, draws, strict=True):
+        for position in segment.positions:
+            chosen = said.choice(row)
+            sampler = Sampler(contract, both[0].vocabulary, [1] * (int(position) + 1), 0)
+            expected = sampler.choose(said.row(row))
+            if draw is None:
+                assert chosen is None
+            else:
+                assert chosen is not None
+                assert chosen.token == expected.token
+                assert chosen.gap == pytest.approx(expected.gap, abs=1e-9)
+            row += 1
+    assert row > 100
+
+
+def test_rows_that_nobody_draws_for_are_not_chosen(both: Both) -> None:
+    segments = [prompt(0, np.array([1, 2, 3]))]
+    said = both[0].judge(segments, [None])
+    assert said.choice(1) is None
+    assert (said.row(1) == both[0].forward(segments)[1]).all()
+    assert both[0].judge([prompt(0, np.array([1, 2]), wanted=0)], [Draw(1, 1.0)]).vocabulary == both[0].vocabulary
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ranked_candidates_are_the_best_of_the_posterior(both: Both, temperature: float) -> None:
+    contract = Contract(seed=3, max_tokens=9, temperature=temperature)
+    tokens = random_tokens(both[1], np.random.default_rng(12), 9)
+    rank = Rank(draw_of(contract, both[0]), 0.6)
+    logits = both[0].forward([prompt(0, tokens)])
+    ranked = both[0].rank([prompt(0, tokens)], [rank], 8)
+    assert len(ranked) == len(tokens)
+    for position, ranking in enumerate(ranked):
+        scores = Sampler(contract, both[0].vocabulary, [1] * (position + 1), 0).scores(logits[position]) / 0.6
+        chances = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
+        order = np.argsort(-chances, kind="stable")[:8]
+        assert ranking.tokens.tolist() == order.tolist()
+        assert ranking.scores == pytest.approx(chances[order], abs=1e-9)
+
+
+def test_bfloat16_differs_by_rounding_only() -> None:
+    engine = on_device(MODELS / "target", dtype="bfloat16")
+    native = NativeEngine.load(MODELS / "target", dtype="float32", slots=1, threads=1)
+    tokens = random_tokens(native, np.random.default_rng(8), 120)
+    difference = np.abs(engine.forward([prompt(0, tokens)]) - native.forward([prompt(0, tokens)]))
+    assert difference.max() < 0.25
+    assert np.sqrt((difference**2).mean()) < 0.03
+    assert engine.kv_bytes < 0.51 * on_device(MODELS / "target").kv_bytes
+
+
+def test_some_layers_alone() -> None:
+    kept = {"layers": 2}
+    both = (
+        on_device(MODELS / "target", **kept),
+        NativeEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1, layers=2),
+    )
+    assert both[0].parameters == both[1].parameters
+    assert_agree(both, [prompt(0, np.arange(20))])
+
+
+def test_costs_are_measured(both: Both) -> None:
+    costs = both[0].measure_costs([1, 8, 2000], 64, 1)
+    assert [count for count, seconds in costs if seconds > 0] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"device": "gpu"}, "device: is 'gpu'"),
+        ({"device": "mps"}, "device: is 'mps'"),
+        ({"dtype": "int8"}, "dtype: is int8"),
+        ({"numerics": "invariant"}, "numerics: invariant is not possible with device cpu"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        on_device(MODELS / "drafter", **changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no cuda:1 here: torch sees 0 CUDA devices"):
+        on_device(MODELS / "drafter", device="cuda:1")
+
+
+def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
+    for bad in (prompt(8, np.array([1])), prompt(0, np.array([-1])), prompt(0, np.array([1]), 1280)):
+        with pytest.raises(ValueError, match="segment of slot"):
+            both[0].forward([bad])
+    with pytest.raises(ValueError, match="row outside"):
+        both[0].move(0, np.array([1280]), np.array([0]))
+
+
+def test_generation_bases_are_those_of_the_noise() -> None:
+    contract = Contract(seed=9, choice=2, max_tokens=1)
+    assert Sampler(contract, 8, [1], 0).draw == Draw(generation_base(9, 2), 1.0)
+
+
+def test_functions_compile_whole_and_say_the_same() -> None:
+    """With a compiler's front end alone, which runs everywhere: no graph break, and every size is compiled."""
+    engine = on_device(MODELS / "drafter")
+    engine._kernels = CompiledKernels(fused_sums=True, tuned=True, backend="aot_eager")
+    both = engine, NativeEngine.load(MODELS / "drafter", dtype="float32", slots=SLOTS, threads=1)
+    text = random_tokens(both[1], np.random.default_rng(1), 40)
+    for start, end in ((0, 37), (37, 38), (38, 40)):
+        assert_agree(both, [prompt(0, text[start:end], start)])
+    plain = on_device(MODELS / "drafter")
+    plain.forward([prompt(0, text[:38])])
+    segments, draws = [prompt(0, text[38:], 38)], [Draw(7, 1.0)]
+    assert engine.judge(segments, draws).choice(1) == pytest.approx(plain.judge(segments, draws).choice(1), abs=1e-4)
+
+
+def test_the_fastest_way_to_attend_that_works_is_taken() -> None:
+    def broken(*arguments: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel here")
+
+    def slow(*arguments: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001)
+        return arguments[0]
+
+    def fast(*arguments: torch.Tensor) -> torch.Tensor:
+        return arguments[0]
+
+    kernels = Kernels()
+    kernels.attends = (broken, slow, fast)
+    assert kernels.attend(Unrecorded(), torch.zeros(1)) is fast

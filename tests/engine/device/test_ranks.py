@@ -1,0 +1,48 @@
+"""Two ranks of the device's engine say what one says, and rank 0 draws the tokens. Over gloo; NCCL needs GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.core.noise import Draw
+from outrider.engine.device import DeviceEngine
+from outrider.engine.native import NativeEngine
+from tests.engine.checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
+from tests.engine.ranked import LOADING, ranked
+
+SHAPES = ("grouped", "one-kv-head-llama3", "untied-wide-heads", "biased", "qwen3")
+FFN = 96
+
+
+def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
+    folders = [make_checkpoint(tmp_path / shape, shape, FFN) for shape in SHAPES]
+    with ranked(2, *folders, device="cpu") as ranks:
+        for folder in folders:
+            alone = NativeEngine.load(folder, **LOADING)
+            single = DeviceEngine.load(folder, device="cpu", dtype="float32", slots=8)
+            random = np.random.default_rng(1)
+            tokens = random_tokens(alone, random, 90)
+            tree = Tree.random(alone, random, 9).segment(1, 80)
+            with ranks.lead(folder) as leader:
+                assert leader.parameters == alone.parameters
+                assert leader.draws
+                assert_same(leader.forward([prompt(1, tokens)]), alone.forward([prompt(1, tokens)]))
+                for engine in (alone, leader, single):
+                    engine.forward([prompt(1, tokens[:80], wanted=0)])
+                    engine.copy(1, 4, 70)
+                    engine.forward([tree])
+                    engine.move(1, np.array([82, 85]), np.array([80, 81]))
+                segments = [prompt(4, tokens[:2], 70), prompt(1, tokens[:1], 82)]
+                assert_same(leader.forward(segments), alone.forward(segments))
+                ours, theirs = (engine.judge(segments, [Draw(5, 1.0), None]) for engine in (leader, single))
+                for row in range(2):
+                    chosen, expected = ours.choice(row), theirs.choice(row)
+                    assert chosen is not None
+                    assert expected is not None
+                    assert chosen.token == expected.token
+                    assert chosen.gap == pytest.approx(expected.gap, abs=1e-4)
+                assert ours.choice(2) is None
+                assert_same(ours.row(2)[None], theirs.row(2)[None])

@@ -1,0 +1,131 @@
+"""A loop whose engine draws the tokens itself commits what one does that draws them from logits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.config import VerifierConfig
+from outrider.core.budget import CostModel
+from outrider.core.contract import Contract, Plan
+from outrider.core.noise import Draw
+from outrider.core.sampler import Choice, Sampler
+from outrider.core.waiting import Patterns
+from outrider.engine.batch import Segment
+from outrider.engine.device import DeviceEngine
+from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.slots import Taken
+from outrider.errors import ConfigError
+from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.engine.device.taped import taped
+from verifier_svc.loop import StepLoop
+from verifier_svc.own import LookaheadDrafts, OwnDrafting
+from verifier_svc.service import load
+from verifier_svc.session import Commit, Session, Start
+from verifier_svc.step import Step, Work, make_noise
+
+PLAN = Plan(version=1, depth=8, nodes=16, wait_us=0)
+TEXT = (1, 2, 3, 1, 2, 3, 1)
+PLAIN: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "choice": 3}, {"temperature": 1.0}]
+OTHERS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "top_k": 9, "presence_penalty": 0.5},
+    {"temperature": 0.9, "min_tokens": 20, "stop_ids": (3,)},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 1.0, "rule": "speculative-sampling"},
+]
+
+
+class Undrawing(DeviceEngine):
+    """The same passes, with all logits fetched."""
+
+    draws = False
+
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
+        return HostLogits(self.forward(segments))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
+
+
+async def said(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Choice]], int]:
+    """Texts and choices of the sessions, and how many drafts were accepted."""
+    cost, drafting = CostModel([(2, 0.010), (64, 0.011)]), OwnDrafting(ahead=True)
+    loop = StepLoop(engine, cost, prefill_chunk=16, max_nodes=64, publish=lambda *_: None, own=drafting)
+    running = asyncio.create_task(loop.run())
+    sessions = []
+    for number, terms in enumerate(PLAIN + OTHERS):
+        contract = Contract(seed=number, max_tokens=60, **terms)
+        session = loop.open(Start(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64))
+        assert isinstance(session.own, LookaheadDrafts) or session.drawn
+        sessions.append(session)
+    choices: list[list[Choice]] = []
+    accepted = 0
+    for session in sessions:
+        commits: list[Commit] = []
+        while not session.finished or not session.commits.empty():
+            commit = await session.commits.get()
+            assert commit is not None
+            commits.append(commit)
+        choices.append([choice for commit in commits for choice in commit.choices])
+        accepted += sum(commit.report.accepted for commit in commits)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return [session.tokens for session in sessions], choices, accepted
+
+
+async def test_texts_gaps_and_logprobs_are_the_same_whoever_draws(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 8}
+    expected, chosen, _ = await said(Undrawing.load(folder, **loading))
+    here: set[int] = set()
+    choose = Sampler.choose
+
+    def counted(self: Sampler, *arguments: Any) -> Choice:
+        here.add(self.contract.seed)
+        return choose(self, *arguments)
+
+    monkeypatch.setattr(Sampler, "choose", counted)
+    engine = DeviceEngine.load(folder, **loading)
+    taped(engine)
+    texts, drawn, accepted = await said(engine)
+    exact = len(PLAIN) + 3  # what a p/q rule draws depends on the steps, too
+    assert texts[:exact] == expected[:exact]
+    for ours, theirs in zip(drawn[:exact], chosen[:exact], strict=True):
+        assert [choice.gap for choice in ours] == pytest.approx([choice.gap for choice in theirs], abs=1e-4)
+        assert [len(choice.logprobs) for choice in ours] == [len(choice.logprobs) for choice in theirs]
+    assert accepted > 0
+    seeds = range(len(PLAIN))
+    assert here.isdisjoint(seeds)
+    assert not here.isdisjoint(range(len(PLAIN), exact))
+    assert all(len(choice.logprobs) == 4 + 8 * 2 for choice in drawn[len(PLAIN) + 2])
+
+
+def test_noise_is_not_computed_twice() -> None:
+    """Neither for what the engine draws, nor does a session go without it that the engine does not draw for."""
+    contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
+    sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
+    works = [Work(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
+    for draws, expected in ((True, [False, True]), (False, [True, True])):
+        make_noise(Step(works, 0.0), draws=draws)
+        assert [bool(session.sampler._noise._rows) for session in sessions] == expected
+
+
+def session_of(number: int, contract: Contract) -> Session:
+    start = Start(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64)
+    return Session(start, Taken(number, len(TEXT) - 1, None), VOCABULARY, Patterns.unknown())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_verifier_without_its_device_says_so(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no cuda here"):
+        load(VerifierConfig(model=folder, device="cuda"))
+    with pytest.raises(ConfigError, match="numerics: invariant"):
+        load(VerifierConfig(model=folder, device="cuda", numerics="invariant"))
