@@ -92,6 +92,7 @@ class Decoder(VerifierServicer):
             ),
             way=self._loop.pace.way.value,
             treeless=self._engine.treeless,
+            ranks=self._engine.ranks,
         )
 
     def _check(self, start: pb.DecodeStart) -> Start:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
@@ -17,6 +21,12 @@ if TYPE_CHECKING:
 
 WIDTH = 120  # of a table in a file
 ANSWER_S = 10.0  # for a router to say what it serves
+
+
+class Suite(StrEnum):
+    """What is measured without a cluster."""
+
+    GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,9 @@ class _Point:
 
 
 def bench(
-    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS.jsonl", help='JSON lines: {"prompt": "..."}.')],
+    prompts: Annotated[
+        Path | None, typer.Argument(metavar="PROMPTS.jsonl", help='JSON lines: {"prompt": "..."}.')
+    ] = None,
     address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     callers: Annotated[list[int] | None, typer.Option(min=1, help="At once; may be repeated. [default: 1, 4]")] = None,
@@ -47,11 +59,19 @@ def bench(
         list[float] | None, typer.Option("--temperature", help="Drawn from these; may be repeated. [default: 0, 1]")
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there too.")] = None,
+    suite: Annotated[
+        Suite | None,
+        typer.Option(help="Not a cluster, but the engine on this machine's GPU; needs a checkout (`make bench-gpu`)."),
+    ] = None,
 ) -> None:
     """Measure a running cluster, plain and speculative in turn. Answers go on after an end of text."""
+    if suite is not None:
+        raise SystemExit(_run_suite(suite))
     from outrider.cli.load import Load, read_prompts
 
     with reported():
+        if prompts is None:
+            raise ConfigError("PROMPTS.jsonl: a file of prompts is needed, for example examples/held_out.jsonl")
         texts = [text for _, text in read_prompts(prompts)]
         _check_writable(output)
     heats = tuple(temperatures or (0.0, 1.0))
@@ -70,8 +90,6 @@ def bench(
 
 
 def _check_writable(output: Path | None) -> None:
-    from outrider.errors import ConfigError
-
     if output is not None and not output.resolve().parent.is_dir():
         raise ConfigError(f"--json: {output.parent} is not a folder")
 
@@ -163,3 +181,12 @@ def _show(points: list[_Point]) -> None:
 
 def _way(speculative: bool) -> Literal["off"] | None:
     return None if speculative else "off"
+
+
+def _run_suite(suite: Suite) -> int:
+    """A suite of a checkout's bench, as a process of its own; its exit status."""
+    root = Path(__file__).parents[2]
+    with reported():
+        if not (root / "bench" / f"{suite}.py").is_file():
+            raise ConfigError(f"--suite {suite}: is part of a checkout of Outrider, not of the package; run it in one")
+    return subprocess.run([sys.executable, "-m", f"bench.{suite}"], cwd=root, check=False).returncode

@@ -239,6 +239,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("weights", it.dtype),
         ("numerics", it.numerics),
         *([("speculation", f"none: {it.treeless}")] if it.treeless else []),
+        *([("ranks", f"{it.ranks}; bytes are of one")] if it.ranks > 1 else []),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
         ("drafters", WAYS.get(it.way, it.way)),

@@ -35,6 +35,7 @@ class Traits:
     weight_bytes: int  # that a pass reads, of one rank
     kv_bytes: int  # when all slots are full, of one rank
     treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
+    ranks: int = 1  # that share the model
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
 

@@ -26,6 +26,7 @@ from outrider.engine.sharding import Shard
 from outrider.errors import Unavailable
 
 TIMEOUT_S = 15.0  # for another rank to arrive at the same operation; it is computing the same
+MEETING = timedelta(minutes=2)  # for all ranks to come to where they meet
 GATHER = timedelta(hours=1)  # for all ranks to have loaded
 FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
@@ -112,7 +113,7 @@ class Ranks:
         self._timeout = timedelta(seconds=timeout_s)
         os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
         with self._reaching():
-            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=of, timeout=self._timeout)
+            dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=of, timeout=MEETING)
         assert dist.group.WORLD is not None
         self._ranks = dist.group.WORLD
 

@@ -30,6 +30,7 @@ class Leader(Engine):
     def __init__(self, engine: Engine, group: Group) -> None:
         super().__init__(engine)
         self.beat_s = BEAT_S
+        self.ranks = group.shard.of
         self._engine = engine
         self._group = group
         self._changes: list[Change] = []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -41,6 +42,19 @@ def test_what_cannot_be_measured_is_one_line_and_no_table(
     assert not result.stdout
     for fragment in fragments:
         assert fragment in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
+def test_the_suite_for_gpus_says_plainly_that_nothing_was_run(capfd: pytest.CaptureFixture[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "--suite", "gpu"])
+    assert result.exit_code == 0
+    assert "gpu: nothing was run: torch sees no CUDA device here" in capfd.readouterr().out
+
+
+def test_a_cluster_is_measured_over_prompts() -> None:
+    result = CliRunner().invoke(app, ["bench"])
+    assert result.exit_code == 2
+    assert "PROMPTS.jsonl: a file of prompts is needed" in result.stderr
 
 
 async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -18,6 +19,9 @@ from outrider.errors import CheckpointError, ConfigError, OutriderError, Unavail
 from outrider.fleet import ranks
 from outrider.fleet.local import LocalCluster
 from outrider.fleet.on_ray import RayCluster
+from outrider.rpc.channels import open_channel
+from outrider.v1.types_pb2 import DescribeRequest
+from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, free_port, say
 
 NOTHING = TARGET.parent / "nothing"
@@ -65,6 +69,8 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
     wanted = config(ranks=4, drafters=0).model_copy(update={"drafter": [DrafterConfig(model=DRAFTER, **small)]})
     async with RayCluster(wanted, ray_address) as cluster:
         assert_same(await say(cluster.router_address), expected)
+        async with open_channel(cluster.processes["verifier-0"].address) as channel:
+            assert (await VerifierStub(channel).Describe(DescribeRequest())).ranks == 4
         async with outrider.AsyncClient(cluster.router_address) as client:
             alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
         assert alone.usage.acceptance_length > 1.0
@@ -94,6 +100,12 @@ async def test_ranks_that_cannot_be_are_refused_and_nothing_is_left(
     while ranks_of(os.getpid()) and time.monotonic() < give_up:
         await asyncio.sleep(0.1)
     assert not ranks_of(os.getpid())
+
+
+async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'outrider\[ray\]'"):
+        await ranks.run("verifier", config(ranks=2).verifier[0], redis_url, announce=lambda address: None)
 
 
 async def test_a_ray_cluster_that_is_not_there_is_named(redis_url: str) -> None:
