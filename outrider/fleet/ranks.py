@@ -200,13 +200,12 @@ class Rank:
 
     async def join(self, meeting: str) -> None:
         """Meets the others."""
-        import torch
-
+        from outrider.engine.device.engine import check_device
         from outrider.engine.group import CudaRanks, Ranks
 
         kind: Any = Ranks
         if self._config.device != "cpu":
-            kind = partial(CudaRanks, device=torch.device(self._config.device))
+            kind = partial(CudaRanks, device=check_device(self._config.device))
         of = self._config.tensor_parallel
         self._group = await asyncio.to_thread(kind, self._rank, of, meeting, host=self._host())
 
