@@ -87,6 +87,8 @@ class RayServer:
         wanted = {} if ranked else needs(section, getattr(section, "threads", 1))
         await find_room(wanted, 1, self.name)
         others = {name: amount for name, amount in wanted.items() if name not in ("CPU", "GPU")}
+        if self._seat is not None:
+            ray.kill(self._seat)  # of the time before: it would keep its place
         seat: Any = ray.remote(Seat)
         self._seat = seat.options(
             num_cpus=wanted.get("CPU", 0.0), num_gpus=wanted.get("GPU", 0.0), resources=others

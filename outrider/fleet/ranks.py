@@ -80,24 +80,24 @@ class RankGroup:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        config = self._config
-        self._place = await self._placed()
+        config, wanted = self._config, needs(self._config, self._config.threads)
+        self._place = await self._placed(wanted)
         actor: Any = ray.remote(Rank)
         for rank in range(config.tensor_parallel):
             at = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
             self._ranks.append(
                 actor.options(
-                    num_cpus=needs(config, config.threads).get("CPU", 0.0),
-                    num_gpus=config.gpus,
+                    num_cpus=wanted.get("CPU", 0.0),
+                    num_gpus=wanted.get("GPU", 0.0),
                     scheduling_strategy=at,
                     max_concurrency=8,
                 ).remote(self._role, config, rank)
             )
         first, *others = self._ranks
-        meeting = await self._heard(first.meeting.remote())
-        await self._all(*(rank.join.remote(meeting) for rank in self._ranks))
-        self._running = [asyncio.ensure_future(self._heard(rank.follow.remote())) for rank in others]
-        self._running.append(asyncio.ensure_future(self._heard(first.serve.remote(self._redis_url))))
+        meeting = await self._heard(0, first.meeting.remote())
+        await asyncio.gather(*(self._heard(rank, it.join.remote(meeting)) for rank, it in enumerate(self._ranks)))
+        lives = [first.serve.remote(self._redis_url), *(it.follow.remote() for it in others)]
+        self._running = [asyncio.ensure_future(self._heard(rank, life)) for rank, life in enumerate(lives)]
         address: str = await self._before_an_end(first.listening.remote())
         self.was_ready = True
         return address
@@ -128,11 +128,10 @@ class RankGroup:
         if self._place is not None:
             ray.util.remove_placement_group(self._place)
 
-    async def _placed(self) -> PlacementGroup:
+    async def _placed(self, wanted: dict[str, float]) -> PlacementGroup:
         import ray
 
-        config = self._config
-        bundle = needs(config, config.threads) or {"CPU": 0.001}
+        config, bundle = self._config, wanted or {"CPU": 0.001}  # Ray takes no empty ones
         await find_room(bundle, config.tensor_parallel, "tensor_parallel: ranks")
         place: PlacementGroup = ray.util.placement_group(
             [bundle] * config.tensor_parallel, strategy="SPREAD" if config.spread else "PACK"
@@ -148,7 +147,7 @@ class RankGroup:
 
     async def _before_an_end(self, work: Any) -> Any:
         """The result, unless a rank ends first."""
-        waits = asyncio.ensure_future(self._heard(work))
+        waits = asyncio.ensure_future(self._heard(0, work))
         try:
             await asyncio.wait([waits, *self._running], return_when=asyncio.FIRST_COMPLETED)
             for ended in self._running:
@@ -159,13 +158,8 @@ class RankGroup:
             waits.cancel()
             await asyncio.gather(waits, return_exceptions=True)
 
-    async def _all(self, *works: Any) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for work in works:
-                tasks.create_task(self._heard(work))
-
-    async def _heard(self, work: Any) -> Any:
-        """A call's result. Raises the OutriderError that it fails with, Unavailable when the actor is lost."""
+    async def _heard(self, rank: int, work: Any) -> Any:
+        """A call's result. Raises the OutriderError that it fails with, Unavailable when the rank is lost."""
         import ray
 
         try:
@@ -174,7 +168,7 @@ class RankGroup:
             cause = error.cause
             raise cause if isinstance(cause, OutriderError) else error from None
         except ray.exceptions.RayActorError as error:
-            raise Unavailable(f"a rank of {self._role} is lost: {str(error).splitlines()[0]}") from None
+            raise Unavailable(f"{self._role}: rank {rank} is lost: {str(error).splitlines()[0]}") from None
 
 
 class Rank:
