@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from outrider.core.contract import MAX_STOP_IDS
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import CheckpointError
+from outrider.hub import checkpoint_folder
 
 _LONG_TEXT = 4096  # characters; tokenizing more than this takes longer than other sessions should wait
 
@@ -37,11 +38,12 @@ class ServedModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 
-def load_model(name: str, folder: Path) -> ServedModel:
+def load_model(name: str, checkpoint: Path) -> ServedModel:
     """Reads tokenizer.json and, where they are, generation_config.json and config.json.
 
     Raises CheckpointError naming the file that is missing or broken.
     """
+    folder = checkpoint_folder(checkpoint, weights=False)
     path = folder / "tokenizer.json"
     blob = _read(path)
     if blob is None:

@@ -16,6 +16,7 @@ import typer
 
 from outrider.cli.reporting import reported
 from outrider.fleet import openmp
+from outrider.hub import hub_name
 from outrider.rpc.lifecycle import PARENT, run_until_signal
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ Redis = Annotated[
     ),
 ]
 Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free one.")]
-Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Face format.")]
-Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
+Checkpoint = Annotated[
+    Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
+]
+Name = Annotated[str | None, typer.Option(help="The model's name. [default: the checkpoint's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
 Backend = Annotated[
     str | None, typer.Option(help="native, transformers, or auto: native where it knows the family. [default: auto]")
@@ -72,7 +75,9 @@ Drain = Annotated[float | None, typer.Option(help="Seconds that running calls ge
 def router(
     context: typer.Context,
     redis: Redis,
-    models: Annotated[list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer; may be repeated.")],
+    models: Annotated[
+        list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer, or NAME=ORG/NAME; may be repeated.")
+    ],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
     policy: Annotated[str | None, typer.Option(help="ema, fixed or off. [default: ema]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
@@ -185,7 +190,7 @@ def drafter(
     ] = None,
     store: Store = None,
     target: Annotated[
-        Path | None, typer.Option(help="The target's checkpoint folder, if it has another tokenizer than this model.")
+        Path | None, typer.Option(help="The target's checkpoint, if it has another tokenizer than this model.")
     ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
@@ -250,7 +255,7 @@ def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str],
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and hub_name(loads) is None:  # a download shows a progress of its own
             from rich.console import Console
 
             stack.enter_context(Console(stderr=True).status(f"{role}: loading {loads} ..."))
