@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -93,8 +94,9 @@ class ChatTemplate:
         except BrokenPipeError:
             line = ""
         if not line:
+            status = process.wait()
             self._stop()
-            raise _Refused("it takes too long, or too much memory")
+            raise _Refused("it takes too long" if status == -signal.SIGXCPU else f"its process ended with {status}")
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
             raise _Refused(answer["error"])

@@ -100,7 +100,9 @@ def rendered(template: jinja2.Template, messages: Sequence[Any], variables: Mapp
         if characters > MOST_CHARACTERS:
             raise ValueError(f"more than {MOST_CHARACTERS} characters come of it")
         pieces.append(piece)
-    return "".join(pieces)
+    text = "".join(pieces)
+    text.encode()  # what is no Unicode is no prompt
+    return text
 
 
 def main() -> None:

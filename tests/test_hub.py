@@ -104,9 +104,10 @@ def test_every_shard_of_the_index_must_be_there(cache: Path, tmp_path: Path) -> 
         checkpoint_folder("org/name")
     (snapshot / "model-2.safetensors").touch()
     assert checkpoint_folder("org/name") == snapshot
-    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": 1}')
-    with pytest.raises(CheckpointError, match=r"index\.json: is no index of weights"):
-        checkpoint_folder("org/name")
+    for broken in ('{"weight_map": 1}', '{"weight_map": {"a": 1}}', "{}", "x"):
+        (snapshot / "model.safetensors.index.json").write_text(broken)
+        with pytest.raises(CheckpointError, match=r"index\.json: is no index of weights"):
+            checkpoint_folder("org/name")
 
 
 def test_what_is_not_in_the_cache_is_said_with_how_to_fill_it(cache: Path) -> None:

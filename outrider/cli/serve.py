@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -103,7 +103,7 @@ def router(
     from outrider.config import RouterConfig
 
     config = _section(RouterConfig, context, models=model_folders(models))
-    with _process("router", threads=1, loads="tokenizers") as announce:
+    with _process("router", 1, loads="tokenizers", checkpoints=config.models.values()) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             from router.service import run
@@ -145,7 +145,7 @@ def verifier(
     from outrider.config import VerifierConfig
 
     config = _section(VerifierConfig, context)
-    with _process("verifier", threads=config.threads, loads=str(model)) as announce:
+    with _process("verifier", config.threads, loads=str(model), checkpoints=[model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -212,7 +212,7 @@ def drafter(
     from outrider.config import DrafterConfig
 
     config = _section(DrafterConfig, context)
-    with _process("drafter", threads=config.threads, loads=str(model)) as announce:
+    with _process("drafter", config.threads, loads=str(model), checkpoints=[model, target or model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -248,14 +248,14 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
 
 
 @contextmanager
-def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str], None]]:
+def _process(role: str, threads: int, *, loads: str, checkpoints: Iterable[Path]) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
     _die_with_parent()
     openmp.settle(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
-        if sys.stderr.isatty() and hub_name(loads) is None:  # a download shows a progress of its own
+        if sys.stderr.isatty() and not any(map(hub_name, checkpoints)):  # a download shows a progress of its own
             from rich.console import Console
 
             stack.enter_context(Console(stderr=True).status(f"{role}: loading {loads} ..."))

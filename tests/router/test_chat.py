@@ -154,7 +154,7 @@ async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
     [
         ("{% if %}", None, r"tokenizer_config\.json: is no chat template that compiles: Expected.*\(line 1\)"),
         (None, "x\n{% for %}", r"chat_template\.jinja: is no chat template that compiles: .*\(line 2\)"),
-        ("{{ 7 ** (7 ** 10) }}", None, r"tokenizer_config\.json: is no chat template that compiles: it takes too"),
+        ("{{ 7 ** (7 ** 10) }}", None, r"tokenizer_config\.json: is no chat template that compiles: it takes too long"),
         (17, None, r"tokenizer_config\.json: chat_template must be a string"),
     ],
 )
@@ -172,7 +172,7 @@ async def test_no_template_can_hang_or_exhaust_the_router(
     wicked = "{% if messages[0].role == 'hang' %}" + HANG + "{% elif messages[0].role == 'hog' %}" + HOG
     template = template_of(opened(folder(wicked + "{% else %}{{ messages[0].content * 1000 }}{% endif %}")))
     for message, says in (
-        (Message("hang", ""), "takes too long, or too much memory"),
+        (Message("hang", ""), "takes too long"),
         (Message("hog", "99999999999"), "takes too much memory"),
         (Message("user", "x" * (MOST_CHARACTERS // 1000 + 1)), f"more than {MOST_CHARACTERS} characters"),
     ):
@@ -193,6 +193,7 @@ async def test_no_template_can_hang_or_exhaust_the_router(
         "{{ range(1000000) }}",
         "{{ cycler.__init__.__globals__ }}",
         "{% include 'x' %}",
+        "{{ '\\ud800' }}",
     ],
 )
 async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], ServedModel], attempt: str) -> None:
