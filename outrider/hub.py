@@ -80,7 +80,7 @@ def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """As the index names them; without one, or with a broken one that its reader is to report, the one file."""
+    """As the index names them; without one, the one file. Raises CheckpointError for a broken index."""
     try:
         files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         return sorted(file.strip() for file in files)

@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 import outrider
 from outrider.cli.main import app
+from outrider.client._wire import Options
 from outrider.config import load_cluster
 from outrider.errors import ConfigError
 from outrider.fleet.local import LocalCluster
@@ -30,10 +32,11 @@ model = "{drafter}"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that processes which are started use, with the reference target as org/target, revision v1."""
+    """A cache for processes that are started, with the reference target as org/target, revision v1, and a template."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
-    cached(cache, "org/target", MODELS / "target", revision="v1")
+    snapshot = cached(cache, "org/target", MODELS / "target", revision="v1")
+    (snapshot / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     return cache
 
 
@@ -59,6 +62,21 @@ async def test_a_cluster_of_names_on_the_hub_says_what_one_of_folders_says(tmp_p
     cached(cache, "org/drafter", MODELS / "drafter")
     named = await say(written(tmp_path, "org/target@v1", "org/drafter"))
     assert named == await say(written(tmp_path, str(MODELS / "target"), str(MODELS / "drafter")))
+
+
+async def test_messages_say_what_the_prompt_that_the_template_makes_of_them_says(tmp_path: Path, cache: Path) -> None:
+    cached(cache, "org/drafter", MODELS / "drafter")
+    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    prompt = tokenizer.encode("<|endoftext|>def add(a, b):", add_special_tokens=False).ids
+    how: Options = {"temperature": 0.8, "seed": 3, "max_tokens": 32, "ignore_eos": True}
+    async with (
+        LocalCluster(load_cluster(written(tmp_path, "org/target@v1", "org/drafter"))) as cluster,
+        outrider.AsyncClient(cluster.router_address) as client,
+    ):
+        messages = [{"role": "user", "content": "def add("}, {"role": "user", "content": "a, b):"}]
+        chatted = await client.generate(messages=messages, timeout=60, **how)
+        asked = await client.generate(prompt, timeout=60, **how)
+    assert (chatted.text, chatted.usage.prompt_tokens) == (asked.text, len(prompt))
 
 
 async def test_a_worker_whose_model_is_not_in_the_cache_is_named_with_what_to_do(tmp_path: Path, cache: Path) -> None:
