@@ -27,6 +27,7 @@ from outrider.engine.loading import load_engine, outline
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import ConfigError, InvalidRequest, Overloaded
+from outrider.hub import checkpoint_folder
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.sink.keyring import Keyring
@@ -196,7 +197,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
     """
     engine = load_engine(
-        config.model,
+        checkpoint_folder(config.model),
         backend=config.backend,
         dtype=config.dtype,
         device=config.device,
@@ -228,9 +229,10 @@ def with_model(
         roster.serve(grower)
         sink.serve(grower)
         return roster, grower
-    digest, vocabulary = read_tokenizer_digest(config.target), outline(config.target).vocabulary
+    folders = [checkpoint_folder(checkpoint, weights=False) for checkpoint in (config.target, config.model)]
+    digest, vocabulary = read_tokenizer_digest(folders[0]), outline(folders[0]).vocabulary
     roster = Roster(config, worker_id, replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary))
-    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (config.target, config.model))
+    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in folders)
     translator = Translator(*tokenizers, send=roster.send, resync=roster.resync)
     translator.serve(_grower(config, engine, translator.take, translator.reopen))
     roster.serve(translator)
@@ -258,8 +260,9 @@ def _grower(
 def without_model(config: DrafterConfig, worker_id: str) -> tuple[Roster, Finder]:
     """A drafter that has none, and its loop. Of the checkpoint, only the tokenizer and the configuration are read."""
     assert config.drafts != "model"
-    model = outline(config.model, config.backend)
-    digest = read_tokenizer_digest(config.model)
+    folder = checkpoint_folder(config.model, weights=False)
+    model = outline(folder, config.backend)
+    digest = read_tokenizer_digest(folder)
     lookups = Lookups.open(config.drafts, config.store, digest)
     roster = Roster(config, worker_id, Capacity(digest, model.vocabulary, model.context, config.slots, 0))
     finder = Finder(lookups, slots=config.slots, send=roster.send, resync=roster.resync)

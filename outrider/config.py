@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from outrider.errors import ConfigError
+from outrider.hub import hub_name
 
 
 def _address(value: str) -> str:
@@ -53,7 +54,7 @@ class RouterConfig(Placed):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"
-    models: dict[str, Path] = Field(min_length=1)  # model name -> folder that holds its tokenizer.json
+    models: dict[str, Path] = Field(min_length=1)  # model name -> checkpoint; its tokenizer.json is enough
     policy: Literal["ema", "fixed", "off"] = "ema"
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
     width: int = Field(default=4, ge=1, le=64)
@@ -72,8 +73,8 @@ class RouterConfig(Placed):
 class WorkerConfig(Placed):
     """What verifiers and drafters share."""
 
-    model: Path  # checkpoint folder in Hugging Face format
-    name: str | None = None  # the model's name; None: the folder's name
+    model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
+    name: str | None = None  # the model's name; None: the folder's, or NAME
     listen: Address = "127.0.0.1:0"
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
     backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
@@ -92,7 +93,10 @@ class WorkerConfig(Placed):
     @property
     def model_name(self) -> str:
         """The name that requests ask for."""
-        return self.name or self.model.resolve().name
+        if self.name:
+            return self.name
+        on_hub = hub_name(self.model)
+        return on_hub.name if on_hub else self.model.resolve().name
 
 
 class VerifierConfig(WorkerConfig):
@@ -112,7 +116,7 @@ class DrafterConfig(WorkerConfig):
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
     drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
-    target: Path | None = None  # the target's checkpoint folder, if its tokenizer is another: drafts go by their text
+    target: Path | None = None  # the target's checkpoint, if its tokenizer is another: drafts go by their text
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
@@ -196,7 +200,8 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Reads a cluster's TOML file; relative paths in it are relative to the file. Raises ConfigError."""
+    """Reads a cluster's TOML file; relative paths in it are relative to the file, and what is none and looks
+    like ORG/NAME is on the hub. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -207,7 +212,7 @@ def load_cluster(path: Path) -> ClusterConfig:
     base = path.resolve().parent
     data = cluster.redis.data
     router = cluster.router.model_copy(
-        update={"models": {name: base / folder for name, folder in cluster.router.models.items()}}
+        update={"models": {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}}
     )
     return cluster.model_copy(
         update={
@@ -224,7 +229,12 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
-    paths = {"model": worker.model, "store": worker.store}
+    paths = {"model": _checkpoint(base, worker.model), "store": worker.store and base / worker.store}
     if isinstance(worker, DrafterConfig):
-        paths["target"] = worker.target
-    return {name: path and base / path for name, path in paths.items()}
+        paths["target"] = worker.target and _checkpoint(base, worker.target)
+    return paths
+
+
+def _checkpoint(base: Path, given: Path) -> Path:
+    """A folder's path from the file's own folder on; a name on the hub as it is."""
+    return given if hub_name(given, base) else base / given

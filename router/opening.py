@@ -20,7 +20,7 @@ from router.background import Background
 from router.fleet import Fleet
 from router.ledger import Ledger
 from router.models import ServedModel
-from router.requests import Ask, ceilings, check_fits, empty_prompt
+from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
 
@@ -90,6 +90,10 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
             return await take_over(cluster, session_id, record.generation, 0, 0)
         if session_id != history.session_id:  # whoever claimed the key first has died before it began
             history = replace(history, session_id=session_id, expected=0)
+    if isinstance(ask.prompt, Conversation) and history.logged and not ask.whole_history:
+        raise InvalidRequest(
+            "messages", "are a whole conversation, and the session has a past; send all of it, and set whole_history"
+        )
     check_fits(history.tokens, ask.contract, await suitable(cluster, ask.model))
     try:
         return await _begin(cluster, ask, history, deadline)
@@ -249,7 +253,13 @@ async def _history(sessions: Sessions, ask: Ask, held: SessionRecord | None) -> 
 
 
 async def _encode(ask: Ask, *, first: bool) -> tuple[int, ...]:
-    tokens = await ask.model.encode(ask.prompt, special=first) if isinstance(ask.prompt, str) else ask.prompt
+    match ask.prompt:
+        case str() as text:
+            tokens = await ask.model.encode(text, special=first)
+        case Conversation() as messages:
+            tokens = await ask.model.encode_chat(messages)
+        case tokens:
+            pass
     if not tokens:
         raise empty_prompt()
     return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.config import RouterConfig
@@ -15,6 +15,7 @@ from outrider.rpc.codec import check_tokens
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
+from router.chat import Message
 from router.models import ServedModel
 
 DEFAULT_MAX_TOKENS = 128
@@ -25,12 +26,18 @@ MAX_KEY = 128  # characters
 OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
 
 
+class Conversation(tuple[Message, ...]):
+    """A prompt as messages: the whole conversation, for the model's chat template."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One valid request, but for what depends on the verifier (see `check_fits`)."""
 
     model: ServedModel
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | Conversation
     contract: Contract
     stops: tuple[str, ...]
     policy: GammaPolicy
@@ -106,8 +113,12 @@ def served(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
     return models[name]
 
 
-def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...]:
+def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...] | Conversation:
     kind = request.WhichOneof("prompt")
+    if request.messages:
+        if kind is not None:
+            raise InvalidRequest("messages", "are there beside a prompt; send one of the two")
+        return _conversation(request.messages)
     if kind == "token_ids":
         digest = request.token_ids.tokenizer_digest
         if digest and digest != model.digest:
@@ -123,9 +134,19 @@ def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str |
     return prompt
 
 
+def _conversation(messages: Iterable[inference_pb2.Message]) -> Conversation:
+    conversation = Conversation(Message(message.role, message.content) for message in messages)
+    for index, message in enumerate(conversation):
+        if not message.role:
+            raise InvalidRequest(f"messages[{index}].role", "is empty, must say who speaks, for example user")
+    return conversation
+
+
 def empty_prompt() -> InvalidRequest:
     """The error for a prompt without a single token."""
-    return InvalidRequest("prompt", "is empty, must be text or token_ids with at least one token")
+    return InvalidRequest(
+        "prompt", "is empty, must be text or token_ids with at least one token, unless there are messages"
+    )
 
 
 def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:

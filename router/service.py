@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -146,10 +146,22 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
 
     On cancellation new calls are refused and running ones have a few seconds to end; then they are cut off.
 
-    Raises CheckpointError for a tokenizer that cannot be loaded, Unavailable when Redis cannot be reached at
-    the start, ConfigError for an address that cannot be bound.
+    Raises CheckpointError for a tokenizer or chat template that cannot be loaded, Unavailable when Redis cannot be
+    reached at the start, ConfigError for an address that cannot be bound.
     """
-    models = {name: await asyncio.to_thread(load_model, name, folder) for name, folder in config.models.items()}
+    models: dict[str, ServedModel] = {}
+    try:
+        for name, checkpoint in config.models.items():
+            models[name] = await asyncio.to_thread(load_model, name, checkpoint)
+        await _serve(config, models, redis_url, announce)
+    finally:
+        for model in models.values():
+            await asyncio.to_thread(model.close)
+
+
+async def _serve(
+    config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
+) -> None:
     client = connect(redis_url)
     fleet = Fleet(Registry(client))
     background = Background()

@@ -1,11 +1,14 @@
 """A real Redis-compatible server for the whole run, emptied for each test that asks for it."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import redis
 
 from outrider.store.embedded import EmbeddedRedis
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
 
 
 @pytest.fixture(scope="session")

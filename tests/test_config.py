@@ -26,11 +26,20 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "m" / "target").mkdir(parents=True)
     cluster = load_cluster(written(tmp_path, GOOD))
     assert cluster.redis.data == tmp_path / "state"
     assert cluster.router.models["target"] == cluster.verifier[0].model == tmp_path / "m" / "target"
     assert cluster.verifier[0].model_name == "target"
     assert cluster.drafter[0].model == Path("/absolute/drafter")
+
+
+def test_a_name_on_the_hub_is_not_relative_to_the_file(tmp_path: Path) -> None:
+    text = GOOD.replace("m/target", "org/name@v1") + 'target = "org/other"\nstore = "org/store"\n'
+    cluster = load_cluster(written(tmp_path, text))
+    assert cluster.router.models["target"] == cluster.verifier[0].model == Path("org/name@v1")
+    assert cluster.verifier[0].model_name == "name"
+    assert (cluster.drafter[0].target, cluster.drafter[0].store) == (Path("org/other"), tmp_path / "org" / "store")
 
 
 def test_layers_to_skip_are_a_list(tmp_path: Path) -> None:
@@ -56,6 +65,7 @@ above = 0
 
 
 def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_path: Path) -> None:
+    (tmp_path / "m" / "mid").mkdir(parents=True)
     drafters = load_cluster(written(tmp_path, GOOD + TIERS)).drafters
     assert [(worker.tier, worker.upstream_tier) for worker in drafters] == [
         (0, None),

@@ -19,6 +19,7 @@ from outrider.engine.group import ALONE, Group
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
+from outrider.hub import checkpoint_folder
 from outrider.rpc.server import serving
 from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
@@ -118,7 +119,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
     engine = load_engine(
-        config.model,
+        checkpoint_folder(config.model),
         backend=config.backend,
         dtype=config.dtype,
         device=config.device,

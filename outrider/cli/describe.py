@@ -41,7 +41,9 @@ class _Model(Protocol):
 
 
 def describe(
-    target: Annotated[str, typer.Argument(help="A checkpoint folder, or HOST:PORT of a server.")],
+    target: Annotated[
+        str, typer.Argument(help="A checkpoint folder, ORG/NAME[@REVISION] on the hub, or HOST:PORT of a server.")
+    ],
     backend: Annotated[Backend, typer.Option(help="What runs a folder's model.")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="Of a folder's weights.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
@@ -56,20 +58,17 @@ def describe(
     """
     from rich.console import Console
 
+    from outrider.engine.loading import chosen_backend
+    from outrider.hub import checkpoint_folder
+
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target)))
-        elif _is_native(Path(target), backend):
-            _describe_folder(screen, Path(target), dtype, layers, skip or (), threads)
         else:
-            _describe_any(screen, Path(target), dtype, layers, skip or (), threads)
-
-
-def _is_native(folder: Path, backend: Backend) -> bool:
-    from outrider.engine.loading import chosen_backend
-
-    return chosen_backend(folder, backend) == "native"
+            folder = checkpoint_folder(target)
+            native = chosen_backend(folder, backend) == "native"
+            (_describe_folder if native else _describe_any)(screen, folder, dtype, layers, skip or (), threads)
 
 
 def _describe_folder(

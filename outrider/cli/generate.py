@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The text is a user's message, for the model's chat template.")
+    ] = False,
     address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -57,8 +60,10 @@ def generate(
     from outrider.client import Client
 
     with reported(), Client(address) as client:
+        text = sys.stdin.read() if prompt == "-" else prompt
         stream = client.stream(
-            sys.stdin.read() if prompt == "-" else prompt,
+            None if chat else text,
+            messages=[{"role": "user", "content": text}] if chat else (),
             timeout=timeout,
             model=model,
             temperature=temperature,

@@ -22,7 +22,7 @@ def parse_count(text: str | int) -> int:
 
 
 def pad(
-    source: Annotated[Path, typer.Argument(help="Checkpoint folder in Hugging Face format.")],
+    source: Annotated[Path, typer.Argument(help="Checkpoint: a folder, or ORG/NAME[@REVISION] on the hub.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write the padded checkpoint to.")],
     parameters: Annotated[
         int | None, typer.Option(parser=parse_count, metavar="COUNT", help="About how many, like 150M.")
@@ -33,9 +33,10 @@ def pad(
 ) -> None:
     """Pad a checkpoint with weights that do nothing, to see how a larger model would perform."""
     from outrider.engine.padding import pad_checkpoint
+    from outrider.hub import checkpoint_folder
 
     if (parameters is None) == (shape is None):
         raise typer.BadParameter("give either --parameters or --shape")
     with reported():
-        pad_checkpoint(source, destination, parameters=parameters, shape=shape)
+        pad_checkpoint(checkpoint_folder(source), destination, parameters=parameters, shape=shape)
     print(f"outrider pad: wrote {destination}")

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -16,6 +16,7 @@ import typer
 
 from outrider.cli.reporting import reported
 from outrider.fleet import openmp
+from outrider.hub import hub_name
 from outrider.rpc.lifecycle import PARENT, run_until_signal
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ Redis = Annotated[
     ),
 ]
 Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free one.")]
-Checkpoint = Annotated[Path, typer.Option(help="Checkpoint folder in Hugging Face format.")]
-Name = Annotated[str | None, typer.Option(help="The model's name. [default: the folder's]")]
+Checkpoint = Annotated[
+    Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
+]
+Name = Annotated[str | None, typer.Option(help="The model's name. [default: the checkpoint's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
 Backend = Annotated[
     str | None, typer.Option(help="native, transformers, or auto: native where it knows the family. [default: auto]")
@@ -73,7 +76,9 @@ Drain = Annotated[float | None, typer.Option(help="Seconds that running calls ge
 def router(
     context: typer.Context,
     redis: Redis,
-    models: Annotated[list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer; may be repeated.")],
+    models: Annotated[
+        list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer, or NAME=ORG/NAME; may be repeated.")
+    ],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
     policy: Annotated[str | None, typer.Option(help="ema, fixed or off. [default: ema]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
@@ -99,7 +104,7 @@ def router(
     from outrider.config import RouterConfig
 
     config = _section(RouterConfig, context, models=model_folders(models))
-    with _process("router", threads=1, loads="tokenizers") as announce:
+    with _process("router", 1, loads="tokenizers", checkpoints=config.models.values()) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             from router.service import run
@@ -142,7 +147,7 @@ def verifier(
     from outrider.config import VerifierConfig
 
     config = _section(VerifierConfig, context)
-    with _process("verifier", threads=config.threads, loads=str(model)) as announce:
+    with _process("verifier", config.threads, loads=str(model), checkpoints=[model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -188,7 +193,7 @@ def drafter(
     ] = None,
     store: Store = None,
     target: Annotated[
-        Path | None, typer.Option(help="The target's checkpoint folder, if it has another tokenizer than this model.")
+        Path | None, typer.Option(help="The target's checkpoint, if it has another tokenizer than this model.")
     ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
@@ -210,7 +215,7 @@ def drafter(
     from outrider.config import DrafterConfig
 
     config = _section(DrafterConfig, context)
-    with _process("drafter", threads=config.threads, loads=str(model)) as announce:
+    with _process("drafter", config.threads, loads=str(model), checkpoints=[model, target or model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -246,14 +251,14 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
 
 
 @contextmanager
-def _process(role: str, *, threads: int, loads: str) -> Iterator[Callable[[str], None]]:
+def _process(role: str, threads: int, *, loads: str, checkpoints: Iterable[Path]) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
     _die_with_parent()
     openmp.settle(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not any(map(hub_name, checkpoints)):  # a download shows a progress of its own
             from rich.console import Console
 
             stack.enter_context(Console(stderr=True).status(f"{role}: loading {loads} ..."))

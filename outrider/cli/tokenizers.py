@@ -8,15 +8,16 @@ from tokenizers import Tokenizer
 
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import CheckpointError
+from outrider.hub import checkpoint_folder
 
 
-def read_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
+def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
     """A checkpoint's tokenizer and its digest. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
+    path = checkpoint_folder(checkpoint, weights=False) / "tokenizer.json"
     try:
         content = path.read_bytes()
         return Tokenizer.from_buffer(content), tokenizer_digest(content)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; give the folder of the target's checkpoint") from None
+        raise CheckpointError(f"{path}: {error.strerror}; give the target's checkpoint") from None
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None

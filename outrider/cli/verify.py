@@ -31,7 +31,8 @@ AGAINST = {SPECULATIVE: "plain against speculative", REFERENCE: "the text agains
 def verify(
     address: Annotated[str | None, typer.Option(help="A running cluster's router, HOST:PORT.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="The target's folder: for its tokenizer, and for transformers. With --address.")
+        Path | None,
+        typer.Option(help="The target's checkpoint: for its tokenizer, and for transformers. With --address."),
     ] = None,
     target: Annotated[Path, typer.Option(help="Without --address: the target of a cluster that is started.")] = Path(
         "models/target"
@@ -210,10 +211,11 @@ def _counts(verdicts: Any) -> list[str]:
     return [str(known.count(kind)) if known else "-" for kind in ("identical", "near tie", "bug")]
 
 
-def _reference(folder: Path) -> Reference:
+def _reference(checkpoint: Path) -> Reference:
     from outrider.cli.reference import Reference
+    from outrider.hub import checkpoint_folder
 
-    return Reference(folder)
+    return Reference(checkpoint_folder(checkpoint))
 
 
 @asynccontextmanager

@@ -35,16 +35,16 @@ class AsyncClient:
         self._router = Router(address)
 
     async def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generation:
-        """The whole answer to a prompt, given as text or as token ids. See `Options` for the keywords."""
+        """The whole answer to a prompt, as text or as token ids, or to `messages`. See `Options` for the keywords."""
         stream = self.stream(prompt, timeout=timeout, **options)
         async for _ in stream:
             pass
         return stream.result
 
     async def samples(
-        self, prompt: str | Sequence[int], n: int, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None, n: int, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> list[Generation]:
         """`n` answers to one prompt: the choices 0 to n - 1 of one seed, each a session of its own.
 
@@ -78,7 +78,7 @@ class AsyncClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """The answer as it comes. The call starts with the first chunk that is asked for."""
         return AsyncStream(self._router, _wire.request_to_pb(prompt, **options), timeout)

@@ -33,13 +33,13 @@ class Client:
         self._finalizer = weakref.finalize(self, self._thread.close)  # also at interpreter exit
 
     def generate(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generation:
-        """The whole answer to a prompt, given as text or as token ids. See `Options` for the keywords."""
+        """The whole answer to a prompt, as text or as token ids, or to `messages`. See `Options` for the keywords."""
         return self._thread.run(self._client.generate(prompt, timeout=timeout, **options))
 
     def samples(
-        self, prompt: str | Sequence[int], n: int, *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None, n: int, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> list[Generation]:
         """`n` answers to one prompt: the choices 0 to n - 1 of one seed, each a session of its own.
 
@@ -49,7 +49,7 @@ class Client:
         return self._thread.run(self._client.samples(prompt, n, timeout=timeout, **options))
 
     def stream(
-        self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
         """The answer as it comes. The call starts with the first chunk that is asked for."""
         return Stream(self._thread, self._client.stream(prompt, timeout=timeout, **options))

@@ -28,6 +28,9 @@ _REASONS: dict[int, FinishReason] = {
 class Options(TypedDict, total=False):
     """What `generate` and `stream` take beside the prompt, all by keyword, all optional."""
 
+    messages: Sequence[
+        Mapping[str, str]
+    ]  # for the chat template, and no prompt: {"role": "user", "content": "..."}, ...
     model: str  # its name; may be left out where the cluster serves one model
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
@@ -60,8 +63,9 @@ class Options(TypedDict, total=False):
 
 
 def request_to_pb(
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | None,
     *,
+    messages: Sequence[Mapping[str, str]] = (),
     model: str = "",
     temperature: float = 1.0,
     top_k: int = 0,
@@ -150,6 +154,9 @@ def request_to_pb(
         whole_history=whole_history,
         idempotency_key=encodable("idempotency_key", idempotency_key) or secrets.token_hex(16),
     )
+    request.messages.extend(_message(index, message) for index, message in enumerate(messages))
+    if prompt is None:
+        return request
     if isinstance(prompt, str):
         request.text = encodable("prompt", prompt)
     else:
@@ -181,6 +188,17 @@ def encodable(field: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, f"is not valid Unicode: {error.reason} at {error.start}") from None
     return text
+
+
+def _message(index: int, message: Mapping[str, str]) -> pb.Message:
+    field = f"messages[{index}]"
+    try:
+        known = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())
+    except TypeError:
+        known = False
+    if not known:
+        raise InvalidRequest(field, 'must be {"role": "...", "content": "..."}, both text')
+    return pb.Message(**{name: encodable(f"{field}.{name}", value) for name, value in message.items()})
 
 
 def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from outrider.config import ClusterConfig, Section, WorkerConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet.cluster import Cluster
-from outrider.fleet.process import GRACE_S, START_S, Process, Role
+from outrider.fleet.process import GRACE_S, Process, Role, start_limit
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.store.embedded import EmbeddedRedis
 
@@ -83,6 +83,7 @@ class RayServer:
         import ray
 
         section: Any = self.section
+        limit = start_limit(section)
         ranked = isinstance(section, WorkerConfig) and section.tensor_parallel > 1
         wanted = {} if ranked else needs(section, getattr(section, "threads", 1))
         await find_room(wanted, 1, self.name)
@@ -98,12 +99,10 @@ class RayServer:
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whether or not it is heard
         self._life = asyncio.create_task(self._follow(redis_url))
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), START_S)
+            await asyncio.wait_for(asyncio.shield(self._ready), limit)
         except TimeoutError:
             await self.stop()
-            raise Unavailable(
-                f"{self.name}: did not start within {START_S:g} s; is there room for it on Ray?"
-            ) from None
+            raise Unavailable(f"{self.name}: did not start within {limit:g} s; is there room for it on Ray?") from None
         except BaseException:
             await self.stop()
             raise

@@ -14,13 +14,16 @@ from typing import Literal, Protocol
 
 from outrider.config import Placed, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.hub import hub_name
 from outrider.rpc.lifecycle import MISTAKE, PARENT
 
 Role = Literal["router", "verifier", "drafter"]
 
 START_S = 300.0  # a large checkpoint takes its time
+FETCH_S = 6 * 3600.0  # more, for one that may have to be fetched first
 GRACE_S = 3.0  # beyond its own drain, before a process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
+_FETCHING = " outrider.hub: "
 _LAST_LINES = 40
 
 
@@ -80,6 +83,7 @@ class Process:
 
     async def start(self, redis_url: str) -> None:
         self._ready.clear()
+        limit = start_limit(self.section)
         # -P: what lies in the current directory must not shadow our modules.
         command = [sys.executable, "-P", "-m", "outrider.cli", self.role, *flags(self.section)]
         self._child = await asyncio.create_subprocess_exec(
@@ -98,7 +102,7 @@ class Process:
         ready = asyncio.create_task(self._ready.wait())
         ended = asyncio.create_task(self.wait())
         try:
-            await asyncio.wait({ready, ended}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready, ended}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
             ended.cancel()
@@ -106,7 +110,7 @@ class Process:
             await asyncio.gather(*self._readers)
             raise self._start_failure(self.status)
         if not self._ready.is_set():
-            raise Unavailable(f"{self.name} is not ready after {START_S:.0f} s")
+            raise Unavailable(f"{self.name} is not ready after {limit:.0f} s")
 
     async def wait(self) -> int:
         return await self._running().wait()
@@ -139,10 +143,11 @@ class Process:
                 if not self._ready.is_set():
                     self._ready.set()
                     for earlier in self._last_lines:  # had the start failed, they would be in its error
-                        self._forward(self.name, earlier)
+                        if _FETCHING not in earlier:
+                            self._forward(self.name, earlier)
                 continue
             self._last_lines.append(line)
-            if self._ready.is_set():
+            if self._ready.is_set() or _FETCHING in line:  # that takes so long that it is worth knowing before
                 self._forward(self.name, line)
 
     def _start_failure(self, status: int) -> OutriderError:
@@ -153,6 +158,12 @@ class Process:
             return ConfigError(f"{self.name}: {message.removeprefix('outrider: ')}")
         ending = signal.Signals(-status).name if status < 0 else f"status {status}"
         return Unavailable("\n".join([f"{self.name} ended with {ending} while it started; it said:", *said]))
+
+
+def start_limit(section: Section) -> float:
+    """Seconds that a server gets until it listens."""
+    named = section.models.values() if isinstance(section, RouterConfig) else [getattr(section, "model", "")]
+    return START_S + (FETCH_S if any(map(hub_name, named)) else 0.0)
 
 
 def flags(section: Section) -> list[str]:

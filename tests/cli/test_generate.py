@@ -36,6 +36,13 @@ def test_the_prompt_may_come_from_stdin(router: ScriptedRouter) -> None:
     assert router.requests[0].text == "from\nstdin"
 
 
+def test_a_chat_s_prompt_is_one_message_of_the_user(router: ScriptedRouter) -> None:
+    result = CliRunner().invoke(app, ["generate", "-", "--chat", "--address", router.address], input="hi")
+    assert result.exit_code == 0
+    assert router.requests[0].WhichOneof("prompt") is None
+    assert [(message.role, message.content) for message in router.requests[0].messages] == [("user", "hi")]
+
+
 @pytest.mark.parametrize(("prompt", "message"), [("refused", "prompt: is refused"), ("overloaded", "all slots")])
 def test_a_refusal_is_a_message_and_status_2(router: ScriptedRouter, prompt: str, message: str) -> None:
     result = CliRunner().invoke(app, ["generate", prompt, "--address", router.address])

@@ -53,6 +53,37 @@ async def test_a_stream_gives_chunks_and_then_the_result(router: ScriptedRouter)
     assert router.cancelled_sessions == []
 
 
+async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"content": "é?", "role": "user"}]
+    async with outrider.AsyncClient(router.address) as client:
+        assert (await client.generate(messages=messages)).text == TEXT
+        assert len(await client.samples(None, 2, messages=messages)) == 2
+    for request in router.requests:
+        assert request.WhichOneof("prompt") is None
+        assert [(message.role, message.content) for message in request.messages] == [
+            ("system", "Be brief."),
+            ("user", "é?"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user"}, r'messages\[1\]: must be \{"role": "...", "content": "..."\}'),
+        ({"role": "user", "content": "x", "name": "y"}, r"messages\[1\]: must be"),
+        ({"role": "user", "content": ["x"]}, r"messages\[1\]: must be"),
+        ("user", r"messages\[1\]: must be"),
+        (7, r"messages\[1\]: must be"),
+        ({"role": "user", "content": "\ud800"}, r"messages\[1\]\.content: is not valid Unicode"),
+    ],
+)
+async def test_what_is_no_message_is_named(router: ScriptedRouter, message: object, says: str) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.InvalidRequest, match=says):
+            await client.generate(messages=[{"role": "user", "content": "x"}, message])  # type: ignore[list-item]
+    assert router.requests == []
+
+
 async def test_every_option_reaches_the_router(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         await client.generate(

@@ -45,7 +45,7 @@ cpus = 0.1
 Make = Callable[[ClusterConfig], Cluster[Any]]
 
 
-@pytest.fixture(params=["here", "ray"])
+@pytest.fixture(params=[pytest.param("here", marks=pytest.mark.long), "ray"])
 def make(request: pytest.FixtureRequest) -> Make:
     """A cluster of either kind."""
     if request.param == "here":

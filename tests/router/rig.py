@@ -77,7 +77,7 @@ class Restartable:
 
 @asynccontextmanager
 async def running_router(redis_url: str, **options: Any) -> AsyncIterator[Rig]:
-    config = RouterConfig(listen="127.0.0.1:0", models={"target": FOLDER}, **options)
+    config = RouterConfig(**{"listen": "127.0.0.1:0", "models": {"target": FOLDER}, **options})
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     server = asyncio.create_task(run(config, redis_url, announce=bound.set_result))
     await asyncio.wait([server, bound], return_when=asyncio.FIRST_COMPLETED)

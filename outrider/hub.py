@@ -1,0 +1,167 @@
+"""Checkpoints by name: a folder of this machine, or a repository of the Hugging Face hub, fetched into its cache."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import CheckpointError
+
+# What is fetched before the weights. Only safetensors are read, so nothing else that holds weights is among them.
+DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*")
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?", re.ASCII)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of the hub, as "ORG/NAME" or "ORG/NAME@REVISION" names it."""
+
+    repository: str
+    revision: str | None = None  # a branch, tag or commit; None: main
+
+    @property
+    def name(self) -> str:
+        """The last part of the repository's own name."""
+        return self.repository.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"{self.repository}@{self.revision}" if self.revision else self.repository
+
+
+def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None:
+    """The repository that a checkpoint's name stands for; None where it is a path.
+
+    What exists is a path; what does not is one too, unless it looks like ORG/NAME. `base`: what relative paths are
+    relative to, if that is not the current folder.
+    """
+    if os.path.lexists(checkpoint if base is None else base / checkpoint):
+        return None
+    match = _NAME.fullmatch(str(checkpoint))
+    return HubName(match["repository"], match["revision"]) if match else None
+
+
+def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
+    """The folder that holds a checkpoint: the path itself, or a snapshot of the hub's repository in its cache.
+
+    What the cache lacks is fetched: configuration, tokenizer and chat template, and with `weights` the safetensors. The
+    hub's own environment holds: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE. May take as long as a download does.
+
+    Raises CheckpointError for a repository that cannot be had, saying what to do. A path is not looked into.
+    """
+    name = hub_name(checkpoint)
+    if name is None:
+        return Path(checkpoint)
+    if not _offline():
+        log.info("fetching %s from the Hugging Face hub, as far as its cache here lacks it", name)
+    folder = _fetched(name, name.revision, (*DESCRIPTION, INDEX) if weights else DESCRIPTION)
+    needed = ["tokenizer.json"]
+    if weights:
+        files = _weight_files(folder)
+        _fetched(name, folder.name, files)  # of that very commit
+        needed += ["config.json", *files]
+    if missing := [file for file in needed if not (folder / file).is_file()]:
+        raise CheckpointError(
+            f"{name}: {_some(missing)} missing in {folder}; {_filling(name)}, unless the repository itself has none: "
+            "it must hold a tokenizer.json, and weights as safetensors"
+        )
+    return folder
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """As the index names them; without one, the one file. Raises CheckpointError for a broken index."""
+    try:
+        files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(file.strip() for file in files)
+    except FileNotFoundError:
+        return [SINGLE]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX}: is no index of weights ({error}); remove it and fetch it again"
+        ) from None
+
+
+def _fetched(name: HubName, revision: str | None, patterns: Iterable[str]) -> Path:
+    """The snapshot of a revision with such files, as far as there are any. Raises CheckpointError."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would tell of every request
+    try:
+        return Path(snapshot_download(name.repository, revision=revision, allow_patterns=list(patterns)))
+    except HFValidationError as error:
+        raise CheckpointError(f"{name}: no such folder, and no name of the hub's: {error}") from None
+    except GatedRepoError:
+        problem = "is gated: accept its conditions on huggingface.co, and set HF_TOKEN to a token of that account"
+    except RepositoryNotFoundError:
+        problem = (
+            "no such folder here, and no such repository on the Hugging Face hub, or a private one; mind the spelling, "
+            "and for a private one set HF_TOKEN to a token that may read it"
+        )
+    except RevisionNotFoundError:
+        problem = f"{name.repository} has no revision {name.revision!r}; give a branch, a tag or a commit that it has"
+    except IncompleteSnapshotError as error:
+        problem = f"{error.snapshot_path} is incomplete, and {_unreached()}; {_filling(name)}"
+    except LocalEntryNotFoundError:
+        problem = (
+            f"no such folder here, not in the Hugging Face cache ({constants.HF_HUB_CACHE}), and {_unreached()}; "
+            f"mind the spelling, or {_filling(name)}"
+        )
+    except HfHubHTTPError as error:
+        problem = _broken_off(error)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = (
+            "make room there, or set HF_HOME to where there is some" if full else "set HF_HOME to a folder of yours"
+        )
+        problem = f"cannot be put into {constants.HF_HUB_CACHE}: {error.strerror or error}; {remedy}"
+    except Exception as error:  # of its transports, which have no common base
+        problem = _broken_off(error)
+    raise CheckpointError(f"{name}: {problem}")
+
+
+def _broken_off(error: Exception) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"cannot be fetched from the Hugging Face hub: {line}; try again, what is there already is kept"
+
+
+def _offline() -> bool:
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
+def _unreached() -> str:
+    return "HF_HUB_OFFLINE forbids to fetch it" if _offline() else "the hub cannot be reached"
+
+
+def _filling(name: HubName) -> str:
+    revision = f" --revision {name.revision}" if name.revision else ""
+    return f"fill the cache where there is a network, with `hf download {name.repository}{revision}`"
+
+
+def _some(files: list[str]) -> str:
+    more = f" and {len(files) - 3} more are" if len(files) > 3 else " are" if len(files) > 1 else " is"
+    return ", ".join(files[:3]) + more

@@ -1,0 +1,33 @@
+"""A server that fetches its checkpoint first may take long, and that it does is heard at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.process import START_S, Process, start_limit
+from tests.fleet.conftest import DRAFTER, TARGET
+
+
+def test_a_checkpoint_from_the_hub_may_take_longer_than_one_that_is_there() -> None:
+    for there in (VerifierConfig(model=TARGET), DrafterConfig(model=DRAFTER), RouterConfig(models={"m": TARGET})):
+        assert start_limit(there) == START_S
+    named = Path("org/name")
+    for fetched in (VerifierConfig(model=named), DrafterConfig(model=named), RouterConfig(models={"m": named})):
+        assert start_limit(fetched) > 3600
+
+
+async def test_what_is_fetched_is_heard_at_once_and_once_and_the_rest_when_it_is_ready() -> None:
+    heard: list[str] = []
+    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: heard.append(line))
+    output = asyncio.StreamReader()
+    reading = asyncio.create_task(process._read(output))
+    said = ["loading", "12:00 INFO outrider.hub: fetching org/name", "measuring"]
+    output.feed_data("".join(f"{line}\n" for line in said).encode())
+    await asyncio.sleep(0.01)
+    assert heard == said[1:2]
+    output.feed_data(b"outrider verifier: listening on h:1\nserving\n")
+    output.feed_eof()
+    await reading
+    assert heard == [said[1], said[0], said[2], "serving"]
