@@ -4,12 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long bench bench-quick bench-trees bench-gpu lint proto clean
+.PHONY: demo test tests test-long bench bench-quick bench-trees bench-gpu lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
-test: lint
+# Side by side: the tests leave a core free much of the time.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint tests
+
+tests: $(STAMP)
 	$(BIN)/pytest
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.

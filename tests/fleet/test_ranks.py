@@ -73,7 +73,13 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
             assert (await VerifierStub(channel).Describe(DescribeRequest())).ranks == 4
         async with outrider.AsyncClient(cluster.router_address) as client:
             alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
-        assert alone.usage.acceptance_length > 1.0
+            assert alone.usage.acceptance_length > 1.0
+            talking = asyncio.create_task(say(cluster.router_address))
+            await cluster.scale([*wanted.drafters, *config().drafters])
+            assert {"drafter-0", "drafter-1"} < cluster.processes.keys()
+            await cluster.scale(config().drafters)
+            assert {"drafter-0", "drafter-1"} & cluster.processes.keys() == {"drafter-1"}
+            assert_same(await talking, expected)
 
 
 @pytest.mark.parametrize(

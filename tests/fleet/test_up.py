@@ -45,7 +45,7 @@ cpus = 0.1
 Make = Callable[[ClusterConfig], Cluster[Any]]
 
 
-@pytest.fixture(params=[pytest.param("here", marks=pytest.mark.long), "ray"])
+@pytest.fixture(params=["here", pytest.param("ray", marks=pytest.mark.long)])
 def make(request: pytest.FixtureRequest) -> Make:
     """A cluster of either kind."""
     if request.param == "here":
