@@ -11,6 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from drafter_svc.drawn import DrawnSession
 from drafter_svc.ranked import RankedSession
 from drafter_svc.relay import Below, NobodyBelow, Relay
@@ -19,13 +22,11 @@ from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
 from outrider.core.construction import construction_of, shaped_of
 from outrider.core.contract import Contract
-from outrider.core.growth import CANDIDATES, Fits
-from outrider.core.noise import Draw
+from outrider.core.growth import Fits
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Hints, Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
-from outrider.engine.logits import Logits, rows_of
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
@@ -268,25 +269,23 @@ class Grower:
             relay.publish(update.position, update.tokens, time.monotonic())
         return True
 
-    async def _forward(self, turns: Sequence[Turn]) -> Logits:
+    async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
         """The packed pass; noise and lessons are dealt with meanwhile."""
-        draws = [turn.session.draw if self._engine.draws else None for turn in turns]
-        segments, prepare = [turn.segment for turn in turns], partial(self._prepare, turns, draws)
         self.progress.begin()
-        logits = await self._passes.judge(segments, draws, prepare, CANDIDATES)
+        logits = await self._passes.forward([turn.segment for turn in turns], partial(self._prepare, turns))
         self.progress.end()
         return logits
 
-    def _prepare(self, turns: Sequence[Turn], draws: Sequence[Draw | None]) -> None:
-        for turn, draw in zip(turns, draws, strict=True):
-            for node in turn.nodes if draw is None else ():
+    def _prepare(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            for node in turn.nodes:
                 turn.session.sampler.prepare(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
 
-    def _propose(self, turns: Sequence[Turn], logits: Logits) -> None:
+    def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
         first = 0
         for turn in turns:
-            rows = rows_of(logits, first, len(turn.nodes))
+            rows = logits[first : first + len(turn.nodes)]
             first += len(rows)
             member = self.members.get(turn.key)
             if member is None or member.session is not turn.session:
