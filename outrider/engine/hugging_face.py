@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,6 +15,7 @@ from outrider.engine.engine import Engine, Traits
 from outrider.engine.group import ALONE, Group, RankLost
 from outrider.engine.pretrained import Pretrained, plain_tensor
 from outrider.engine.row_cache import RowCache
+from outrider.engine.threads import Threads
 from outrider.engine.tree_attention import NAME, Batch, install, present
 
 NARROW = 16  # rows up to which segments go together whatever their lengths
@@ -48,9 +48,8 @@ class TransformersEngine(Engine):
         self._model = pretrained.model
         self._inputs = pretrained.inputs
         self._masks = masks
-        self._threads = threads
+        self._threads = Threads(threads)
         self._group = group
-        self._prepared = threading.local()
         self._cache = RowCache(slots, rows)
         self._last = pretrained.context - 1
         super().__init__(traits_of(pretrained, slots=slots, rows=rows))
@@ -60,7 +59,7 @@ class TransformersEngine(Engine):
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self.check_segments(segments)
-        prepare_thread(self._prepared, self._threads)
+        self._threads.prepare()
         logits: dict[int, Tensor] = {}
         with torch.inference_mode():
             for batch in batches(segments):
@@ -128,13 +127,6 @@ def traits_of(pretrained: Pretrained, *, slots: int, rows: int, treeless: str = 
         kv_bytes=0,
         treeless=treeless,
     )
-
-
-def prepare_thread(prepared: threading.local, threads: int) -> None:
-    """Gives a thread that has not computed before its number of threads: OpenMP counts them for each."""
-    if not hasattr(prepared, "done"):
-        torch.set_num_threads(threads)
-        prepared.done = True
 
 
 def batches(segments: Sequence[Segment]) -> list[list[Segment]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
 from outrider.engine.packing import Packed, pack
 from outrider.engine.quantized import check_quantized
+from outrider.engine.threads import Threads
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 
@@ -82,8 +82,7 @@ class NativeEngine(Engine):
         self._group = group
         self._dtype = dtype
         self._rope = config.rope.table(self.positions, config.head_dim)
-        self._threads = threads
-        self._prepared = threading.local()
+        self._threads = Threads(threads)
 
     @classmethod
     def load(
@@ -149,13 +148,13 @@ class NativeEngine(Engine):
                 numerics=numerics,
                 slots=self.slots,
                 rows=self.rows,
-                threads=self._threads,
+                threads=self._threads.count,
                 group=self._group,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self.check_segments(segments)
-        self._prepare_thread()
+        self._threads.prepare()
         with torch.inference_mode():
             packed = pack(segments, self._attention.kind, self._attention.key_tile)
             hidden = self._run_layers(packed)
@@ -177,12 +176,6 @@ class NativeEngine(Engine):
         self.check_copy(source, target, rows)
         with torch.inference_mode():
             self._cache.copy(source, target, rows)
-
-    def _prepare_thread(self) -> None:
-        """OpenMP counts threads for each calling thread, and oneDNN asks it before torch has set it there."""
-        if not hasattr(self._prepared, "done"):
-            torch.set_num_threads(self._threads)
-            self._prepared.done = True
 
     def _run_layers(self, packed: Packed) -> Tensor:
         """The residual stream after the last layer, of the rows that want logits: [outputs, width] float32."""

@@ -6,7 +6,6 @@ object, which only grows; a session begins at its first token or where the slot'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,8 +19,9 @@ from torch import Tensor
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group, RankLost
-from outrider.engine.hugging_face import prepare_thread, traits_of
+from outrider.engine.hugging_face import traits_of
 from outrider.engine.pretrained import Pretrained, plain_tensor
+from outrider.engine.threads import Threads
 
 STATES = ("past_key_values", "cache_params", "state")  # what models call what they keep
 
@@ -59,9 +59,8 @@ class PlainEngine(Engine):
         pretrained.attend_by(pretrained.attention)
         self._pretrained = pretrained
         self._reading = reading
-        self._threads = threads
+        self._threads = Threads(threads)
         self._group = group
-        self._prepared = threading.local()
         self._held = [_Held() for _ in range(slots)]
         self._state = next((name for name in STATES if name in pretrained.inputs), None)
         super().__init__(traits_of(pretrained, slots=slots, rows=rows, treeless=reason))
@@ -77,7 +76,7 @@ class PlainEngine(Engine):
                     f"segment of slot {segment.slot}: prefix {segment.prefix}, and the slot's state ends at "
                     f"{len(self._held[segment.slot].tokens)}"
                 )
-        prepare_thread(self._prepared, self._threads)
+        self._threads.prepare()
         try:
             with torch.inference_mode():
                 logits = torch.cat([self._read(segment) for segment in segments])

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
 ResultT = TypeVar("ResultT")
+
+
+class Threads:
+    """The number of threads that an engine computes on, from whichever thread it is called.
+
+    OpenMP counts threads for each calling thread, and oneDNN asks it before torch has set it there.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._prepared = threading.local()
+
+    def prepare(self) -> None:
+        """Sets it for the calling thread, the first time."""
+        if not hasattr(self._prepared, "done"):
+            torch.set_num_threads(self.count)
+            self._prepared.done = True
 
 
 def briefly(work: Callable[[], ResultT]) -> ResultT:
