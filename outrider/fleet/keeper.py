@@ -10,10 +10,9 @@ from typing import Any
 from outrider.config import ClusterConfig, load_cluster
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.cluster import Cluster
+from outrider.fleet.pauses import Pauses
 from outrider.fleet.process import Server
 
-PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # before a server is started again, time after time
-STEADY_S = 60.0  # one that ran so long is started again as if it were the first time
 LOOK_S = 0.5  # between two looks at the file
 
 
@@ -37,7 +36,7 @@ class Keeper:
             raise errors.exceptions[0] from None
 
     async def _keep(self, server: Server) -> None:
-        failures = 0
+        pauses = Pauses()
         while True:
             began = asyncio.get_running_loop().time()
             status = await server.wait()
@@ -46,23 +45,20 @@ class Keeper:
             self._report(f"{server.name} ({server.where}) ended with status {status}")
             if server.role == "router":
                 raise Unavailable("the router has ended, so the cluster is stopped; its last words are above")
-            if asyncio.get_running_loop().time() - began > STEADY_S:
-                failures = 0
-            failures = await self._start_again(server, failures)
+            pauses.ran(asyncio.get_running_loop().time() - began)
+            await self._start_again(server, pauses)
 
-    async def _start_again(self, server: Server, failures: int) -> int:
-        """Until it runs or is not wanted any more; how often that has been tried by now."""
+    async def _start_again(self, server: Server, pauses: Pauses) -> None:
+        """Until it runs or is not wanted any more."""
         while server.name in self._cluster.processes:
-            await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-            failures += 1
+            await pauses.take()
             try:
                 await server.start(self._cluster.redis_url)
             except OutriderError as error:
                 self._report(str(error))
             else:
                 self._report(f"{server.name} runs again, on {server.address}")
-                break
-        return failures
+                return
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         """Applies changes of the file."""

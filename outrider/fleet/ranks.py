@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.config import WorkerConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet import openmp
+from outrider.fleet.pauses import Pauses
 from outrider.fleet.process import GRACE_S, Role
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.rpc.lifecycle import user_error
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 PLACE_S = 60.0  # for the cluster to make room that it has
-PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # before a group is started again, time after time
-STEADY_S = 60.0  # a group that lasted so long is started again as if it were the first time
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ async def run(role: Role, config: WorkerConfig, redis_url: str, *, announce: Cal
     """
     wanted = needs(config, config.threads)
     with on_ray(config.ray, cpus=wanted.get("CPU", 0.0) * config.tensor_parallel):
-        failures = 0
+        pauses = Pauses()
         while True:
             group = RankGroup(role, config, redis_url)
             began = asyncio.get_running_loop().time()
@@ -52,15 +51,13 @@ async def run(role: Role, config: WorkerConfig, redis_url: str, *, announce: Cal
                 await group.drain()
                 raise
             except OutriderError as error:
-                if not group.was_ready and not failures:
+                if not group.was_ready and not pauses.taken:
                     raise
                 log.error("%s; all ranks are started again", error)
             finally:
                 await group.kill()
-            lasted = asyncio.get_running_loop().time() - began
-            failures = 0 if lasted > STEADY_S else failures
-            await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-            failures += 1
+            pauses.ran(asyncio.get_running_loop().time() - began)
+            await pauses.take()
 
 
 class RankGroup:
@@ -182,7 +179,6 @@ class Rank:
         self._rank = rank
         self._listening: asyncio.Future[str]
         self._serving: asyncio.Task[None] | None = None
-        self._stopped = False
         self._group: Any = None
 
     async def meeting(self) -> str:
