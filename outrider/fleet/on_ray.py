@@ -81,6 +81,7 @@ class RayServer:
 
     async def start(self, redis_url: str) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         section: Any = self.section
         limit = start_limit(section)
@@ -91,8 +92,13 @@ class RayServer:
         if self._seat is not None:
             ray.kill(self._seat)  # of the time before: it would keep its place
         seat: Any = ray.remote(Seat)
+        # Who watches over ranks does so from here: no node of theirs takes it away when it goes.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._seat = seat.options(
-            num_cpus=wanted.get("CPU", 0.0), num_gpus=wanted.get("GPU", 0.0), resources=others
+            num_cpus=wanted.get("CPU", 0.0),
+            num_gpus=wanted.get("GPU", 0.0),
+            resources=others,
+            scheduling_strategy=here if ranked else "DEFAULT",
         ).remote(self.role, self.name, section)
         self.status = None
         self._ready = asyncio.get_running_loop().create_future()

@@ -57,13 +57,16 @@ class Up:
     async def hears(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
         """Waits for a line."""
         assert self._process.stdout is not None
-        async with asyncio.timeout(timeout):
-            while True:
-                line = await asyncio.to_thread(self._process.stdout.readline)
-                assert line, "".join(self.lines)
-                self.lines.append(line)
-                if match := re.search(pattern, line):
-                    return match
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    line = await asyncio.to_thread(self._process.stdout.readline)
+                    assert line, "".join(self.lines)
+                    self.lines.append(line)
+                    if match := re.search(pattern, line):
+                        return match
+        except TimeoutError:
+            raise AssertionError(f"no {pattern!r} in {''.join(self.lines)}") from None
 
 
 @contextmanager
