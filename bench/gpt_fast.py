@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.asking import Ask
 from outrider.cli.samples import Sample
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.device.weights import Source
+from outrider.engine.weights import Source
 from outrider.errors import ConfigError
 
 CONTEXT = 1024  # the reference models'

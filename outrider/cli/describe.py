@@ -100,17 +100,12 @@ def _describe_folder(
         progress.remove_task(loading)
         _print_facts(
             screen,
-            [
-                ("family", config.model_type),
-                ("parameters", f"{fast.parameters:,}"),
+            _engine(
+                fast,
+                config.model_type,
                 ("layers", f"{depth} of width {config.width}, feed-forward {config.ffn}"),
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
-                ("vocabulary", f"{config.vocabulary:,}"),
-                ("context", f"{config.context:,} tokens"),
-                ("tokenizer digest", fast.tokenizer_digest.hex()),
-                ("weights", fast.dtype),
-                ("weights a pass reads", f"{fast.weight_bytes / 1e6:.1f} MB"),
-            ],
+            ),
         )
         invariant = fast.with_numerics("invariant")
         measuring = progress.add_task("measuring passes", total=ROUNDS)
@@ -141,18 +136,26 @@ def _describe_any(
     _print_facts(
         screen,
         [
-            ("family", f"{outline(folder, 'transformers').model_type}, through transformers"),
-            ("parameters", f"{engine.parameters:,}"),
-            ("vocabulary", f"{engine.vocabulary:,}"),
-            ("context", f"{engine.context:,} tokens"),
-            ("tokenizer digest", engine.tokenizer_digest.hex()),
-            ("weights", engine.dtype),
-            ("weights a pass reads", f"{engine.weight_bytes / 1e6:.1f} MB"),
+            *_engine(engine, f"{outline(folder, 'transformers').model_type}, through transformers"),
             ("speculation", f"none: {engine.treeless}" if engine.treeless else "trees, as was tried"),
             ("pass over n tokens", ", ".join(f"{tokens}: {cost * 1e3:.2f} ms" for tokens, cost in costs.items())),
         ],
     )
     print(f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}", flush=True)
+
+
+def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
+    """What is said of any checkpoint that was loaded."""
+    return [
+        ("family", family),
+        ("parameters", f"{it.parameters:,}"),
+        *shape,
+        ("vocabulary", f"{it.vocabulary:,}"),
+        ("context", f"{it.context:,} tokens"),
+        ("tokenizer digest", it.tokenizer_digest.hex()),
+        ("weights", it.dtype),
+        ("weights a pass reads", f"{it.weight_bytes / 1e6:.1f} MB"),
+    ]
 
 
 def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:

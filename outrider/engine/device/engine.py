@@ -35,10 +35,11 @@ from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kerne
 from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Replay, Unrecorded
 from outrider.engine.device.said import Ranking, Said
 from outrider.engine.device.staging import Ask, Inputs, Rank, Staging
-from outrider.engine.device.weights import ModelWeights, Source, load_weights
+from outrider.engine.device.weights import ModelWeights, load_weights
 from outrider.engine.engine import Engine, Numerics, Traits
 from outrider.engine.group import ALONE, Group
 from outrider.engine.logits import Logits
+from outrider.engine.weights import Source
 from outrider.errors import ConfigError
 
 DeviceDtype = Literal["float32", "bfloat16"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from outrider.engine.device.weights import LayerWeights
+from outrider.engine.weights import LayerWeights
 
 Sum = Callable[[Tensor], Tensor]  # over ranks
 

@@ -1,0 +1,160 @@
+"""A model's weights as a checkpoint has them, joined to few linears a layer; of each only what a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.engine.checkpoint import ALL, ModelConfig
+from outrider.engine.rope import interleave
+from outrider.engine.sharding import Shard
+
+
+class Source(Protocol):
+    """Where weights come from: `outrider.engine.checkpoint.Weights`, or what makes them."""
+
+    def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """A tensor of that shape, or a part of it."""
+
+
+class LayerWeights(NamedTuple):
+    """One layer. Linears are [outputs, inputs].
+
+    Query heads are ordered group first, so that the queries which share a KV head are neighbours in one attention call
+    without a copy; `output` takes them so.
+    """
+
+    attention_norm: Tensor  # [width]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, width]
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None
+    output: Tensor  # [width, heads * head_dim]
+    output_bias: Tensor | None  # on rank 0 alone, as `down_bias`
+    ffn_norm: Tensor
+    gate_up: Tensor  # [2 * ffn, width]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [width, ffn]
+    down_bias: Tensor | None
+
+
+_Linear = tuple[Tensor, Tensor | None]  # weight and bias
+
+
+class Reader:
+    """Reads what `shard` holds of a model; everything it does raises CheckpointError.
+
+    `config`: the whole model's. Tensors are copied to `device` in `dtype`, norms in float32; without a device they are
+    as they were taken, which may be views of a file. `interleaved` queries and keys have the two numbers that RoPE
+    turns side by side; otherwise they keep the checkpoint's halves.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        config: ModelConfig,
+        shard: Shard,
+        *,
+        interleaved: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._shard = shard
+        self._own = shard.config(config)
+        self._interleaved = interleaved
+        self._device = device
+        self._dtype = dtype
+        self.parameters = 0  # read so far, by all ranks together
+
+    def embedding(self) -> Tensor:
+        """[vocabulary, width / ranks]."""
+        it = self._config
+        return self._take("model.embed_tokens.weight", it.vocabulary, it.width, columns=self._shard.part(it.width))
+
+    def layer(self, index: int) -> LayerWeights:
+        """That layer of the checkpoint."""
+        it, shard = self._config, self._shard
+        prefix = f"model.layers.{index}"
+        attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
+        queries, keys = it.heads * it.head_dim, it.kv_heads * it.head_dim
+        own_heads, own_units = shard.kv_heads(it), shard.part(it.ffn)
+        own_queries = shard.part(it.heads, it.head_dim)
+        own_keys = slice(own_heads.start * it.head_dim, own_heads.stop * it.head_dim)
+
+        query = self._outputs(f"{attention}.q_proj", queries, it.qkv_bias, own_queries, self._turned, self._group_first)
+        key = self._outputs(f"{attention}.k_proj", keys, it.qkv_bias, own_keys, self._turned)
+        value = self._outputs(f"{attention}.v_proj", keys, it.qkv_bias, own_keys)
+        output, output_bias = self._inputs(f"{attention}.o_proj", queries, it.output_bias, own_queries)
+        gate = self._outputs(f"{ffn}.gate_proj", it.ffn, it.ffn_bias, own_units)
+        up = self._outputs(f"{ffn}.up_proj", it.ffn, it.ffn_bias, own_units)
+        return LayerWeights(
+            self._norm(f"{prefix}.input_layernorm", it.width),
+            *_joined(query, key, value),
+            self._turned(self._norm(f"{attention}.q_norm", it.head_dim)) if it.head_norms else None,
+            self._turned(self._norm(f"{attention}.k_norm", it.head_dim)) if it.head_norms else None,
+            self._group_first(output.T).T.contiguous(),
+            output_bias,
+            self._norm(f"{prefix}.post_attention_layernorm", it.width),
+            *_joined(gate, up),
+            *self._inputs(f"{ffn}.down_proj", it.ffn, it.ffn_bias, own_units),
+        )
+
+    def norm(self) -> Tensor:
+        """The last norm: [width]."""
+        return self._norm("model.norm", self._config.width)
+
+    def head(self) -> Tensor:
+        """[vocabulary / ranks, width]: ranks give equally many logits, the last one zeros where there is no token."""
+        it, shard = self._config, self._shard
+        name = "model.embed_tokens.weight" if it.tied else "lm_head.weight"
+        head = self._take(name, it.vocabulary, it.width, rows=shard.tokens(it.vocabulary))
+        if it.tied:
+            self.parameters -= it.vocabulary * it.width
+        if short := -(-it.vocabulary // shard.of) - len(head):
+            head = torch.cat([head, head.new_zeros(short, it.width)])
+        return head
+
+    def _take(
+        self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        self.parameters += math.prod(shape)
+        taken = self._source.take(name, *shape, rows=rows, columns=columns)
+        return taken if self._device is None else taken.to(self._device, dtype or self._dtype, copy=True)
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._take(f"{name}.weight", size, dtype=torch.float32)
+
+    def _outputs(self, name: str, size: int, biased: bool, own: slice, *orders: Callable[[Tensor], Tensor]) -> _Linear:
+        """A linear over the residual stream, of which this rank computes the `own` outputs, reordered."""
+        weight = self._take(f"{name}.weight", size, self._config.width, rows=own)
+        bias = self._take(f"{name}.bias", size, rows=own) if biased else None
+        for order in orders:
+            weight, bias = order(weight), None if bias is None else order(bias)
+        return weight, bias
+
+    def _inputs(self, name: str, size: int, biased: bool, own: slice) -> _Linear:
+        """A linear into the residual stream, of which this rank has the `own` inputs. Rank 0 adds the bias."""
+        weight = self._take(f"{name}.weight", self._config.width, size, columns=own)
+        bias = self._take(f"{name}.bias", self._config.width) if biased else None
+        return weight, None if self._shard.rank else bias
+
+    def _turned(self, rows: Tensor) -> Tensor:
+        return interleave(rows, self._config.head_dim) if self._interleaved else rows
+
+    def _group_first(self, rows: Tensor) -> Tensor:
+        """Rows ordered (kv head, group, dim), reordered to (group, kv head, dim)."""
+        own = self._own
+        shaped = rows.reshape(own.kv_heads, own.group, own.head_dim, *rows.shape[1:])
+        return shaped.transpose(0, 1).reshape(rows.shape)
+
+
+def _joined(*linears: _Linear) -> _Linear:
+    """Several linears over one input as one."""
+    biases = [bias for _, bias in linears if bias is not None]
+    return torch.cat([weight for weight, _ in linears]), torch.cat(biases) if biases else None
