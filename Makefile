@@ -4,17 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests test-long bench bench-quick bench-trees bench-gpu lint proto clean
+.PHONY: demo test test-long bench bench-quick bench-trees bench-gpu lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
-# Side by side: the tests leave a core free much of the time.
-test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=2 lint tests
-
-tests: $(STAMP)
-	$(BIN)/pytest
+# Two processes, a file in either: tests of clusters wait much of the time.
+test: lint
+	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outrider.cli.reporting import reported
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 from outrider.hub import hub_name
 from outrider.rpc.lifecycle import PARENT, run_until_signal
 
@@ -254,7 +254,7 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
 def _process(role: str, threads: int, *, loads: str, checkpoints: Iterable[Path]) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
     _die_with_parent()
-    openmp.settle(threads)
+    surroundings.settle(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.config import WorkerConfig
 from outrider.errors import OutriderError, Unavailable
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 from outrider.fleet.pauses import Pauses
 from outrider.fleet.process import GRACE_S, Role
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
@@ -172,7 +172,7 @@ class Rank:
     """One rank, an actor."""
 
     def __init__(self, role: Role, config: WorkerConfig, rank: int) -> None:
-        openmp.settle(config.threads)  # before torch is loaded
+        surroundings.settle(config.threads)  # before torch is loaded
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._service = import_module(f"{role}_svc.service")
         self._config = config

@@ -73,7 +73,7 @@ async def test_the_drafter_changes_the_speed_and_not_the_text(
     cluster: LocalCluster, prompt: list[int], contract: Contract
 ) -> None:
     plain = await plain_answer(cluster, prompt, contract)
-    answer = await decode(verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], pace=0.04)
+    answer = await decode(verifier_of(cluster), prompt, contract, drafters=[drafter_of(cluster, 0)], pace=0.08)
     assert answer.tokens == plain.tokens
     assert answer.accepted > TOKENS // 4  # it did draft
     assert len(answer.reports) == TOKENS - answer.accepted  # each step commits what it accepted and one more
