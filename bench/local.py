@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
 
 from bench.asking import Ask
 from drafter_svc.grower import Grower
@@ -20,7 +19,7 @@ from drafter_svc.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Overlap, Plan
+from outrider.core.contract import Contract, Overlap, Plan, PolicyName
 from outrider.core.control import policy
 from outrider.core.tree import Delta, Drifted
 from outrider.engine.threads import briefly
@@ -74,7 +73,7 @@ class Pair:
         for task in self._tasks:
             task.add_done_callback(self._broke)
 
-    async def generate(self, ask: Ask, speculation: Literal["ema", "fixed", "off"] | None = None) -> Sample:
+    async def generate(self, ask: Ask, speculation: PolicyName | None = None) -> Sample:
         """One generation. Raises InternalError when a loop has ended."""
         began = time.perf_counter()
         config = self._router

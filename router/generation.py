@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from outrider.core.contract import Plan
 from outrider.core.rules import Drawn, rule_of
 from outrider.errors import (
     Cancelled,
@@ -72,6 +73,7 @@ class Generation:
         self._answer = opened.answer
         self._plan = opened.policy.plan()
         self._stream: DecodeStream | None = None
+        self._drafters: Drafters
         self._started = False
         self._last = opened.missing  # what was emitted last, once it has started
         self._cancelled = False
@@ -172,12 +174,12 @@ class Generation:
     async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:
         """The rest of the answer, from one verifier."""
         async with self._placed(ledger) as stream:
-            drafters = self._draft(ledger, stream)
+            self._drafters = self._draft(ledger, stream)
             try:
                 await self._start(emit, stream.cached)
-                return await self._follow(ledger, stream, drafters, emit)
+                return await self._follow(ledger, stream, emit)
             finally:
-                drafters.dismiss()
+                self._drafters.dismiss()
 
     @asynccontextmanager
     async def _placed(self, ledger: Ledger) -> AsyncIterator[DecodeStream]:
@@ -266,7 +268,7 @@ class Generation:
         if opened.missing.tokens or opened.missing.text:
             await emit(opened.missing)
 
-    async def _follow(self, ledger: Ledger, stream: DecodeStream, drafters: Drafters, emit: Emit) -> Reason:
+    async def _follow(self, ledger: Ledger, stream: DecodeStream, emit: Emit) -> Reason:
         """Every commit: log it, acknowledge it, pass it on, learn from it."""
         answer, policy = self._answer, self._opened.policy
         while not isinstance(event := await stream.next(), End):
@@ -283,21 +285,28 @@ class Generation:
                 logprobs=part.logprobs,
                 plan=self._plan,
                 verifier=stream.worker.worker_id,
-                drafters=drafters.names,
+                drafters=self._drafters.names,
             )
             await stream.durable(answer.position)
             await self._emit_to_reader(part, ledger, emit)
             if answer.stopped:
                 return Reason.STOP
-            drafters.observe(len(event.tokens), event.report.drafters, event.owed)
+            self._drafters.observe(len(event.tokens), event.report.drafters, event.owed)
             policy.observe(event.report)
             plan = policy.plan()
             if plan is not self._plan:
-                self._plan = plan
-                await stream.plan(plan)
+                await self._change(plan, ledger, stream)
         if answer.reason is None:
             raise InternalError(f"verifier {stream.worker.worker_id} ended the answer before its contract did")
         return answer.reason
+
+    async def _change(self, plan: Plan, ledger: Ledger, stream: DecodeStream) -> None:
+        """Follows another plan. Drafters that are of no use now go to others."""
+        paid, self._plan = self._plan.depth > 0, plan
+        await stream.plan(plan)
+        if paid != (plan.depth > 0):
+            self._drafters.dismiss()
+            self._drafters = self._draft(ledger, stream)
 
     async def _emit_to_reader(self, part: Part, ledger: Ledger, emit: Emit) -> None:
         """Emits; while the client does not read, its place and its drafters go to others.

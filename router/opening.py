@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from outrider.config import RouterConfig
 from outrider.core.control import GammaPolicy, policy
 from outrider.core.digest import EMPTY, extend
+from outrider.core.goodput import Lessons
 from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
@@ -20,7 +22,7 @@ from router.background import Background
 from router.fleet import Fleet
 from router.ledger import Ledger
 from router.models import ServedModel
-from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt
+from router.requests import Ask, Conversation, LessonKey, ceilings, check_fits, empty_prompt
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
 
@@ -37,6 +39,7 @@ class Cluster:
     background: Background
     tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
+    lessons: defaultdict[LessonKey, Lessons] = field(default_factory=lambda: defaultdict(Lessons))
 
     def owner(self) -> str:
         """A name for one acquisition of a session."""
@@ -149,8 +152,10 @@ async def take_over(cluster: Cluster, session_id: str, generation: int, next_pos
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     answer = _answer(model, prompt, turn, Figures(record.usage))
     missing = answer.replay(said, log.logprobs, next_position, text_offset, ended=ledger is None)
-    name = cluster.config.policy if record.plan.depth else "off"
-    return Opened(model, record, turn, ledger, answer, missing, policy(name, ceilings(cluster.config)))
+    # A plan that never changed and has no depth was asked for; another may have let its drafters go for a while.
+    name = cluster.config.policy if record.plan.depth or record.plan.version > 1 else "off"
+    gamma = policy(name, ceilings(cluster.config), cluster.lessons[model.name, turn.contract.heat])
+    return Opened(model, record, turn, ledger, answer, missing, gamma)
 
 
 async def _begun(cluster: Cluster, ask: Ask, session_id: str, generation: int) -> SessionRecord | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outrider.config import RouterConfig
 from outrider.core.contract import SHARED_NOISE, Contract, Overlap, Plan
 from outrider.core.control import GammaPolicy, policy
+from outrider.core.goodput import Lessons
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens
 from outrider.store.registry import Worker
@@ -30,6 +31,9 @@ class Conversation(tuple[Message, ...]):
     """A prompt as messages: the whole conversation, for the model's chat template."""
 
     __slots__ = ()
+
+
+LessonKey = tuple[str, str]  # model, and how hot its texts are
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,10 @@ def parse(
     models: Mapping[str, ServedModel],
     config: RouterConfig,
     held: SessionRecord | None = None,
+    lessons: Mapping[LessonKey, Lessons] | None = None,
 ) -> Ask:
-    """Checks a request and fills in what it leaves out; `held` is the session that it is a turn of.
+    """Checks a request and fills in what it leaves out; `held` is the session that it is a turn of, `lessons` what
+    its policy may begin with.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
     another tokenizer.
@@ -67,12 +73,14 @@ def parse(
     model = served(held.model if held else request.model, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
+    contract = _contract(request.sampling, request.acceptance, model)
+    known = lessons[model.name, contract.heat] if lessons is not None else None
     return Ask(
         model=model,
         prompt=_prompt(request, model),
-        contract=_contract(request.sampling, request.acceptance, model),
+        contract=contract,
         stops=_stops(request.sampling.stop),
-        policy=_policy(request.speculation, config),
+        policy=_policy(request.speculation, config, known),
         whole_history=request.whole_history,
         key=request.idempotency_key,
         fingerprint=_fingerprint(request),
@@ -183,10 +191,10 @@ def _stops(stops: Sequence[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _policy(speculation: inference_pb2.Speculation, config: RouterConfig) -> GammaPolicy:
+def _policy(speculation: inference_pb2.Speculation, config: RouterConfig, lessons: Lessons | None) -> GammaPolicy:
     if speculation.depth > MAX_DEPTH:
         raise InvalidRequest("speculation.depth", f"is {speculation.depth}, must be 0 (the default) to {MAX_DEPTH}")
-    return policy(speculation.policy or config.policy, ceilings(config, speculation.depth))
+    return policy(speculation.policy or config.policy, ceilings(config, speculation.depth), lessons)
 
 
 def ceilings(config: RouterConfig, depth: int = 0) -> Plan:

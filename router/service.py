@@ -63,7 +63,7 @@ class Inference(InferenceServicer):
             deadline = None if remaining is None else time.time() + remaining
             sessions = self._cluster.sessions
             held = await opening.open_record(sessions, request.session_id) if request.session_id else None
-            ask = parse(request, self._cluster.models, self._cluster.config, held)
+            ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons)
             await self._run(await opening.begin(self._cluster, ask, held, deadline), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:

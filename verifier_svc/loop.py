@@ -19,6 +19,7 @@ import numpy as np
 
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import Overlap, StepReport
+from outrider.core.pace import Pace
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
 from outrider.core.ways import Way
@@ -29,7 +30,6 @@ from outrider.engine.slots import Slots
 from outrider.errors import Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.own import OwnDrafting
-from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
 from verifier_svc.timing import StepTime, StepTimes
@@ -90,7 +90,7 @@ class StepLoop:
         place = self.slots.take(start.tokens, start.tenant)
         self._passes.fill(place)
         own = self._own.begin(start.tenant, start.contract)
-        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(start.contract), own)
+        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(greedy=start.contract.greedy), own)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
@@ -267,6 +267,8 @@ class StepLoop:
                     choices = choices[:count]
                     break
             accepted = min(len(walked.path), len(choices))
+            path = [work.nodes[row - 1] for row in walked.path[:accepted]]
+            first, level = session.arrivals.times
             report = StepReport(
                 verified=len(work.nodes),
                 accepted=accepted,
@@ -277,9 +279,15 @@ class StepLoop:
                 wire_bytes=session.wire_bytes,
                 plan_version=session.plan.version,
                 drafters=len(session.subscriptions),
+                elapsed_us=int((now - session.committed_at) * 1e6) if session.committed_at else 0,
+                rows=step.tokens,
+                sessions=len(step.works),
+                first_us=int(first * 1e6),
+                level_us=int(level * 1e6),
+                ranks=bytes(map(_rank, path)),
+                resting=session.resting,
             )
             session.wire_bytes = 0
-            path = [work.nodes[row - 1] for row in walked.path[:accepted]]
             settle(work, path, choices, step.price)
             session.learn(work.nodes, set(path))
             owed = session.owed(work.nodes, set(path))
@@ -306,6 +314,12 @@ class StepLoop:
             target = session.cached + chain + np.arange(len(path))
             self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
+
+
+def _rank(node: Node) -> int:
+    """How many of its siblings have a better score; several drafters together may have sent more than a byte says."""
+    assert node.parent is not None
+    return min(255, sum(sibling.edge > node.edge for sibling in node.parent.children.values()))
 
 
 def _teaches(session: Session) -> bool:

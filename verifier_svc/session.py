@@ -136,6 +136,11 @@ class Session(Drafted):
             self.arrivals.arrived(now, self.worth(), passing=passing)
 
     @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always the one."""
+        return self.contract.greedy
+
+    @property
     def ahead(self) -> bool:
         """Whether drafters go on below nodes that may be in verification."""
         return self.way is Way.AHEAD

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.reporting import INTERRUPTED, reported
-from outrider.core.contract import RuleName
+from outrider.core.contract import PolicyName, RuleName
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -41,9 +41,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
-    speculation: Annotated[
-        Literal["ema", "fixed", "off"] | None, typer.Option(help="Speed only. [default: the router's]")
-    ] = None,
+    speculation: Annotated[PolicyName | None, typer.Option(help="Speed only. [default: the router's]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma. [default: the router's]")] = None,
     rule: Annotated[RuleName, typer.Option(help="Of acceptance; see docs/protocol.md.")] = "shared-noise",
     lenience: Annotated[float, typer.Option(help="Of lenient-speculative-sampling, which is lossy.")] = 1.0,

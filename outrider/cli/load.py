@@ -8,15 +8,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from outrider.cli.samples import Sample, timed
+from outrider.core.contract import PolicyName
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.client import AsyncClient
 
-Speculation = Literal["ema", "fixed", "off"] | None  # None: the router's own
+Speculation = PolicyName | None  # None: the router's own
 
 
 @dataclass(frozen=True, slots=True)

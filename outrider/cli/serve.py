@@ -80,7 +80,7 @@ def router(
         list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer, or NAME=ORG/NAME; may be repeated.")
     ],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
-    policy: Annotated[str | None, typer.Option(help="ema, fixed or off. [default: ema]")] = None,
+    policy: Annotated[str | None, typer.Option(help="goodput, ema, heuristic, fixed or off. [default: ema]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
     nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 24]")] = None,

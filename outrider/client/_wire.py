@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
-from outrider.core.contract import SHARED_NOISE, Contract, RuleName
+from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, RuleName
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-
-Policy = Literal["ema", "fixed", "off"]
 
 _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -49,7 +47,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]  # strings that end the text and are not part of it
     stop_ids: Sequence[int]  # token ids that end the text, beside the model's own
     ignore_eos: bool  # go on after the model's end of text; False
-    speculation: Policy | None  # changes the speed, never the text; None takes the router's default
+    speculation: PolicyName | None  # changes the speed, never the text; None takes the router's default
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
     rule: RuleName  # of acceptance; "shared-noise". The last two are lossy: the text is not distributed as the model's
     lenience: float  # of "lenient-speculative-sampling": above 0 and at most 1, which is lossless
@@ -84,7 +82,7 @@ def request_to_pb(
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
-    speculation: Policy | None = None,
+    speculation: PolicyName | None = None,
     depth: int | None = None,
     rule: RuleName = SHARED_NOISE,
     lenience: float = 1.0,

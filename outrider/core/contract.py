@@ -20,6 +20,7 @@ RuleName = Literal[  # of acceptance; see outrider.core.rules
     "lenient-speculative-sampling",
     "typical-acceptance",
 ]
+PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "off"]  # of gamma; see outrider.core.control
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text is not distributed as the target's own
@@ -179,3 +180,10 @@ class StepReport:
     wire_bytes: int = 0  # on drafters' streams since the last report, both directions
     plan_version: int = 0
     drafters: int = 0
+    elapsed_us: int = 0  # from the session's commit before to this one; 0 for its first
+    rows: int = 0  # tokens in the pass, of all the sessions that it served
+    sessions: int = 0  # that the pass served
+    first_us: int = 0  # from the commit before to the first delta after it; 0: a pass ran meanwhile, or none came
+    level_us: int = 0  # between two of these deltas, on average; likewise
+    ranks: bytes = b""  # for each accepted node, how many of its siblings had a better score
+    resting: bool = False  # whether steps were measured to be faster while drafters rest

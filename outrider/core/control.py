@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from outrider.core.contract import OFF, Plan, StepReport
+from outrider.core.goodput import Goodput, Lessons
 from outrider.errors import InvalidRequest
 
 
@@ -81,15 +82,43 @@ class AcceptanceEMA:
         return self._plan
 
 
-POLICIES: dict[str, Callable[[Plan], GammaPolicy]] = {
-    "ema": AcceptanceEMA,
-    "fixed": FixedGamma,
-    "off": lambda _: NoSpeculation(),
+class Heuristic:
+    """Two deeper after a step that accepted all it verified, else one less deep, at least one.
+
+    Source: `heuristic` of the assistant's `num_assistant_tokens_schedule` in Hugging Face transformers.
+    """
+
+    def __init__(self, ceilings: Plan, *, first: int = 5) -> None:
+        self._ceiling = ceilings.depth
+        self._plan = replace(ceilings, version=1, depth=min(first, ceilings.depth))
+
+    def observe(self, report: StepReport) -> None:
+        """Changes the depth after each step that verified anything."""
+        if not report.verified:
+            return
+        deeper = self._plan.depth + (2 if report.accepted >= report.verified_depth else -1)
+        depth = max(1, min(self._ceiling, deeper))
+        if depth != self._plan.depth:
+            self._plan = replace(self._plan, version=self._plan.version + 1, depth=depth)
+
+    def plan(self) -> Plan:
+        """The ceilings, with the present depth."""
+        return self._plan
+
+
+POLICIES: dict[str, Callable[[Plan, Lessons], GammaPolicy]] = {
+    "goodput": Goodput,
+    "ema": lambda ceilings, _: AcceptanceEMA(ceilings),
+    "heuristic": lambda ceilings, _: Heuristic(ceilings),
+    "fixed": lambda ceilings, _: FixedGamma(ceilings),
+    "off": lambda *_: NoSpeculation(),
 }
 
 
-def policy(name: str, ceilings: Plan) -> GammaPolicy:
+def policy(name: str, ceilings: Plan, lessons: Lessons | None = None) -> GammaPolicy:
     """A new policy for one session. Ceilings without depth or nodes allow no speculation, whatever its name.
+
+    `lessons`: of sessions like it, to share.
 
     Raises InvalidRequest for a name that is not in POLICIES.
     """
@@ -97,4 +126,4 @@ def policy(name: str, ceilings: Plan) -> GammaPolicy:
         raise InvalidRequest("speculation.policy", f"is {name!r}, must be one of {', '.join(sorted(POLICIES))}")
     if not ceilings.depth or not ceilings.nodes:
         return NoSpeculation()
-    return POLICIES[name](ceilings)
+    return POLICIES[name](ceilings, lessons or Lessons())

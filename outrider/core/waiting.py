@@ -98,6 +98,10 @@ class Arrivals:
         self._expected = 0.0
         self._quiet = False  # whether nothing disturbed the drafter since the commit
         self._waited = False  # whether the next delta was waited for
+        self._began = 0.0  # when the commit went out
+        self._first = 0.0  # seconds until the first delta had come, and until the last, where nothing disturbed them
+        self._latest = 0.0
+        self._undisturbed = 0  # deltas after the first that nothing disturbed
 
     def disturb(self) -> None:
         """Until the next commit, delays tell nothing: a drafter has just begun, and reads the prompt."""
@@ -114,12 +118,17 @@ class Arrivals:
         self._expected = expected
         self._quiet = True
         self._waited = False
+        self._began, self._first, self._latest = now, 0.0, 0.0
+        self._undisturbed = 0
 
     def arrived(self, now: float, expected: float, *, passing: bool) -> None:
         """A delta came, while a pass ran or not, and made the tree worth `expected` tokens."""
         self._quiet = self._quiet and not passing
         if self._quiet:
             self._pattern.learn(self._count, now - self._last, max(0.0, expected - self._expected))
+            self._latest = now - self._began
+            self._first = self._first or self._latest
+            self._undisturbed = self._count
         self._last, self._expected = now, expected
         self._waited = False
         self._count += 1
@@ -128,6 +137,12 @@ class Arrivals:
     def due(self) -> bool:
         """Whether a trial is, or runs."""
         return self._count == 0 and (self._patterns.trials.due or self._waited)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Seconds from the commit to the first delta, and between two on average; 0 where that could not be seen."""
+        between = (self._latest - self._first) / self._undisturbed if self._undisturbed else 0.0
+        return self._first, between
 
     def ahead(self, deltas: int) -> tuple[float, float]:
         """When the next but `deltas` delta is expected, in seconds since the last one came, and the gain until then."""

@@ -101,7 +101,7 @@ class Plan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[int] = ..., wait_us: _Optional[int] = ..., overlap: _Optional[_Union[Overlap, str]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters")
+    __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters", "elapsed_us", "rows", "sessions", "first_us", "level_us", "ranks", "resting")
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,13 @@ class StepReport(_message.Message):
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PLAN_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_US_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_US_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_US_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    RESTING_FIELD_NUMBER: _ClassVar[int]
     verified: int
     accepted: int
     verified_depth: int
@@ -118,7 +125,14 @@ class StepReport(_message.Message):
     wire_bytes: int
     plan_version: int
     drafters: int
-    def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...
+    elapsed_us: int
+    rows: int
+    sessions: int
+    first_us: int
+    level_us: int
+    ranks: bytes
+    resting: bool
+    def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., first_us: _Optional[int] = ..., level_us: _Optional[int] = ..., ranks: _Optional[bytes] = ..., resting: _Optional[bool] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("steps", "running_ms")

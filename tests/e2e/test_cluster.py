@@ -13,7 +13,7 @@ from tests.e2e.mini_router import described
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed", "ema"])
+@pytest.mark.parametrize("policy", ["off", "fixed", "heuristic", "ema", "goodput"])
 async def test_greedy_text_is_what_transformers_says_under_every_policy(
     cluster: LocalCluster, prompts: list[str], reference: list[int], tokenizer: Tokenizer, policy: str
 ) -> None:

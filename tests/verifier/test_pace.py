@@ -9,6 +9,7 @@ import pytest
 from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.pace import Pace
 from outrider.core.sampler import Choice
 from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
@@ -18,7 +19,6 @@ from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
 from outrider.sink.stream import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
-from verifier_svc.pace import Pace
 from verifier_svc.session import Commit, Session, Start
 
 
@@ -95,7 +95,7 @@ def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many()
     speeds = {1: {Way.TURNS: 3.0, Way.AHEAD: 2.0, Way.REST: 1.0}, 8: {Way.TURNS: 2.0, Way.AHEAD: 3.0, Way.REST: 8.0}}
 
     def steps(seconds: float, sessions: int, speed: dict[Way, float]) -> Way:
-        crowd: list[Any] = [SimpleNamespace(contract=Contract(seed=1, max_tokens=9))] * sessions
+        crowd: list[Any] = [SimpleNamespace(greedy=False)] * sessions
         ways = []
         for _ in range(round(seconds * 100)):
             pace.learn(crowd, sessions, 0, round(100 * speed[pace.way]), 0.01)

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from outrider.core.budget import Budget, CostModel
-from outrider.core.contract import Contract
-from outrider.core.waiting import Patterns, patience
+from outrider.core.contract import Plan
+from outrider.core.waiting import Arrivals, Patterns, patience
 from outrider.core.ways import Rivals, Way
-from verifier_svc.session import Session
 
 FOLLOWING = 0.05  # how far the average of open sessions follows one step
+
+
+class Paced(Protocol):
+    """What is asked of a session."""
+
+    plan: Plan
+    committed_at: float  # when its last commit went out
+    arrivals: Arrivals
+
+    @property
+    def greedy(self) -> bool:
+        """Whether its text is."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether its drafters go on while steps run."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether they may still send something that a step could take."""
 
 
 class Pace:
@@ -29,11 +49,11 @@ class Pace:
         self._patterns: dict[bool, Patterns] = {}  # by whether a session is greedy: drafters guess better what it says
         self._rivals: dict[tuple[int, bool], Rivals] = {}  # by the logarithm of the number; whether one alone is greedy
 
-    def patterns(self, contract: Contract) -> Patterns:
+    def patterns(self, *, greedy: bool) -> Patterns:
         """What deltas bring to sessions like this."""
-        return self._patterns.setdefault(contract.greedy, Patterns.unknown())
+        return self._patterns.setdefault(greedy, Patterns.unknown())
 
-    def patience(self, sessions: Sequence[Session], budget: Budget, now: float) -> float:
+    def patience(self, sessions: Sequence[Paced], budget: Budget, now: float) -> float:
         """Seconds to hold a step back; 0 unless the deltas that are coming are worth the time of all its sessions.
 
         Several sessions that are drafted ahead for are not held back: their deltas come while steps run.
@@ -46,12 +66,12 @@ class Pace:
         arrivals = [session.arrivals for session in group]
         return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
 
-    def learn(self, sessions: Collection[Session], decoding: int, read: int, committed: int, seconds: float) -> None:
+    def learn(self, sessions: Collection[Paced], decoding: int, read: int, committed: int, seconds: float) -> None:
         """With these sessions open, a step read so many tokens of prompts, and committed so many for those that were
         decoding, `seconds` after the step before."""
         self._open += (len(sessions) - self._open) * (FOLLOWING if self._open else 1.0)
         size = round(math.log2(max(1.0, self._open)))
-        rivals = self._rivals_of(size, size == 0 and all(session.contract.greedy for session in sessions))
+        rivals = self._rivals_of(size, size == 0 and all(session.greedy for session in sessions))
         rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
         self.way = rivals.way
 
