@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.processes import output
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -120,5 +120,5 @@ def _best(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    openmp.settle(int(sys.argv[1]))
+    surroundings.settle(int(sys.argv[1]))
     print(json.dumps(asdict(measured(int(sys.argv[1])))))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.processes import output
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,6 +145,6 @@ def _whole(each: Mapping[str, float], config: ModelConfig) -> float:
 
 
 if __name__ == "__main__":
-    openmp.settle(int(sys.argv[1]))
+    surroundings.settle(int(sys.argv[1]))
     found = measured(Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0, int(sys.argv[1]))
     print(json.dumps([asdict(cost) for cost in found]))

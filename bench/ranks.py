@@ -29,7 +29,7 @@ from bench.scaling import print_scaling
 from outrider.cli.pad import parse_count
 from outrider.cli.reporting import reported
 from outrider.errors import Unavailable
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 CONTEXT = 256  # rows behind which a pass is measured
 ROWS = (2, 8, 25, 64)
@@ -129,7 +129,7 @@ def _received(end: Connection) -> Any:
 
 def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meeting: str) -> None:
     """One rank's life. Rank 0 measures what it is asked for until that is 0."""
-    openmp.settle(way.threads)
+    surroundings.settle(way.threads)
     from outrider.engine.batch import Segment
     from outrider.engine.group import ALONE, Group, Ranks
     from outrider.engine.native import NativeEngine

@@ -22,7 +22,7 @@ from bench.asking import Ask, sample_to_json
 from outrider.cli.reporting import reported
 from outrider.cli.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ def main(
 ) -> None:
     """Serve one way to generate."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    openmp.settle(threads)
+    surroundings.settle(threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
     with reported(), closing(answers):

@@ -17,7 +17,7 @@ from bench.trees.tables import print_tables, save
 from outrider.cli.load import read_prompts
 from outrider.cli.reporting import reported
 from outrider.errors import ConfigError
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 WIDTH = 132  # of tables in a file
 LONGEST = 400  # tokens of a prompt: with its text it must fit the models' context
@@ -59,7 +59,7 @@ def main(
         held_out = read_prompts(texts)
         if prompts + taught > len(held_out):
             raise ConfigError(f"--prompts: and --taught are {prompts + taught}, {texts} has {len(held_out)}")
-    openmp.settle(1)
+    surroundings.settle(1)
     tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
     ids = [tokenizer.encode(prompt).ids[:LONGEST] for _, prompt in held_out[: prompts + taught]]
     progress = Console(stderr=True, highlight=False)

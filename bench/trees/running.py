@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.trees.cells import MODELS, Setting
 from bench.trees.measuring import Figures, Lessons, measure, teach
 from bench.trees.paths import PathRows, load
-from outrider.fleet import openmp
+from outrider.fleet import surroundings
 
 _bench: tuple[Setting, Mapping[str, PathRows], Lessons] | None = None  # of a process that shares the work
 
@@ -52,7 +52,7 @@ def _models(setting: Setting, folder: Path) -> dict[str, PathRows]:
 
 def _begin(setting: Setting, folder: Path, lessons: Lessons) -> None:
     global _bench
-    openmp.settle(1)
+    surroundings.settle(1)
     _bench = setting, _models(setting, folder), lessons
 
 
