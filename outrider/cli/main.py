@@ -11,6 +11,7 @@ from outrider.cli.generate import generate
 from outrider.cli.index import index
 from outrider.cli.pad import pad
 from outrider.cli.serve import drafter, router, verifier
+from outrider.cli.simulate import simulate
 from outrider.cli.up import up
 from outrider.cli.verify import verify
 
@@ -20,5 +21,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index):
+for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index, simulate):
     app.command()(command)

@@ -1,0 +1,88 @@
+"""The simulated cluster does what can be computed by hand, and what a cluster does."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.core.contract import OFF, Plan
+from outrider.core.control import GammaPolicy, policy
+from outrider.errors import ConfigError
+from outrider.simulation.cluster import Cluster
+from outrider.simulation.deployment import Deployment, Kind, Outcome, Phase, Scenario, load_scenario
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "simulations" / "shifting_load.toml"
+FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, level_more_ms=0.0)
+
+
+def run(
+    name: str, agreement: float, *, deployment: Deployment = FLAT, callers: int = 1, trip: float = 0.0, depth: int = 8
+) -> Outcome:
+    kind = Kind(name="text", agreement=agreement, ranks=(1.0,), prompt=1, answer=256)
+    phase = Phase(seconds=60, kinds=("text",), callers=callers, round_trip_ms=trip)
+    ceilings = Plan(depth=depth, width=1, nodes=depth) if depth else OFF
+
+    def make(_: Kind) -> GammaPolicy:
+        return policy(name, ceilings)
+
+    return next(iter(Cluster(Scenario(deployment=deployment, kind=[kind], phase=[phase]), make, 1).run()))
+
+
+def test_plain_decode_commits_a_token_a_pass() -> None:
+    assert run("off", 0.8).goodput == pytest.approx(50, rel=0.01)
+    assert run("off", 0.8, callers=8).goodput == pytest.approx(400, rel=0.01)
+    assert run("off", 0.8).acceptance_length == 1.0
+
+
+def test_a_perfect_drafter_s_whole_tree_is_committed_and_a_useless_one_s_never() -> None:
+    assert run("fixed", 1.0, depth=4).acceptance_length == pytest.approx(5.0, rel=0.05)
+    useless = run("fixed", 0.0)
+    assert useless.acceptance_length == 1.0
+    assert useless.goodput > 0.9 * 50
+
+
+@pytest.mark.parametrize("agreement", [0.5, 0.8])
+def test_acceptance_lengths_are_those_of_a_chain(agreement: float) -> None:
+    """At most so many: the step starts when waiting for another level does not pay."""
+    longest = sum(agreement**depth for depth in range(9))
+    assert 0.7 * longest < run("fixed", agreement).acceptance_length <= 1.03 * longest
+
+
+def test_distance_costs_speed_and_never_more_than_a_little_of_plain_decode() -> None:
+    near, far, very_far = (run("goodput", 0.8, trip=trip).goodput for trip in (0.0, 20.0, 200.0))
+    assert near > far > very_far > 0.9 * 50
+    assert near > 1.8 * 50
+
+
+def test_more_callers_than_slots_wait_and_all_are_answered_in_turn() -> None:
+    deployment = FLAT.model_copy(update={"slots": 2})
+    few, many = run("off", 0.8, deployment=deployment, callers=2), run("off", 0.8, deployment=deployment, callers=9)
+    assert many.goodput == pytest.approx(few.goodput, rel=0.02)
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    assert run("goodput", 0.7, callers=4) == run("goodput", 0.7, callers=4)
+
+
+def test_a_session_s_plan_changes_less_than_once_a_second() -> None:
+    scenario = load_scenario(EXAMPLE)
+    ceilings = Plan(depth=24, nodes=24)
+    for outcome in Cluster(scenario, lambda _: policy("goodput", ceilings)).run():
+        assert outcome.switches_per_second < 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[kind]]\nname = 'a'\nagreement = 2\n[[phase]]\nseconds = 1\nkinds = ['a']", "kind.0.agreement"),
+        ("[[kind]]\nname = 'a'\nagreement = 1\n[[phase]]\nseconds = 1\nkinds = ['b']", "b: there is no such kind"),
+        ("[[kind]]\nname = 'a'\nagreement = 1\ncolour = 1\n[[phase]]\nseconds = 1\nkinds = ['a']", "unknown key"),
+        ("kind", "not valid TOML"),
+    ],
+)
+def test_a_scenario_that_is_none_is_refused_with_the_reason(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load_scenario(file)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_scenario(tmp_path / "none.toml")
