@@ -16,15 +16,14 @@ import numpy as np
 
 from outrider.core.contract import Contract
 from outrider.core.filters import FloatRow
+from outrider.core.growth import CANDIDATES
 from outrider.core.noise import Draw, generation_base
 from outrider.core.rules import VERIFY, Rows, SeededChance
 from outrider.core.rules.matching import SharedNoise
 from outrider.core.sampler import Choice
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.device.said import Ranking
-from outrider.engine.device.staging import Rank
-from outrider.engine.logits import Logits
+from outrider.engine.logits import Logits, Row, rows_of
 
 CHUNK = 256  # tokens of a prompt in one pass
 # s of softmax((log q + g) / s), fitted once to the reference pair; the service fits it as it goes.
@@ -68,11 +67,6 @@ class Text:
         """How its tokens are drawn."""
         return Draw(generation_base(self.contract.seed, self.contract.choice), self.contract.temperature)
 
-    @property
-    def rank(self) -> Rank:
-        """How candidates for them are scored."""
-        return Rank(self.draw, SPREADS[self.contract.greedy])
-
 
 class Rounds:
     """A target, and what drafts for it."""
@@ -109,21 +103,21 @@ class Rounds:
         """Grows a tree for each text and prunes it to the nodes that are to be verified."""
         expanded: list[list[int]] = [[-1] for _ in texts]  # nodes of the level, -1 the root
         used = [0] * len(texts)  # rows behind the text
-        ranks = [text.rank for text in texts]
+        draws = [text.draw for text in texts]
         for level in range(growth.depth):
             segments = [
                 _expansion(text, nodes, used[index]) if level else _pending(text)
                 for index, (text, nodes) in enumerate(zip(texts, expanded, strict=True))
             ]
-            rankings = drafter.rank(segments, ranks, growth.width)
+            said = drafter.judge(segments, draws, CANDIDATES)
             row = 0
             for index, text in enumerate(texts):
                 if not level:
                     text.drafted = len(text.tokens)
-                mine = rankings[row : row + len(expanded[index])]
+                mine = rows_of(said, row, len(expanded[index]))
                 row += len(mine)
                 used[index] += len(mine) if level else 0
-                expanded[index] = _grow(text, expanded[index], mine, growth.beam)
+                expanded[index] = _grow(text, expanded[index], mine, growth)
         for text in texts:
             _prune(text, growth.nodes)
 
@@ -188,14 +182,18 @@ def _expansion(text: Text, nodes: Sequence[int], used: int) -> Segment:
     return Segment(text.slot, len(text.tokens), tokens, positions, mask)
 
 
-def _grow(text: Text, expanded: Sequence[int], rankings: Sequence[Ranking], beam: int) -> list[int]:
+def _grow(text: Text, expanded: Sequence[int], rows: Sequence[Row], growth: Growth) -> list[int]:
     """Adds the candidates of the expanded nodes; gives those to be expanded next."""
     before = len(text.tree)
-    for index, ranking in zip(expanded, rankings, strict=True):
+    for index, row in zip(expanded, rows, strict=True):
+        best = row.best
+        assert best is not None
         score, depth = (text.tree[index].score, text.tree[index].depth) if index >= 0 else (0.0, 0)
-        for token, edge in zip(ranking.tokens.tolist(), ranking.scores.tolist(), strict=True):
+        relative = (best.scores - best.scores[0]) / SPREADS[text.contract.greedy]
+        edges = relative - np.log(np.exp(relative).sum())
+        for token, edge in zip(best.tokens[: growth.width].tolist(), edges.tolist(), strict=False):
             text.tree.append(Node(token, depth + 1, index, score + edge))
-    return sorted(range(before, len(text.tree)), key=lambda index: -text.tree[index].score)[:beam]
+    return sorted(range(before, len(text.tree)), key=lambda index: -text.tree[index].score)[: growth.beam]
 
 
 def _prune(text: Text, most: int) -> None:

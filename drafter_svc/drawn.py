@@ -6,9 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession
 from outrider.core.construction import Sequoia, Shaped
@@ -17,6 +14,7 @@ from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
 from outrider.core.shapes import Shape
 from outrider.core.tree import Delta, Node, edge_code, edge_from_code
+from outrider.engine.logits import Row
 
 
 class DrawnSession(DraftSession):
@@ -64,13 +62,13 @@ class DrawnSession(DraftSession):
             for rate, _ in zip(self._rates, self._shapes[node], strict=False)
         )
 
-    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Row], fits: Fits) -> Delta:
         """Draws the children of each node, by chance that nothing else has."""
         added: list[Node] = []
-        for node, row in zip(nodes, logits, strict=True):
+        for node, row in zip(nodes, rows, strict=True):
             node.expanded = True
             path = self.tree.path(node)
-            node.q = SparseRow.of(self.sampler.probabilities(row, path))
+            node.q = SparseRow.of(self.sampler.probabilities(row.logits, path))
             place = extend(self.tree.digest, path)
             chance = SeededChance(self.contract.seed, self.contract.choice, self._epoch, place, DRAFT)
             below = self._shapes[node]

@@ -11,9 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
 from drafter_svc.drawn import DrawnSession
 from drafter_svc.ranked import RankedSession
 from drafter_svc.relay import Below, NobodyBelow, Relay
@@ -22,11 +19,13 @@ from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
 from outrider.core.construction import construction_of, shaped_of
 from outrider.core.contract import Contract
-from outrider.core.growth import Fits
+from outrider.core.growth import CANDIDATES, Fits
+from outrider.core.noise import Draw
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Hints, Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
+from outrider.engine.logits import Logits, rows_of
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
@@ -269,23 +268,25 @@ class Grower:
             relay.publish(update.position, update.tokens, time.monotonic())
         return True
 
-    async def _forward(self, turns: Sequence[Turn]) -> NDArray[np.float32]:
+    async def _forward(self, turns: Sequence[Turn]) -> Logits:
         """The packed pass; noise and lessons are dealt with meanwhile."""
+        draws = [turn.session.draw if self._engine.draws else None for turn in turns]
+        segments, prepare = [turn.segment for turn in turns], partial(self._prepare, turns, draws)
         self.progress.begin()
-        logits = await self._passes.forward([turn.segment for turn in turns], partial(self._prepare, turns))
+        logits = await self._passes.judge(segments, draws, prepare, CANDIDATES)
         self.progress.end()
         return logits
 
-    def _prepare(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            for node in turn.nodes:
+    def _prepare(self, turns: Sequence[Turn], draws: Sequence[Draw | None]) -> None:
+        for turn, draw in zip(turns, draws, strict=True):
+            for node in turn.nodes if draw is None else ():
                 turn.session.sampler.prepare(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
 
-    def _propose(self, turns: Sequence[Turn], logits: NDArray[np.float32]) -> None:
+    def _propose(self, turns: Sequence[Turn], logits: Logits) -> None:
         first = 0
         for turn in turns:
-            rows = logits[first : first + len(turn.nodes)]
+            rows = rows_of(logits, first, len(turn.nodes))
             first += len(rows)
             member = self.members.get(turn.key)
             if member is None or member.session is not turn.session:

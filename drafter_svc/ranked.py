@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession, Move
 from outrider.core.construction import BestFirst, Construction, Shaped, Terms
 from outrider.core.growth import WORTH_TELLING, Candidates, Fits, candidates, floor_score
+from outrider.core.noise import Draw
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Node
+from outrider.engine.logits import Row
 
 
 class RankedSession(DraftSession):
@@ -33,13 +34,18 @@ class RankedSession(DraftSession):
     ) -> None:
         """`construction`: None is the default, best first."""
         super().__init__(snapshot, slot, vocabulary, construction or BestFirst(), first_id=first_id, cached=cached)
-        shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
-        self._scores = self.sampler.scores if shared else self.sampler.log_weights
+        self._shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
+        self._scores = self.sampler.scores if self._shared else self.sampler.log_weights
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
         self._repeats = Repeats(self.tokens)
         self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
         self._looked_up = -1  # position of that root
         self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
+
+    @property
+    def draw(self) -> Draw | None:
+        """As the target's, where that shares its noise."""
+        return self.sampler.draw if self._shared else None
 
     def frontier(self, fits: Fits, limit: int) -> list[Node]:
         """As the construction says."""
@@ -49,15 +55,15 @@ class RankedSession(DraftSession):
         """By what children usually are worth."""
         return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.price)
 
-    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Row], fits: Fits) -> Delta:
         """Proposes the best candidates of each row."""
         terms = self._bounds(fits)
         added: list[Node] = []
-        for node, row in zip(nodes, logits, strict=True):
+        for node, row in zip(nodes, rows, strict=True):
             node.expanded = True
             if not self.tree.holds(node):
                 continue  # it was guessed at, and has just been found not to be worth it
-            self._rows[node] = candidates(self._scores(row, self.tree.path(node)))
+            self._rows[node] = self._candidates(node, row)
             self.judge([child for child in node.children.values() if child.names], fits)
             added += self._propose(node, self._rows[node], fits, terms)
         return self.announce(added)
@@ -121,6 +127,13 @@ class RankedSession(DraftSession):
     def _floor(self) -> float:
         """Path score below which a node is not worth sending."""
         return floor_score(self.price, ahead=self.ahead)
+
+    def _candidates(self, node: Node, row: Row) -> Candidates:
+        best = row.best
+        if best is not None:
+            known = np.isfinite(best.scores)
+            return Candidates(best.tokens[known], best.scores[known])
+        return candidates(self._scores(row.logits, self.tree.path(node)))
 
     def _propose(self, node: Node, row: Candidates, fits: Fits, terms: Terms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from drafter_svc.replica import Replica, Snapshot
 from outrider.core.construction import Construction, Terms
 from outrider.core.growth import Fits
+from outrider.core.noise import Draw
 from outrider.core.sampler import Sampler
 from outrider.core.tree import Delta, Node
 from outrider.engine.batch import Segment
+from outrider.engine.logits import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,14 @@ class DraftSession(Replica, ABC):
         """Tokens that expanding these nodes is expected to bring, less what verifying their children costs."""
 
     @abstractmethod
-    def expand(self, nodes: Sequence[Node], logits: NDArray[np.float32], fits: Fits) -> Delta:
-        """Proposes the children of `nodes`, from the draft's logits after each: [nodes, vocabulary]. Returns what is
-        new, as the upstream is to hear it."""
+    def expand(self, nodes: Sequence[Node], rows: Sequence[Row], fits: Fits) -> Delta:
+        """Proposes the children of `nodes`, from what the draft says after each. Returns what is new, as the upstream
+        is to hear it."""
+
+    @property
+    def draw(self) -> Draw | None:
+        """How candidates are ranked, where an engine could do it: as the target's tokens are drawn."""
+        return None
 
     def judge(self, nodes: Sequence[Node], fits: Fits) -> None:
         """Gives nodes that a lower tier has drafted what this model thinks of them, if it knows."""

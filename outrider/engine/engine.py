@@ -56,8 +56,9 @@ class Engine(Traits, ABC):
         Raises ValueError when a segment does not fit the engine or two share a slot.
         """
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
-        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that."""
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that; `best`: how
+        many of a row's leading tokens are wanted then, two at least."""
         return HostLogits(self.forward(segments))
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,39 @@ class Logits(Protocol):
     def choice(self, index: int) -> Choice | None:
         """The target's token after that row, where the engine was told how it is drawn and has drawn it."""
 
+    def best(self, index: int) -> Best | None:
+        """As many of the best tokens after that row as the engine was asked for, likewise."""
+
+
+class Best(NamedTuple):
+    """The leading tokens after a row, best first."""
+
+    tokens: NDArray[np.int64]  # [count]
+    scores: NDArray[np.float64]  # [count] log p / T + g up to a constant; at T = 0 log p
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of what a pass says."""
+
+    said: Logits
+    index: int
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """[vocabulary]"""
+        return self.said.row(self.index)
+
+    @property
+    def best(self) -> Best | None:
+        """See `Logits.best`."""
+        return self.said.best(self.index)
+
+
+def rows_of(said: Logits, first: int, count: int) -> list[Row]:
+    """Some neighbouring rows."""
+    return [Row(said, index) for index in range(first, first + count)]
+
 
 class HostLogits:
     """Logits that are here, of an engine that leaves choosing to others."""
@@ -35,4 +69,7 @@ class HostLogits:
         return row
 
     def choice(self, index: int) -> Choice | None:
+        return None
+
+    def best(self, index: int) -> Best | None:
         return None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,6 @@ from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.logits import Logits
 from outrider.engine.slots import Taken
-
-ResultT = TypeVar("ResultT")
 
 
 class Passes:
@@ -38,15 +35,14 @@ class Passes:
         """Moves rows of a slot's KV."""
         self._moves.append(partial(self._engine.move, slot, source, target))
 
-    async def forward(self, segments: Sequence[Segment], meanwhile: Callable[[], None]) -> NDArray[np.float32]:
-        """The packed pass; see Engine.forward. `meanwhile` is done here while it runs."""
-        return await self._run(partial(self._engine.forward, segments), meanwhile)
-
     async def judge(
-        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None]
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 2
     ) -> Logits:
-        """Likewise; see Engine.judge."""
-        return await self._run(partial(self._engine.judge, segments, draws), meanwhile)
+        """The packed pass; see Engine.judge. `meanwhile` is done here while it runs."""
+        moves, self._moves = self._moves, []
+        passing = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, moves, segments, draws, best)
+        meanwhile()
+        return await passing
 
     async def rest(self, changed: asyncio.Event) -> None:
         """Waits for that, and keeps an engine of several ranks in touch with them meanwhile. Raises RankLost."""
@@ -62,14 +58,13 @@ class Passes:
         self._thread.shutdown(wait=True)
         self._engine.close()
 
-    async def _run(self, forward: Callable[[], ResultT], meanwhile: Callable[[], None]) -> ResultT:
-        moves, self._moves = self._moves, []
-        passing = asyncio.get_running_loop().run_in_executor(self._thread, _pass, moves, forward)
-        meanwhile()
-        return await passing
-
-
-def _pass(moves: Sequence[Callable[[], None]], forward: Callable[[], ResultT]) -> ResultT:
-    for move in moves:
-        move()
-    return forward()
+    def _pass(
+        self,
+        moves: Sequence[Callable[[], None]],
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        best: int,
+    ) -> Logits:
+        for move in moves:
+            move()
+        return self._engine.judge(segments, draws, best)

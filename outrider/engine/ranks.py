@@ -47,9 +47,9 @@ class Leader(Engine):
         self._announce(segments)
         return self._engine.forward(segments)
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
         self._announce(segments)
-        return self._engine.judge(segments, draws)
+        return self._engine.judge(segments, draws, best)
 
     def beat(self) -> None:
         self._group.send(encode((), ()))

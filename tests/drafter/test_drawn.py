@@ -13,6 +13,7 @@ from outrider.core.drawn_tree import DrawnTree
 from outrider.core.growth import Fits
 from outrider.core.shapes import RankRates, Shape, best_shape, size_of
 from outrider.core.tree import Delta, Drifted, TokenTree
+from outrider.engine.logits import HostLogits, rows_of
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import delta_from_pb, delta_to_pb
 from tests.core.rules.enumeration import shapes
@@ -40,7 +41,7 @@ class Rig:
         segment, nodes = chosen
         self.session.advance(segment, nodes)
         logits = [self.logits(self.session.tokens + self.session.tree.path(node)) for node in nodes]
-        delta = self.session.expand(nodes, np.array(logits), self.fits)
+        delta = self.session.expand(nodes, rows_of(HostLogits(np.array(logits)), 0, len(nodes)), self.fits)
         message = delta_to_pb(delta, attachment=1, epoch=1, plan_version=0)
         assert delta_from_pb(message, VOCABULARY) == delta
         self.upstream.graft(1, delta)

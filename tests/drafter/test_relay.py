@@ -18,6 +18,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import WORTH_TELLING, Fits
 from outrider.core.tree import Hints, Node, TokenTree
+from outrider.engine.logits import HostLogits, rows_of
 from outrider.errors import Overloaded
 from outrider.sink.drafted import Drafted, Subscription
 from outrider.sink.stream import DraftStream
@@ -98,7 +99,7 @@ class Three:
         segment, nodes = chosen
         self.session.advance(segment, nodes)
         logits = self.random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
-        delta = self.session.expand(nodes, logits, self.fits)
+        delta = self.session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), self.fits)
         assert self.upper.graft(1, delta).dropped == []
         self.relay.hint(0.0)
         self.check()

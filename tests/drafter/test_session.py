@@ -13,6 +13,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import Fits
 from outrider.core.tree import Delta, Node, TokenTree
+from outrider.engine.logits import HostLogits, rows_of
 
 VOCABULARY = 12
 PROMPT = (3, 1, 4, 1, 5)
@@ -59,7 +60,7 @@ class Rig:
         session.advance(segment, nodes)
         if nodes:
             logits = self._random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
-            self.deliver(session.expand(nodes, logits, self.fit))
+            self.deliver(session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), self.fit))
         return True
 
     def deliver(self, delta: Delta) -> None:

@@ -45,7 +45,7 @@ class Undrawing(DeviceEngine):
 
     draws = False
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
         return HostLogits(self.forward(segments))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outrider.core.digest import PHI
 
+FEW = 8
 _LARGEST_U = 1.0 - 2.0**-24
 
 
@@ -46,17 +47,21 @@ def scores(logits: Tensor, keys: Tensor, temperatures: Tensor, steps: Tensor) ->
 
 
 def best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` best of each row, best first, and their scores: [rows, count] each. The lowest id wins a tie.
+    """The `count` best of each row, best first, and their scores: [rows, count] each.
 
-    One pass over the row for each, because `topk` promises no order among equals.
+    Of a few, whose first may be a choice, the lowest id wins a tie: one pass over the row for each, because `topk`
+    promises no order among equals. More are candidates, whose order among equals is of no account.
     """
-    tokens, values = [], []
+    if count > FEW:
+        values, tokens = scores.topk(count)
+        return tokens, values
+    firsts, leads = [], []
     for _ in range(count):
         token = scores.argmax(-1, keepdim=True)
-        tokens.append(token)
-        values.append(scores.gather(-1, token))
+        firsts.append(token)
+        leads.append(scores.gather(-1, token))
         scores = scores.scatter(-1, token, -torch.inf)
-    return torch.cat(tokens, -1), torch.cat(values, -1)
+    return torch.cat(firsts, -1), torch.cat(leads, -1)
 
 
 def _signed(value: int) -> int:

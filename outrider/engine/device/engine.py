@@ -33,8 +33,8 @@ from outrider.engine.device.buckets import Bucket, bucket_of, grouped
 from outrider.engine.device.choosing import best, noise_steps
 from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kernels, can_compile
 from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Replay, Unrecorded
-from outrider.engine.device.said import Ranking, Said
-from outrider.engine.device.staging import Ask, Inputs, Rank, Staging
+from outrider.engine.device.said import Said
+from outrider.engine.device.staging import Inputs, Staging
 from outrider.engine.device.weights import ModelWeights, load_weights
 from outrider.engine.engine import Engine, Numerics, Traits
 from outrider.engine.group import ALONE, Group
@@ -59,7 +59,7 @@ class _Recording:
     staging: Staging
     logits: Tensor  # [outputs, vocabulary] float32
     replay: Replay
-    choosers: dict[tuple[int, bool], _Chooser] = field(default_factory=dict)  # by candidates, and whether they rank
+    choosers: dict[int, _Chooser] = field(default_factory=dict)  # by candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +209,10 @@ class DeviceEngine(Engine):
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         return self._pass(segments, [None] * len(segments), 0).all()
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> Logits:
-        said = self._pass(segments, draws, 2 if any(draws) else 0)
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+        said = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
         said.fetch()
         return said
-
-    def rank(self, segments: Sequence[Segment], ranks: Sequence[Rank], count: int) -> list[Ranking]:
-        """One pass; for each of its rows the `count` best candidates, as `judge` draws tokens: for drafting."""
-        return self._pass(segments, ranks, count).rankings(count)
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
@@ -249,7 +245,7 @@ class DeviceEngine(Engine):
         # Pinned memory is held until the copy has read it.
         return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
 
-    def _pass(self, segments: Sequence[Segment], asks: Sequence[Ask], candidates: int) -> Said:
+    def _pass(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> Said:
         """`candidates`: that are chosen for each row; 0: none."""
         self.check_segments(segments)
         said = Said(self.vocabulary, [segment.outputs for segment in segments])
@@ -259,17 +255,17 @@ class DeviceEngine(Engine):
             buckets = [bucket_of([segments[index] for index in part], self.slots, self.rows_held) for part in parts]
             for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
                 recording = self._recordings.get(bucket, lambda bucket=bucket: self._prepare(bucket))  # type: ignore[misc]
-                mine = [asks[index] for index in part]
+                mine = [draws[index] for index in part]
                 recording.staging.send([segments[index] for index in part], mine)
                 recording.replay()
                 if not bucket.outputs or self._group.shard.rank:
                     continue
                 logits, answers = recording.logits, None
-                if candidates and any(mine):
-                    answers = self._choose(recording, candidates, isinstance(mine[0], Rank))
+                if candidates and any(draw is not None for draw in mine):
+                    answers = self._choose(recording, candidates)
                 if bucket in buckets[number + 1 :]:  # its buffers are about to be used again
                     logits, answers = logits.clone(), None if answers is None else answers.clone()
-                said.add(part, [bool(ask) for ask in mine], logits, answers)
+                said.add(part, [draw is not None for draw in mine], logits, answers)
         return said
 
     def _present(self) -> AbstractContextManager[object]:
@@ -305,25 +301,20 @@ class DeviceEngine(Engine):
         keys, values = self._seen_rows(bucket, inputs, 0)
         return self._kernels.attend(self._recorder, queries, keys, values, self._mask(bucket, inputs))
 
-    def _choose(self, recording: _Recording, candidates: int, ranked: bool) -> Tensor:
-        """Has the tokens chosen: [outputs, 2 * candidates] float64, on the device.
-
-        `ranked`: scores are the log of the chance to be the target's token; else they are as they are.
-        """
-        if (candidates, ranked) not in recording.choosers:
+    def _choose(self, recording: _Recording, candidates: int) -> Tensor:
+        """Has the tokens chosen: [outputs, 2 * candidates] float64, on the device."""
+        if candidates not in recording.choosers:
             answers = torch.zeros(recording.bucket.outputs, 2 * candidates, dtype=torch.float64, device=self.device)
             inputs, logits = recording.staging.inputs, recording.logits
 
             def choose() -> None:
                 scores = self._kernels.scores(logits, inputs.keys, inputs.temperatures, self._steps)
-                if ranked:
-                    scores = torch.log_softmax(scores / inputs.spreads[:, None], -1)
                 tokens, values = best(scores, candidates)
                 answers[:, :candidates] = tokens.double()
                 answers[:, candidates:] = values
 
-            recording.choosers[candidates, ranked] = _Chooser(answers, self._recorder.record(choose))
-        chooser = recording.choosers[candidates, ranked]
+            recording.choosers[candidates] = _Chooser(answers, self._recorder.record(choose))
+        chooser = recording.choosers[candidates]
         chooser.replay()
         return chooser.answers
 

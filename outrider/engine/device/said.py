@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.sampler import Choice
-
-
-class Ranking(NamedTuple):
-    """The candidates for what follows a row, best first."""
-
-    tokens: NDArray[np.int64]  # [count]
-    scores: NDArray[np.float64]  # [count] log of the chance that it is the target's token, were there no others
+from outrider.engine.logits import Best
 
 
 class Said:
@@ -52,12 +45,16 @@ class Said:
         return row
 
     def choice(self, index: int) -> Choice | None:
+        best = self.best(index)
+        return None if best is None else Choice(int(best.tokens[0]), float(best.scores[0] - best.scores[1]))
+
+    def best(self, index: int) -> Best | None:
         part, at, known = self._places[index]
         answers = self._fetched[part] if known else None
         if answers is None:
             return None
-        token, _, first, second = answers[at].tolist()
-        return Choice(int(token), first - second)
+        tokens, scores = np.split(answers[at], 2)
+        return Best(tokens.astype(np.int64), scores)
 
     def all(self) -> NDArray[np.float32]:
         """Every row: [rows, vocabulary]. One part is one copy."""
@@ -68,13 +65,3 @@ class Said:
             order = [at for _, at, _ in self._places]
             return parts[0][: len(order)] if order == list(range(len(order))) else parts[0][order]
         return np.stack([parts[part][at] for part, at, _ in self._places])
-
-    def rankings(self, count: int) -> list[Ranking]:
-        """Of every row."""
-        self.fetch()
-        rankings = []
-        for part, at, _ in self._places:
-            answers = self._fetched[part]
-            assert answers is not None
-            rankings.append(Ranking(answers[at, :count].astype(np.int64), answers[at, count:]))
-        return rankings

@@ -26,7 +26,7 @@ _TORCH = {_BYTE: torch.uint8, _INTEGER: torch.int64, _FLOAT: torch.float64}
 
 @dataclass(frozen=True)
 class Inputs(Generic[ArrayT]):
-    """Views of a buffer. Integers are int64, `temperatures` and `spreads` float64, `trees` one byte an entry."""
+    """Views of a buffer. Integers are int64, `temperatures` float64, `trees` one byte an entry."""
 
     tokens: ArrayT  # [rows]
     positions: ArrayT  # [rows]
@@ -39,7 +39,6 @@ class Inputs(Generic[ArrayT]):
     outputs: ArrayT  # [outputs] rows that want logits
     keys: ArrayT  # [outputs] of their noise
     temperatures: ArrayT  # [outputs]
-    spreads: ArrayT  # [outputs] scale of the noise between draft and target, where drafts are ranked
     trees: ArrayT  # [slots, width, span] which rows behind the prefix a query sees
 
 
@@ -51,15 +50,6 @@ class _Field(NamedTuple):
     start: int  # in bytes
     stop: int
 
-
-class Rank(NamedTuple):
-    """How the candidates after a segment's rows are scored: as drafts for a target whose noise is the same."""
-
-    draw: Draw
-    spread: float  # s of softmax((log q + g) / s)
-
-
-Ask = Draw | Rank | None
 
 _NO_DRAW = Draw(0, 0.0)  # of rows that nobody asks about
 
@@ -85,11 +75,11 @@ class Staging:
             *(self._there[it.start : it.stop].view(_TORCH[it.kind]).reshape(it.shape) for it in fields)
         )
 
-    def send(self, segments: Sequence[Segment], asks: Sequence[Ask]) -> None:
+    def send(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> None:
         """Lays the segments out and begins to copy that. `segments`: by slot; `asks`: one for each."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before reads what is written now
-        self._fill(segments, asks)
+        self._fill(segments, draws)
         self._there.copy_(self._here, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -112,12 +102,11 @@ class Staging:
             (self._views.outputs, 0),
             (self._views.keys, 0),
             (self._views.temperatures, 0),
-            (self._views.spreads, 1),
             (self._views.trees, 0),
         ):
             padded.fill(value)
 
-    def _fill(self, segments: Sequence[Segment], asks: Sequence[Ask]) -> None:
+    def _fill(self, segments: Sequence[Segment], draws: Sequence[Draw | None]) -> None:
         bucket, views = self._bucket, self._views
         self._blank()
         slots = np.array([it.slot for it in segments])
@@ -140,7 +129,7 @@ class Staging:
         views.prefixes[at] = [it.prefix for it in segments]
         self._fill_trees(segments, at, counts)
         if bucket.outputs:
-            self._fill_outputs(segments, asks, rows, counts)
+            self._fill_outputs(segments, draws, rows, counts)
 
     def _fill_trees(self, segments: Sequence[Segment], at: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         trees = self._views.trees
@@ -152,7 +141,11 @@ class Staging:
             trees[at[index], :count, : segment.span] = seen
 
     def _fill_outputs(
-        self, segments: Sequence[Segment], asks: Sequence[Ask], rows: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        rows: NDArray[np.int64],
+        counts: NDArray[np.int64],
     ) -> None:
         views = self._views
         wanted = np.array([it.outputs for it in segments])
@@ -160,12 +153,11 @@ class Staging:
         # Of each segment the last rows, among those of all segments.
         places = np.arange(total) + np.repeat(np.cumsum(counts) - np.cumsum(wanted), wanted)
         views.outputs[:total] = rows[places]
-        draws = [ask.draw if isinstance(ask, Rank) else ask or _NO_DRAW for ask in asks]
-        bases = np.repeat(np.array([draw.base for draw in draws], np.uint64), wanted)
+        drawn = [draw or _NO_DRAW for draw in draws]
+        bases = np.repeat(np.array([draw.base for draw in drawn], np.uint64), wanted)
         positions = np.concatenate([it.positions for it in segments])[places]
         views.keys[:total] = noise_keys(bases, positions + 1).view(np.int64)
-        views.temperatures[:total] = np.repeat([draw.temperature for draw in draws], wanted)
-        views.spreads[:total] = np.repeat([ask.spread if isinstance(ask, Rank) else 1.0 for ask in asks], wanted)
+        views.temperatures[:total] = np.repeat([draw.temperature for draw in drawn], wanted)
 
 
 def _fields(bucket: Bucket) -> Iterator[_Field]:
@@ -180,7 +172,6 @@ def _fields(bucket: Bucket) -> Iterator[_Field]:
         (_INTEGER, (bucket.slots,)),
         (_INTEGER, outputs),
         (_INTEGER, outputs),
-        (_FLOAT, outputs),
         (_FLOAT, outputs),
         (_BYTE, (bucket.slots, bucket.width, bucket.span)),
     )

@@ -21,7 +21,6 @@ from outrider.engine.device.buckets import Bucket, bucket_of, grouped
 from outrider.engine.device.engine import RECORDINGS
 from outrider.engine.device.kernels import CompiledKernels, Kernels
 from outrider.engine.device.recording import Recent, Unrecorded
-from outrider.engine.device.staging import Rank
 from outrider.engine.engine import Engine
 from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
@@ -310,19 +309,19 @@ def test_rows_that_nobody_draws_for_are_not_chosen(both: Both) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ranked_candidates_are_the_best_of_the_posterior(both: Both, temperature: float) -> None:
+@pytest.mark.parametrize("count", [2, 8, 64, 500])
+def test_the_best_tokens_of_a_row_are_those_of_the_sampler(both: Both, temperature: float, count: int) -> None:
     contract = Contract(seed=3, max_tokens=9, temperature=temperature)
     tokens = random_tokens(both[1], np.random.default_rng(12), 9)
-    rank = Rank(draw_of(contract, both[0]), 0.6)
     logits = both[0].forward([prompt(0, tokens)])
-    ranked = both[0].rank([prompt(0, tokens)], [rank], 8)
-    assert len(ranked) == len(tokens)
-    for position, ranking in enumerate(ranked):
-        scores = Sampler(contract, both[0].vocabulary, [1] * (position + 1), 0).scores(logits[position]) / 0.6
-        chances = scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
-        order = np.argsort(-chances, kind="stable")[:8]
-        assert ranking.tokens.tolist() == order.tolist()
-        assert ranking.scores == pytest.approx(chances[order], abs=1e-9)
+    said = both[0].judge([prompt(0, tokens)], [draw_of(contract, both[0])], count)
+    for position in range(len(tokens)):
+        scores = Sampler(contract, both[0].vocabulary, [1] * (position + 1), 0).scores(logits[position])
+        order = np.argsort(-scores, kind="stable")[:count]
+        best = said.best(position)
+        assert best is not None
+        assert best.tokens.tolist() == order.tolist()
+        assert best.scores == pytest.approx(scores[order], abs=1e-9)
 
 
 def test_bfloat16_differs_by_rounding_only() -> None:
