@@ -48,6 +48,7 @@ class Ask:
     whole_history: bool
     key: str  # idempotency key; empty: none
     fingerprint: bytes  # of the request
+    tenant: str = ""  # whose request it is
 
     @property
     def name(self) -> str:
@@ -61,9 +62,11 @@ def parse(
     config: RouterConfig,
     held: SessionRecord | None = None,
     lessons: Mapping[LessonKey, Lessons] | None = None,
+    *,
+    tenant: str = "",
 ) -> Ask:
-    """Checks a request and fills in what it leaves out; `held` is the session that it is a turn of, `lessons` what
-    its policy may begin with.
+    """Checks a tenant's request and fills in what it leaves out; `held` is the session that it is a turn of, `lessons`
+    what its policy may begin with.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
     another tokenizer.
@@ -84,6 +87,7 @@ def parse(
         whole_history=request.whole_history,
         key=request.idempotency_key,
         fingerprint=_fingerprint(request),
+        tenant=tenant,
     )
 
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.cli.serve import Ca, Cert, PrivateKey
 
 if TYPE_CHECKING:
     import grpc.aio
     from rich.console import Console
 
     from outrider.engine.engine import Engine
+    from outrider.rpc.tls import Tls
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
@@ -51,6 +53,9 @@ def describe(
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: PrivateKey = None,
 ) -> None:
     """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine.
 
@@ -60,11 +65,12 @@ def describe(
 
     from outrider.engine.loading import chosen_backend
     from outrider.hub import checkpoint_folder
+    from outrider.rpc.tls import Tls
 
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
-            _print_facts(screen, asyncio.run(_server(target)))
+            _print_facts(screen, asyncio.run(_server(target, Tls.read(ca, cert, key))))
         else:
             folder = checkpoint_folder(target)
             native = chosen_backend(folder, backend) == "native"
@@ -203,7 +209,7 @@ def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> No
     )
 
 
-async def _server(address: str) -> Rows:
+async def _server(address: str, tls: Tls | None) -> Rows:
     """What the server at an address says of itself. Raises Unavailable, ConfigError for one of another kind."""
     import grpc
     import grpc.aio
@@ -211,8 +217,9 @@ async def _server(address: str) -> Rows:
     from outrider.errors import ConfigError, Unavailable
     from outrider.rpc.channels import open_channel
     from outrider.rpc.status import from_rpc_error
+    from outrider.rpc.tls import SERVER, explained
 
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls, SERVER) as channel:
         for ask in (_verifier, _drafter, _router):
             try:
                 return await ask(channel)
@@ -221,7 +228,8 @@ async def _server(address: str) -> Rows:
                     continue
                 if error.code() == grpc.StatusCode.UNAVAILABLE:
                     raise Unavailable(
-                        f"no server can be reached at {address}: start one, or give the address that it listens on"
+                        f"no server can be reached at {address}: "
+                        + (explained(error.details() or "") or "start one, or give the address that it listens on")
                     ) from None
                 raise from_rpc_error(error) from None
     raise ConfigError(f"the server at {address} is no verifier, drafter or router of Outrider")
@@ -276,10 +284,12 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
 
 
 async def _router(channel: grpc.aio.Channel) -> Rows:
+    from outrider.client._access import Access
     from outrider.v1 import inference_pb2, inference_pb2_grpc
 
     stub = inference_pb2_grpc.InferenceStub(channel)
-    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S)).models
+    metadata = Access.of("localhost", None, None, None).metadata
+    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
     facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
     for it in models:
         facts += _model(it.name, it)

@@ -121,11 +121,15 @@ class Sessions:
         epoch, length = await self._run("acquire", session_id, expected, owner)
         return OwnedSession(self, session_id, epoch, owner, length)
 
-    async def get(self, session_id: str) -> SessionRecord:
-        """The session's record. A closed session's is there for a while, and says so."""
+    async def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
+        """The session's record. A closed session's is there for a while, and says so.
+
+        With a `tenant`, another tenant's session is not there: the same error, after the same work but for the
+        record's fields.
+        """
         with translated(self._redis):
             fields: Any = await self._redis.hgetall(_record_key(session_id))
-        if not fields:
+        if not fields or tenant not in (None, fields[b"tenant"].decode()):
             raise _missing(session_id)
         return load(session_id, {name.decode(): value for name, value in fields.items()})
 
