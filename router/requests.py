@@ -71,6 +71,9 @@ def parse(
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
     another tokenizer.
     """
+    if (size := request.ByteSize()) > config.max_request_bytes:  # before time is spent on tokenizing it
+        most = config.max_request_bytes
+        raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
     if held and request.model not in ("", held.model):
         raise InvalidRequest("model", f"is {request.model!r}, but session {held.session_id} is for {held.model!r}")
     model = served(held.model if held else request.model, models)

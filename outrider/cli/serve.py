@@ -94,6 +94,9 @@ def router(
         str | None, typer.Option(help="all, or measured: leave out those that do not pay. [default: measured]")
     ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
+    max_request_bytes: Annotated[
+        int | None, typer.Option(help="Of one request, its prompt included. [default: 1048576]")
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Seconds an owner may be silent. [default: 10]")] = None,

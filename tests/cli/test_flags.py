@@ -34,6 +34,7 @@ SECTIONS: dict[str, Section] = {
         drafters_per_session=2,
         tiers="all",
         max_sessions=4,
+        max_request_bytes=77,
         window=5,
         session_ttl_s=6,
         lease_s=0.5,
