@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
@@ -65,12 +66,11 @@ def describe(
 
     from outrider.engine.loading import chosen_backend
     from outrider.hub import checkpoint_folder
-    from outrider.rpc.tls import Tls
 
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
-            _print_facts(screen, asyncio.run(_server(target, Tls.read(ca, cert, key))))
+            _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
             folder = checkpoint_folder(target)
             native = chosen_backend(folder, backend) == "native"
@@ -209,6 +209,13 @@ def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> No
     )
 
 
+def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls | None:
+    """What to show and believe. A router wants no certificate, so the CA is enough for it."""
+    from outrider.rpc.tls import Tls
+
+    return Tls.client(ca) if ca and not cert and not key else Tls.read(ca, cert, key)
+
+
 async def _server(address: str, tls: Tls | None) -> Rows:
     """What the server at an address says of itself. Raises Unavailable, ConfigError for one of another kind."""
     import grpc
@@ -220,7 +227,7 @@ async def _server(address: str, tls: Tls | None) -> Rows:
     from outrider.rpc.tls import SERVER, explained
 
     async with open_channel(address, tls, SERVER) as channel:
-        for ask in (_verifier, _drafter, _router):
+        for ask in (_verifier, _drafter, partial(_router, address=address, secured=tls is not None)):
             try:
                 return await ask(channel)
             except grpc.aio.AioRpcError as error:
@@ -283,12 +290,12 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
     ]
 
 
-async def _router(channel: grpc.aio.Channel) -> Rows:
+async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Rows:
     from outrider.client._access import Access
     from outrider.v1 import inference_pb2, inference_pb2_grpc
 
     stub = inference_pb2_grpc.InferenceStub(channel)
-    metadata = Access.of("localhost", None, None, None).metadata
+    metadata = Access.of(address, None, None, secured or None).metadata
     models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
     facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
     for it in models:

@@ -42,8 +42,8 @@ class ByRole(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
 
 
 def names(context: grpc.aio.ServicerContext[Any, Any]) -> set[str]:
-    """The names in the caller's certificate; none without one."""
-    return {name.decode(errors="replace") for name in context.auth_context().get("x509_subject_alternative_name", ())}
+    """The DNS names in the caller's certificate; none without one."""
+    return {name.decode(errors="replace") for name in context.auth_context().get("peer_dns", ())}
 
 
 def _guarded(handler: Any, method: str, callers: set[str]) -> Any:

@@ -43,9 +43,11 @@ class Tls:
         _check_authority(ca)
         read = cls(_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key))
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")  # or it would ask
         except (ssl.SSLError, OSError):
-            raise ConfigError(f"tls: {cert} and {key} must be a certificate and its own key, both in PEM") from None
+            raise ConfigError(
+                f"tls: {cert} and {key} must be a certificate and its own key, both in PEM and not encrypted"
+            ) from None
         return read
 
     @classmethod

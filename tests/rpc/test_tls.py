@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
@@ -180,19 +181,31 @@ async def test_metadata_beyond_its_limit_is_refused(folders: dict[str, Path]) ->
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # the connection has survived
 
 
-@pytest.mark.parametrize("damage", ["no key", "another key", "no PEM", "no CA", "CA without certificate", "ca alone"])
+@pytest.mark.parametrize(
+    "damage", ["no key", "another key", "encrypted", "no PEM", "no CA", "junk for a CA", "ca alone"]
+)
 def test_files_that_do_not_fit_are_refused_with_their_names(
     folders: dict[str, Path], tmp_path: Path, damage: str
 ) -> None:
     ours, junk = folders["ours"], tmp_path / "junk.pem"
     junk.write_text("junk")
+    locked = tmp_path / "locked.key"
+    private = serialization.load_pem_private_key((ours / "router.key").read_bytes(), None)
+    locked.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"word"),
+        )
+    )
     ca, cert, key = ours / "ca.pem", ours / "router.pem", ours / "router.key"
     given, named = {
         "no key": ((ca, cert, tmp_path / "none.key"), "none.key"),
         "another key": ((ca, cert, ours / "verifier.key"), "verifier.key"),
         "no PEM": ((ca, junk, key), "junk.pem"),
         "no CA": ((tmp_path / "none.pem", cert, key), "none.pem"),
-        "CA without certificate": ((junk, cert, key), "junk.pem"),
+        "junk for a CA": ((junk, cert, key), "junk.pem"),
+        "encrypted": ((ca, cert, locked), "not encrypted"),
         "ca alone": ((ca, None, None), "go together"),
     }[damage]
     with pytest.raises(ConfigError, match=named):
