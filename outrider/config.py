@@ -81,7 +81,7 @@ class RouterConfig(ServerConfig):
     drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
     tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
     max_sessions: int = Field(default=256, ge=1)
-    max_request_bytes: int = Field(default=2**20, ge=1, le=2**24)  # of one request, its prompt included
+    max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # of one request, its prompt included
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead

@@ -95,7 +95,7 @@ def router(
     ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
     max_request_bytes: Annotated[
-        int | None, typer.Option(help="Of one request, its prompt included. [default: 1048576]")
+        int | None, typer.Option(help="Of one request, its prompt included. [default: 4194304]")
     ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
