@@ -48,7 +48,7 @@ async def running(config: ClusterConfig) -> AsyncIterator[Cluster]:
     """Starts a cluster with a Redis of its own. Raises what LocalCluster raises."""
     with EmbeddedRedis() as redis:
         config = config.model_copy(update={"redis": RedisConfig(url=redis.url)})
-        async with LocalCluster(config) as local, AsyncClient(local.router_address) as client:
+        async with LocalCluster(config) as local, AsyncClient(local.router_address, tls=False) as client:
             yield Cluster(local, redis, client)
 
 

@@ -30,6 +30,7 @@ from outrider.errors import ConfigError, InvalidRequest, Overloaded
 from outrider.hub import checkpoint_folder
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
+from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
 from outrider.store.client import connect
@@ -65,6 +66,7 @@ class Roster(DrafterServicer):
     def __init__(self, config: DrafterConfig, worker_id: str, capacity: Capacity, sink: Sink | None = None) -> None:
         """`sink`: takes trees from a lower tier."""
         self.sink = sink
+        self.tls = Tls.read(config.ca, config.cert, config.key)
         self._config = config
         self._worker_id = worker_id
         self._capacity = capacity
@@ -170,7 +172,7 @@ class Roster(DrafterServicer):
                 vocabulary=self._capacity.vocabulary,
             )
             self._upstreams[address] = Upstream(
-                address, hello, self._capacity.vocabulary, self._loop, self._count_refusal
+                address, hello, self._capacity.vocabulary, self._loop, self._count_refusal, self.tls
             )
         return self._upstreams[address]
 
@@ -298,7 +300,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     try:
         async with (
             aclosing(redis),
-            serving(config.listen, register, drain_s=config.drain_s) as address,
+            serving(config.listen, register, drain_s=config.drain_s, tls=roster.tls) as address,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(loop.run())

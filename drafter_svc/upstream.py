@@ -19,6 +19,7 @@ from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, hints_from_pb, plan_from_pb
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 
@@ -64,7 +65,13 @@ class Upstream:
     """
 
     def __init__(
-        self, address: str, hello: pb.Hello, vocabulary: int, listener: Listener, refuse: Callable[[], None]
+        self,
+        address: str,
+        hello: pb.Hello,
+        vocabulary: int,
+        listener: Listener,
+        refuse: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         self.address = address
         self.attachments: dict[str, Attachment] = {}
@@ -72,6 +79,7 @@ class Upstream:
         self._vocabulary = vocabulary
         self._listener = listener
         self._refuse = refuse
+        self._tls = tls
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
         self._numbered: dict[int, Attachment] = {}  # by the number of its subscription
         self._numbers = 0
@@ -148,7 +156,7 @@ class Upstream:
 
     async def _run(self) -> None:
         reachable = True
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, self._tls, SERVER) as channel:
             while True:
                 await self._wanted.wait()
                 try:

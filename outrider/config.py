@@ -26,6 +26,7 @@ def _listed(value: Any) -> Any:
 
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 SectionT = TypeVar("SectionT", bound="Section")
+ServerT = TypeVar("ServerT", bound="ServerConfig")
 Address = Annotated[str, AfterValidator(_address)]
 
 
@@ -50,7 +51,23 @@ class Placed(Section):
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # others, by the names that the nodes were started with
 
 
-class RouterConfig(Placed):
+class TlsConfig(Section):
+    """Certificates for all servers of a cluster. `{role}` in a path stands for router, verifier or drafter."""
+
+    ca: Path  # whose certificates are believed
+    cert: Path
+    key: Path
+
+
+class ServerConfig(Placed):
+    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only."""
+
+    ca: Path | None = None  # whose certificates it believes
+    cert: Path | None = None  # its own, which must have the name of its role
+    key: Path | None = None
+
+
+class RouterConfig(ServerConfig):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"
@@ -64,13 +81,15 @@ class RouterConfig(Placed):
     drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
     tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
     max_sessions: int = Field(default=256, ge=1)
+    max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # of one request, its prompt included
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
+    auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
 
 
-class WorkerConfig(Placed):
+class WorkerConfig(ServerConfig):
     """What verifiers and drafters share."""
 
     model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
@@ -148,6 +167,7 @@ class ClusterConfig(Section):
     """A whole cluster, as `outrider up` starts it on one machine or on Ray."""
 
     redis: RedisConfig = RedisConfig()
+    tls: TlsConfig | None = None
     router: RouterConfig
     verifier: list[VerifierConfig] = Field(min_length=1)
     drafter: list[DrafterConfig] = []
@@ -157,8 +177,16 @@ class ClusterConfig(Section):
     def drafters(self) -> list[DrafterConfig]:
         """All of them, one by one."""
         tiers = (worker.model_copy(update={"tier": tier}) for tier, some in self.tier.items() for worker in some)
-        sections = [*self.drafter, *tiers]
+        sections = [self.certified("drafter", section) for section in (*self.drafter, *tiers)]
         return [section.model_copy(update={"count": 1}) for section in sections for _ in range(section.count)]
+
+    def certified(self, role: str, section: ServerT) -> ServerT:
+        """A server's section with the certificate of `[tls]`, unless it has its own."""
+        if self.tls is None or section.cert is not None:
+            return section
+        return section.model_copy(
+            update={name: Path(str(path).replace("{role}", role)) for name, path in iter(self.tls)}
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -211,12 +239,13 @@ def load_cluster(path: Path) -> ClusterConfig:
     cluster = parse(ClusterConfig, values, str(path))
     base = path.resolve().parent
     data = cluster.redis.data
-    router = cluster.router.model_copy(
-        update={"models": {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}}
-    )
+    models = {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}
+    router = cluster.router.model_copy(update={"models": models, **_certificates(base, cluster.router)})
+    tls = cluster.tls and cluster.tls.model_copy(update=_certificates(base, cluster.tls))
     return cluster.model_copy(
         update={
             "redis": cluster.redis.model_copy(update={"data": data and base / data}),
+            "tls": tls,
             "router": router,
             "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
             "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
@@ -229,10 +258,19 @@ def load_cluster(path: Path) -> ClusterConfig:
 
 
 def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
-    paths = {"model": _checkpoint(base, worker.model), "store": worker.store and base / worker.store}
+    paths = {
+        "model": _checkpoint(base, worker.model),
+        "store": worker.store and base / worker.store,
+        **_certificates(base, worker),
+    }
     if isinstance(worker, DrafterConfig):
         paths["target"] = worker.target and _checkpoint(base, worker.target)
     return paths
+
+
+def _certificates(base: Path, section: ServerConfig | TlsConfig) -> dict[str, Path | None]:
+    paths = {"ca": section.ca, "cert": section.cert, "key": section.key}
+    return {name: path and base / path for name, path in paths.items()}
 
 
 def _checkpoint(base: Path, given: Path) -> Path:

@@ -4,7 +4,8 @@ OutriderError
 ├── InvalidRequest        a field of a request is wrong: names the field and what is allowed
 ├── NotFound              no such model or session
 ├── TokenizerMismatch     two parts of the cluster use different tokenizers
-├── Forbidden             a ticket is missing, forged, expired or for something else
+├── Unauthenticated       an API key is missing, unknown, expired or revoked
+├── Forbidden             a ticket or a certificate does not permit it
 ├── Superseded            somebody with a higher epoch owns the session now
 ├── Busy                  a generation of this session has not ended
 ├── Conflict              the log already says something else, or would get a gap
@@ -40,8 +41,12 @@ class TokenizerMismatch(OutriderError):
     """Two parts of the cluster use different tokenizers."""
 
 
+class Unauthenticated(OutriderError):
+    """An API key is missing, unknown, expired or revoked."""
+
+
 class Forbidden(OutriderError):
-    """A ticket is missing, forged, expired, or permits something else."""
+    """A ticket is missing, forged, expired, or permits something else; or a certificate is for another role."""
 
 
 class Superseded(OutriderError):

@@ -8,6 +8,7 @@ from collections import Counter
 import grpc.aio
 
 from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Registry, Role, Worker
 
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
@@ -19,8 +20,9 @@ class Fleet:
     Methods that look at the registry raise Unavailable when Redis cannot be reached.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, tls: Tls | None = None) -> None:
         self._registry = registry
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker address
         self._suspects: dict[str, float] = {}  # worker address -> until when
@@ -40,7 +42,7 @@ class Fleet:
     def channel(self, worker: Worker) -> grpc.aio.Channel:
         """The one channel to a worker."""
         if worker.address not in self._channels:
-            self._channels[worker.address] = open_channel(worker.address)
+            self._channels[worker.address] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
         return self._channels[worker.address]
 
     def release(self, worker: Worker) -> None:

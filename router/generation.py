@@ -67,6 +67,7 @@ class Generation:
 
     def __init__(self, cluster: Cluster, opened: Opened) -> None:
         self.session_id = opened.record.session_id
+        self.tenant = opened.record.tenant
         self.ended = asyncio.Event()
         self._cluster = cluster
         self._opened = opened
@@ -128,7 +129,9 @@ class Generation:
         """A Cancel on another router ended it. What counts is the log: we may have taken more than became durable."""
         await self._start(emit, cached=0)
         generation, position = self._opened.record.generation, self._last.position + len(self._last.tokens)
-        ended = await take_over(self._cluster, self.session_id, generation, position, self._last.text_offset)
+        ended = await take_over(
+            self._cluster, self.tenant, self.session_id, generation, position, self._last.text_offset
+        )
         self._answer = ended.answer
         if ended.missing.tokens or ended.missing.text:
             await emit(ended.missing)

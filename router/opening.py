@@ -87,10 +87,10 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
     history = await _history(cluster.sessions, ask, held)
     if ask.key:
         place = f"{history.session_id}/{history.generation}"
-        first = await cluster.sessions.claim("", ask.key, ask.fingerprint, place)
+        first = await cluster.sessions.claim(ask.tenant, ask.key, ask.fingerprint, place)
         session_id, _, generation = first.rpartition("/")
         if record := await _begun(cluster, ask, session_id, int(generation)):
-            return await take_over(cluster, session_id, record.generation, 0, 0)
+            return await take_over(cluster, ask.tenant, session_id, record.generation, 0, 0)
         if session_id != history.session_id:  # whoever claimed the key first has died before it began
             history = replace(history, session_id=session_id, expected=0)
     if isinstance(ask.prompt, Conversation) and history.logged and not ask.whole_history:
@@ -102,19 +102,21 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
         return await _begin(cluster, ask, history, deadline)
     except (Superseded, Conflict):  # somebody has begun, gone on with, or ended a generation since we looked
         if record := await _begun(cluster, ask, history.session_id, history.generation):
-            return await take_over(cluster, history.session_id, record.generation, 0, 0)
+            return await take_over(cluster, ask.tenant, history.session_id, record.generation, 0, 0)
         if held is None:  # nobody else knows the session: it was this request's other call, or a reply of ours was lost
             raise Unavailable(f"session {history.session_id} changed while it was begun; ask again") from None
         raise Busy(f"session {history.session_id}: somebody else was faster; resume its generation, or wait") from None
 
 
-async def take_over(cluster: Cluster, session_id: str, generation: int, next_position: int, text_offset: int) -> Opened:
-    """The latest generation of a session, from whoever owned it, for a client that has all before that place.
+async def take_over(
+    cluster: Cluster, tenant: str, session_id: str, generation: int, next_position: int, text_offset: int
+) -> Opened:
+    """The latest generation of a tenant's session, from whoever owned it, for a client that has all before that place.
 
     Raises NotFound when there is none or it was not resumed in time, InvalidRequest when it is not the latest or the
     place is not in it, Superseded when somebody else takes it over at the same time.
     """
-    record = await open_record(cluster.sessions, session_id)
+    record = await open_record(cluster.sessions, tenant, session_id)
     turn = record.turn
     if turn is None or generation > record.generation:
         raise NotFound(f"session {session_id} has no generation {generation or 1}")
@@ -174,18 +176,18 @@ async def _begun(cluster: Cluster, ask: Ask, session_id: str, generation: int) -
     return None
 
 
-async def end(cluster: Cluster, session_id: str) -> None:
-    """Ends a session's generation, whichever router it runs on: that one finds out with its next write."""
-    record = await open_record(cluster.sessions, session_id)
+async def end(cluster: Cluster, tenant: str, session_id: str) -> None:
+    """Ends the generation of a tenant's session, whichever router has it: that one finds out with its next write."""
+    record = await open_record(cluster.sessions, tenant, session_id)
     if record.turn is None or record.finished:
         return
     owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
     await owned.finish(Reason.CANCELLED.value, record.usage)
 
 
-async def open_record(sessions: Sessions, session_id: str) -> SessionRecord:
-    """The record of a session that is not closed. Raises NotFound."""
-    record = await sessions.get(session_id)
+async def open_record(sessions: Sessions, tenant: str, session_id: str) -> SessionRecord:
+    """The record of a tenant's session that is not closed. Raises NotFound."""
+    record = await sessions.get(session_id, tenant)
     if record.closed:
         raise NotFound(f"session {session_id} is closed")
     return record
@@ -212,7 +214,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
     sessions, plan = cluster.sessions, ask.policy.plan()
     turn = Turn(ask.contract, ask.stops, len(history.tokens), deadline, ask.name)
     if history.expected == 0:
-        await sessions.create(history.session_id, "", ask.model.name, ask.model.digest)
+        await sessions.create(history.session_id, ask.tenant, ask.model.name, ask.model.digest)
     owned = await sessions.begin(
         history.session_id,
         history.expected,
@@ -226,7 +228,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
     )
     record = SessionRecord(
         session_id=history.session_id,
-        tenant="",
+        tenant=ask.tenant,
         model=ask.model.name,
         tokenizer_digest=ask.model.digest,
         generation=history.generation,

@@ -48,6 +48,7 @@ class Ask:
     whole_history: bool
     key: str  # idempotency key; empty: none
     fingerprint: bytes  # of the request
+    tenant: str = ""  # whose request it is
 
     @property
     def name(self) -> str:
@@ -61,13 +62,18 @@ def parse(
     config: RouterConfig,
     held: SessionRecord | None = None,
     lessons: Mapping[LessonKey, Lessons] | None = None,
+    *,
+    tenant: str = "",
 ) -> Ask:
-    """Checks a request and fills in what it leaves out; `held` is the session that it is a turn of, `lessons` what
-    its policy may begin with.
+    """Checks a tenant's request and fills in what it leaves out; `held` is the session that it is a turn of, `lessons`
+    what its policy may begin with.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of
     another tokenizer.
     """
+    if (size := request.ByteSize()) > config.max_request_bytes:  # before time is spent on tokenizing it
+        most = config.max_request_bytes
+        raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
     if held and request.model not in ("", held.model):
         raise InvalidRequest("model", f"is {request.model!r}, but session {held.session_id} is for {held.model!r}")
     model = served(held.model if held else request.model, models)
@@ -84,6 +90,7 @@ def parse(
         whole_history=request.whole_history,
         key=request.idempotency_key,
         fingerprint=_fingerprint(request),
+        tenant=tenant,
     )
 
 

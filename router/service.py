@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,12 @@ from outrider.config import RouterConfig
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
 from outrider.core.tiers import TierChoice
-from outrider.errors import Cancelled, Overloaded
+from outrider.errors import Cancelled, NotFound, Overloaded
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
+from outrider.rpc.tls import Tls
 from outrider.store.client import connect, ping
+from outrider.store.keys import Keys
 from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from outrider.store.tickets import ticket_key
@@ -28,6 +31,7 @@ from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServi
 from router import opening
 from router.answer import Part, Reason
 from router.background import Background
+from router.callers import Anybody, Callers, Keyholders
 from router.fleet import Fleet
 from router.generation import Event, Finished, Generation, Started
 from router.models import ServedModel, load_model
@@ -51,68 +55,85 @@ Context = grpc.aio.ServicerContext
 class Inference(InferenceServicer):
     """Translates: requests to generations, their events to messages."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, callers: Callers) -> None:
         self._cluster = cluster
+        self._callers = callers
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """One generation, for as long as the call lasts."""
         async with translated(context):
+            tenant = await self._callers.tenant(context)
             self._make_room()
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
             sessions = self._cluster.sessions
-            held = await opening.open_record(sessions, request.session_id) if request.session_id else None
-            ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons)
+            held = await opening.open_record(sessions, tenant, request.session_id) if request.session_id else None
+            ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons, tenant=tenant)
             await self._run(await opening.begin(self._cluster, ask, held, deadline), context)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
         async with translated(context):
+            tenant = await self._callers.tenant(context)
             self._make_room()
             opened = await opening.take_over(
-                self._cluster, request.session_id, request.generation, request.next_position, request.text_offset
+                self._cluster,
+                tenant,
+                request.session_id,
+                request.generation,
+                request.next_position,
+                request.text_offset,
             )
             await self._run(opened, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """Ends a generation, wherever it runs."""
         async with translated(context):
-            generation = self.running.get(request.session_id)
-            if generation is not None:
-                await generation.cancel()
-            await opening.end(self._cluster, request.session_id)  # it may run elsewhere, and ours not know that yet
+            tenant = await self._callers.tenant(context)
+            await self._cancel(tenant, request.session_id)
+            await opening.end(self._cluster, tenant, request.session_id)  # it may run elsewhere, and ours not know it
             return pb.CancelResponse()
 
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """An empty session."""
         async with translated(context):
+            tenant = await self._callers.tenant(context)
             model = served(request.model, self._cluster.models)
             session_id = secrets.token_hex(16)
-            await self._cluster.sessions.create(session_id, "", model.name, model.digest)
+            await self._cluster.sessions.create(session_id, tenant, model.name, model.digest)
             return _session_to_pb(await self._cluster.sessions.get(session_id))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """What is known of a session."""
         async with translated(context):
-            return _session_to_pb(await opening.open_record(self._cluster.sessions, request.session_id))
+            tenant = await self._callers.tenant(context)
+            return _session_to_pb(await opening.open_record(self._cluster.sessions, tenant, request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
     ) -> pb.CloseSessionResponse:
         """Ends a session and forgets its log."""
         async with translated(context):
-            generation = self.running.get(request.session_id)
-            if generation is not None:
-                await generation.cancel()
-            await self._cluster.sessions.close(request.session_id)
+            tenant = await self._callers.tenant(context)
+            with suppress(NotFound):  # as of one that was closed before
+                await self._cluster.sessions.get(request.session_id, tenant)
+                await self._cancel(tenant, request.session_id)
+                await self._cluster.sessions.close(request.session_id)
             return pb.CloseSessionResponse()
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """The models that have a verifier."""
         async with translated(context):
+            await self._callers.tenant(context)
             listed = [await self._describe(model) for model in self._cluster.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
+
+    async def _cancel(self, tenant: str, session_id: str) -> None:
+        """Cancels the generation of a tenant's session, if it runs here."""
+        generation = self.running.get(session_id)
+        if generation is not None and generation.tenant == tenant:
+            await generation.cancel()
 
     def _make_room(self) -> None:
         most = self._cluster.config.max_sessions
@@ -163,7 +184,8 @@ async def _serve(
     config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
 ) -> None:
     client = connect(redis_url)
-    fleet = Fleet(Registry(client))
+    tls = Tls.read(config.ca, config.cert, config.key)
+    fleet = Fleet(Registry(client), tls)
     background = Background()
     cluster = Cluster(
         router_id=f"router-{secrets.token_hex(4)}",
@@ -175,7 +197,7 @@ async def _serve(
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
     )
-    service = Inference(cluster)
+    service = Inference(cluster, Keyholders(Keys(client)) if config.auth == "keys" else Anybody())
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_InferenceServicer_to_server(service, server)
@@ -183,7 +205,7 @@ async def _serve(
 
     try:
         await ping(client)
-        async with serving(config.listen, register) as address:
+        async with serving(config.listen, register, tls=tls, mutual=False) as address:
             announce(address)
             await asyncio.Event().wait()
     finally:

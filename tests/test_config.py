@@ -121,3 +121,36 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_cluster(written(tmp_path, text))
+
+
+TLS = """
+[tls]
+ca = "certs/ca.pem"
+cert = "certs/{role}.pem"
+key = "certs/{role}.key"
+"""
+
+
+def test_every_server_gets_the_certificate_of_its_role_unless_it_has_its_own(tmp_path: Path) -> None:
+    own = "[tier.1]\nmodel = 'm/small'\nca = 'x/ca.pem'\ncert = 'x/own.pem'\nkey = '/own.key'\n"
+    cluster = load_cluster(written(tmp_path, TLS + GOOD + own))
+    certs = tmp_path / "certs"
+    for role, section in (
+        ("router", cluster.certified("router", cluster.router)),
+        ("verifier", cluster.certified("verifier", cluster.verifier[0])),
+        ("drafter", cluster.drafters[0]),
+    ):
+        assert (section.ca, section.cert, section.key) == (
+            certs / "ca.pem",
+            certs / f"{role}.pem",
+            certs / f"{role}.key",
+        )
+    other = cluster.drafters[1]
+    assert (other.ca, other.cert, other.key) == (tmp_path / "x/ca.pem", tmp_path / "x/own.pem", Path("/own.key"))
+
+
+@pytest.mark.parametrize("missing", ["ca", "cert", "key"])
+def test_tls_names_all_three_files(tmp_path: Path, missing: str) -> None:
+    text = "\n".join(line for line in TLS.splitlines() if not line.startswith(missing))
+    with pytest.raises(ConfigError, match=rf"tls\.{missing}: .*required"):
+        load_cluster(written(tmp_path, text + GOOD))

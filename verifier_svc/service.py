@@ -21,6 +21,7 @@ from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.hub import checkpoint_folder
 from outrider.rpc.server import serving
+from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
 from outrider.store.client import connect
@@ -43,10 +44,11 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     """Serves until cancelled. `announce` hears the bound address once calls are answered; `group`: the ranks that share
     the model, of which this is the first.
 
-    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound or the
-    store is none, TokenizerMismatch for a store of another tokenizer.
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound, a certificate
+    or the store is none, TokenizerMismatch for a store of another tokenizer.
     """
     worker_id = f"verifier-{secrets.token_hex(4)}"
+    tls = Tls.read(config.ca, config.cert, config.key)
     engine, cost = await asyncio.to_thread(briefly, partial(load, config, group))
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
@@ -73,7 +75,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
 
     async with (
         aclosing(redis),
-        serving(config.listen, register, drain_s=config.drain_s) as address,
+        serving(config.listen, register, drain_s=config.drain_s, tls=tls) as address,
         asyncio.TaskGroup() as tasks,
     ):
 

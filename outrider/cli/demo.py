@@ -91,7 +91,7 @@ async def _run(options: _Options, pairs: list[Pair]) -> None:
         with progress.status("starting Redis, a verifier, a drafter and a router ..."):
             await cluster.__aenter__()
         try:
-            async with AsyncClient(cluster.router_address) as client:
+            async with AsyncClient(cluster.router_address, tls=False) as client:
                 await _warm_up(client, options)
                 for temperature in TEMPERATURES:
                     numbers = range(len(options.prompts))

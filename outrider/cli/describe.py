@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.cli.serve import Ca, Cert, PrivateKey
 
 if TYPE_CHECKING:
     import grpc.aio
     from rich.console import Console
 
     from outrider.engine.engine import Engine
+    from outrider.rpc.tls import Tls
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
@@ -51,6 +54,9 @@ def describe(
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: PrivateKey = None,
 ) -> None:
     """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine.
 
@@ -64,7 +70,7 @@ def describe(
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
-            _print_facts(screen, asyncio.run(_server(target)))
+            _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
             folder = checkpoint_folder(target)
             native = chosen_backend(folder, backend) == "native"
@@ -203,7 +209,14 @@ def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> No
     )
 
 
-async def _server(address: str) -> Rows:
+def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls | None:
+    """What to show and believe. A router wants no certificate, so the CA is enough for it."""
+    from outrider.rpc.tls import Tls
+
+    return Tls.client(ca) if ca and not cert and not key else Tls.read(ca, cert, key)
+
+
+async def _server(address: str, tls: Tls | None) -> Rows:
     """What the server at an address says of itself. Raises Unavailable, ConfigError for one of another kind."""
     import grpc
     import grpc.aio
@@ -211,9 +224,10 @@ async def _server(address: str) -> Rows:
     from outrider.errors import ConfigError, Unavailable
     from outrider.rpc.channels import open_channel
     from outrider.rpc.status import from_rpc_error
+    from outrider.rpc.tls import SERVER, explained
 
-    async with open_channel(address) as channel:
-        for ask in (_verifier, _drafter, _router):
+    async with open_channel(address, tls, SERVER) as channel:
+        for ask in (_verifier, _drafter, partial(_router, address=address, secured=tls is not None)):
             try:
                 return await ask(channel)
             except grpc.aio.AioRpcError as error:
@@ -221,7 +235,8 @@ async def _server(address: str) -> Rows:
                     continue
                 if error.code() == grpc.StatusCode.UNAVAILABLE:
                     raise Unavailable(
-                        f"no server can be reached at {address}: start one, or give the address that it listens on"
+                        f"no server can be reached at {address}: "
+                        + (explained(error.details() or "") or "start one, or give the address that it listens on")
                     ) from None
                 raise from_rpc_error(error) from None
     raise ConfigError(f"the server at {address} is no verifier, drafter or router of Outrider")
@@ -275,11 +290,13 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
     ]
 
 
-async def _router(channel: grpc.aio.Channel) -> Rows:
+async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Rows:
+    from outrider.client._access import Access
     from outrider.v1 import inference_pb2, inference_pb2_grpc
 
     stub = inference_pb2_grpc.InferenceStub(channel)
-    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S)).models
+    metadata = Access.of(address, None, None, secured or None).metadata
+    models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
     facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
     for it in models:
         facts += _model(it.name, it)

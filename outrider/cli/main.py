@@ -5,10 +5,12 @@ from __future__ import annotations
 import typer
 
 from outrider.cli.bench import bench
+from outrider.cli.certs import certs
 from outrider.cli.demo import demo
 from outrider.cli.describe import describe
 from outrider.cli.generate import generate
 from outrider.cli.index import index
+from outrider.cli.keys import keys
 from outrider.cli.pad import pad
 from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.simulate import simulate
@@ -21,5 +23,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index, simulate):
+for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index, simulate, certs):
     app.command()(command)
+app.add_typer(keys, name="keys")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli.redis import Redis
 from outrider.cli.reporting import reported
 from outrider.fleet import surroundings
 from outrider.hub import hub_name
@@ -26,16 +27,13 @@ _PR_SET_PDEATHSIG = 1
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-Redis = Annotated[
-    str,
-    typer.Option(
-        envvar="REDIS_URL",
-        show_envvar=True,
-        help="redis://HOST:PORT, rediss://HOST:PORT, unix:///PATH, or redis+cluster://HOST:PORT for a Redis Cluster. "
-        "Give a password by the environment.",
-    ),
-]
 Listen = Annotated[str | None, typer.Option(help="HOST:PORT; port 0 takes a free one.")]
+Ca = Annotated[
+    Path | None,
+    typer.Option(envvar="OUTRIDER_CA", help="The CA whose certificates are believed. With it, TLS and nothing else."),
+]
+Cert = Annotated[Path | None, typer.Option(envvar="OUTRIDER_CERT", help="This server's certificate, for its role.")]
+PrivateKey = Annotated[Path | None, typer.Option(envvar="OUTRIDER_KEY", help="The file with that one's private key.")]
 Checkpoint = Annotated[
     Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
 ]
@@ -80,6 +78,9 @@ def router(
         list[str], typer.Option("--model", help="NAME=FOLDER of its tokenizer, or NAME=ORG/NAME; may be repeated.")
     ],
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:7070]")] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: PrivateKey = None,
     policy: Annotated[str | None, typer.Option(help="goodput, ema, heuristic, fixed or off. [default: ema]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
@@ -93,12 +94,16 @@ def router(
         str | None, typer.Option(help="all, or measured: leave out those that do not pay. [default: measured]")
     ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
+    max_request_bytes: Annotated[
+        int | None, typer.Option(help="Of one request, its prompt included. [default: 4194304]")
+    ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
     lease_s: Annotated[float | None, typer.Option(help="Seconds an owner may be silent. [default: 10]")] = None,
     resume_ttl_s: Annotated[
         float | None, typer.Option(help="Seconds a broken-off generation can be resumed. [default: 60]")
     ] = None,
+    auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
 ) -> None:
     """Serve clients: tokenize, place sessions, keep their state in Redis, steer speculation."""
     from outrider.config import RouterConfig
@@ -121,6 +126,9 @@ def verifier(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: PrivateKey = None,
     backend: Backend = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -168,6 +176,9 @@ def drafter(
     name: Name = None,
     listen: Listen = None,
     advertise: Advertise = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: PrivateKey = None,
     backend: Backend = None,
     dtype: Dtype = None,
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,

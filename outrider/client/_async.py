@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from outrider.client import _wire
+from outrider.client._access import Access
 from outrider.client._router import Router
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Generation, Model, Session
@@ -26,13 +28,26 @@ class AsyncClient:
     Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound, Overloaded, Unavailable,
     DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on. Use it on one event loop,
     as an async context manager or with `close`. A bad address raises ConfigError.
+
+    `api_key`, where the router demands one, is else OUTRIDER_API_KEY's. `ca`, else OUTRIDER_CA's, is a file in PEM: the
+    connection is by TLS then, with a router whose certificate this CA signed for the address's host, or for
+    `server_name`. `tls=True` without a `ca` believes whom the web does. A key is not sent in the clear to other
+    machines, unless `tls=False`.
     """
 
-    def __init__(self, address: str = "127.0.0.1:7070") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:7070",
+        *,
+        api_key: str | None = None,
+        ca: str | Path | None = None,
+        tls: bool | None = None,
+        server_name: str = "",
+    ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"address: is {address!r}, must be HOST:PORT, for example 127.0.0.1:7070")
-        self._router = Router(address)
+        self._router = Router(address, Access.of(address, api_key, ca, tls, server_name))
 
     async def generate(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider.client._access import Access
 from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
@@ -20,10 +21,12 @@ CLOSED = "the client was closed"
 class Router:
     """The channel, opened when first needed because it belongs to the event loop of that moment."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, access: Access) -> None:
         self.was_reached = False  # some call got through to a server
         self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = set()  # end a running stream, and say why
+        self.metadata = access.metadata  # of every call
         self._address = address
+        self._access = access
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
 
@@ -33,14 +36,14 @@ class Router:
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
-            self._channel = open_channel(self._address)
+            self._channel = open_channel(self._address, self._access.tls, self._access.server_name)
         return inference_pb2_grpc.InferenceStub(self._channel)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call that is not a stream."""
         check_timeout(timeout)
         try:
-            answer = await getattr(self.stub, method)(request, timeout=timeout)
+            answer = await getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise self.failure(error) from None
         except asyncio.CancelledError:
@@ -57,7 +60,7 @@ class Router:
         # A connection that was lost leaves a channel idle; one that never came about does not.
         self.was_reached |= state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
         if isinstance(known, Unavailable | DeadlineExceeded) and state is not grpc.ChannelConnectivity.READY:
-            return Unavailable(f"no router can be reached at {self._address}: {error.details()}")
+            return Unavailable(f"no router can be reached at {self._address}: {known}")
         return known
 
     async def close(self) -> None:

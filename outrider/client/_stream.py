@@ -156,7 +156,9 @@ class AsyncStream:
         method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         self._calls += 1
         left = self._left()
-        self._waiting = call = method(request, timeout=None if left is None else max(left, 0.0))
+        self._waiting = call = method(
+            request, timeout=None if left is None else max(left, 0.0), metadata=self._router.metadata
+        )
         return aiter(call)
 
     def _place(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -20,15 +21,23 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """A connection to the router at `address`, made with the first call; addresses as for `AsyncClient`.
+    """A connection to the router at `address`, made with the first call; addresses, key and TLS as for `AsyncClient`.
 
     Threads may share it. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
     Overloaded, Unavailable, DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on.
     Use it as a context manager or with `close`. A bad address raises ConfigError.
     """
 
-    def __init__(self, address: str = "127.0.0.1:7070") -> None:
-        self._client = AsyncClient(address)
+    def __init__(
+        self,
+        address: str = "127.0.0.1:7070",
+        *,
+        api_key: str | None = None,
+        ca: str | Path | None = None,
+        tls: bool | None = None,
+        server_name: str = "",
+    ) -> None:
+        self._client = AsyncClient(address, api_key=api_key, ca=ca, tls=tls, server_name=server_name)
         self._thread = _LoopThread(self._client)
         self._finalizer = weakref.finalize(self, self._thread.close)  # also at interpreter exit
 

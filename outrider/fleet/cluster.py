@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from outrider.client import AsyncClient
-from outrider.config import ClusterConfig, DrafterConfig, Section
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import ConfigError
 from outrider.fleet.process import Role, Server
+from outrider.rpc.tls import ROUTER
+from outrider.store.client import connect
+from outrider.store.keys import Keys
 
 REGISTER_S = 30.0  # for heartbeats to arrive
+TENANT = "outrider-up"  # ours, while we look whether all is there
 
 ServerT = TypeVar("ServerT", bound=Server)
 
@@ -47,9 +51,12 @@ class Cluster(ABC, Generic[ServerT]):
         self._ready = ready
         self._stack = AsyncExitStack()
         sections: list[tuple[Role, str, Section]] = [
-            *(("verifier", f"verifier-{number}", section) for number, section in enumerate(config.verifier)),
+            *(
+                ("verifier", f"verifier-{number}", config.certified("verifier", section))
+                for number, section in enumerate(config.verifier)
+            ),
             *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
-            ("router", "router", config.router),
+            ("router", "router", config.certified("router", config.router)),
         ]
         for role, name, section in sections:
             self.processes[name] = self._server(role, name, section)
@@ -126,7 +133,7 @@ class Cluster(ABC, Generic[ServerT]):
         """Waits until the router sees the workers. Raises ConfigError when it does not."""
         verifiers = len(self._config.verifier)
         drafters = len(self._config.drafters)
-        async with AsyncClient(self.router_address) as client:
+        async with self._client() as client:
             give_up = asyncio.get_running_loop().time() + REGISTER_S
             while asyncio.get_running_loop().time() < give_up:
                 models = await client.models(timeout=REGISTER_S)
@@ -139,6 +146,23 @@ class Cluster(ABC, Generic[ServerT]):
             f"router: sees {seen} of {verifiers} verifiers and {fitting} of {drafters} drafters that fit them; "
             "the tokenizer.json in the folders of [router.models], of the verifiers and of the drafters must agree"
         )
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[AsyncClient]:
+        """A client of our router, with a key for the moment where it demands one."""
+        router = self.processes["router"].section
+        assert isinstance(router, RouterConfig)
+        async with AsyncExitStack() as stack:
+            secret = ""
+            if router.auth == "keys":
+                keys = Keys(await stack.enter_async_context(aclosing(connect(self.redis_url))))
+                secret, key = await keys.add(TENANT, "outrider up", valid_s=2 * REGISTER_S)
+                stack.push_async_callback(keys.revoke, key.key_id)
+            yield await stack.enter_async_context(
+                AsyncClient(
+                    self.router_address, api_key=secret, ca=router.ca, tls=router.ca is not None, server_name=ROUTER
+                )
+            )
 
 
 def _check_names(config: ClusterConfig) -> None:

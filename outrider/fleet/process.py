@@ -23,6 +23,7 @@ START_S = 300.0  # a large checkpoint takes its time
 FETCH_S = 6 * 3600.0  # more, for one that may have to be fetched first
 GRACE_S = 3.0  # beyond its own drain, before a process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
+CERTIFICATES = ("OUTRIDER_CA", "OUTRIDER_CERT", "OUTRIDER_KEY")  # environment of servers
 _FETCHING = " outrider.hub: "
 _LAST_LINES = 40
 
@@ -91,7 +92,7 @@ class Process:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "REDIS_URL": redis_url, PARENT: str(os.getpid())},
+            env={**_inherited(), "REDIS_URL": redis_url, PARENT: str(os.getpid())},
             limit=2**20,  # bytes of a line
             start_new_session=True,  # a Ctrl-C reaches us alone; we stop the others in order
         )
@@ -158,6 +159,11 @@ class Process:
             return ConfigError(f"{self.name}: {message.removeprefix('outrider: ')}")
         ending = signal.Signals(-status).name if status < 0 else f"status {status}"
         return Unavailable("\n".join([f"{self.name} ended with {ending} while it started; it said:", *said]))
+
+
+def _inherited() -> dict[str, str]:
+    """The environment, but for certificates: a section names its own, and whoever starts us may have a client's."""
+    return {name: value for name, value in os.environ.items() if name not in CERTIFICATES}
 
 
 def start_limit(section: Section) -> float:

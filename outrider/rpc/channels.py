@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-Options = tuple[tuple[str, int], ...]
+from outrider.rpc.tls import Tls
+
+Options = tuple[tuple[str, int | str], ...]
 
 MESSAGE_BYTES = 16 * 2**20  # no message of ours is near it; it bounds what a peer can make us hold
 
@@ -30,10 +32,17 @@ _CHANNEL: Options = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, tls: Tls | None = None, server_name: str = "") -> grpc.aio.Channel:
     """A channel to "host:port". It connects with the first call, and again whenever the connection is lost.
+
+    With `tls` it believes none but a server whose certificate has the `server_name`, or if that is empty the address's
+    host. Without, it is plain.
 
     A peer that stops answering is noticed within about four seconds. The caller closes the channel. Must be
     called on the event loop that will use it.
     """
-    return grpc.aio.insecure_channel(address, options=_CHANNEL)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL)
+    named: Options = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key or None, tls.cert or None)
+    return grpc.aio.secure_channel(address, credentials, options=(*_CHANNEL, *named))

@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import _async as health  # public as health.aio, which the type stubs do not know
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,18 +15,31 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.channels import LIVENESS, Options
+from outrider.rpc.roles import ByRole
+from outrider.rpc.tls import Tls
+
+MOST_STREAMS = 1024  # calls of one connection that run; further ones wait at their caller
+METADATA_BYTES = 16 * 2**10  # of a call: an API key has 52
 
 _SERVER: Options = (
     *LIVENESS,
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),  # keepalive pings never cost a peer its connection
+    ("grpc.max_concurrent_streams", MOST_STREAMS),
+    ("grpc.max_metadata_size", METADATA_BYTES),  # above it some calls are refused, by chance,
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES),  # and above this one all
 )
 
 
 @asynccontextmanager
 async def serving(
-    listen: str, register: Callable[[grpc.aio.Server], Sequence[str]], *, drain_s: float = 5.0
+    listen: str,
+    register: Callable[[grpc.aio.Server], Sequence[str]],
+    *,
+    drain_s: float = 5.0,
+    tls: Tls | None = None,
+    mutual: bool = True,
 ) -> AsyncIterator[str]:
     """Serves while the body runs, then drains.
 
@@ -34,14 +48,18 @@ async def serving(
     `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
     calls are refused, and running ones have `drain_s` seconds to end before they are cancelled.
 
+    With `tls` nothing else is spoken; if it is `mutual`, callers must show a certificate of the CA, whose role says
+    what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
+    does not ask.
+
     Raises ConfigError when the address cannot be bound.
     """
-    server = grpc.aio.server(options=_SERVER)
+    server = grpc.aio.server(options=_SERVER, interceptors=[ByRole()] if tls is not None and mutual else ())
     names = [*register(server), HEALTH]
     vitals = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
-    address = _bind(server, listen)
+    address = _bind(server, listen, _credentials(tls, mutual))
     await server.start()
     try:
         for name in ("", *names):
@@ -52,13 +70,19 @@ async def serving(
         await server.stop(drain_s)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:
+    if tls is None:
+        return None
+    return grpc.ssl_server_credentials([(tls.key, tls.cert)], tls.ca if mutual else None, mutual)
+
+
+def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"listen: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
     _probe(listen, host.strip("[]"), int(port))
     try:
-        bound = server.add_insecure_port(listen)
+        bound = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError:
         bound = 0
     if not bound:

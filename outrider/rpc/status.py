@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from outrider import errors
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
+from outrider.rpc.tls import explained
 
 CLASS_KEY = "outrider-error"
 FIELD_KEY = "outrider-field"
@@ -29,6 +30,7 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.TokenizerMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.Superseded: grpc.StatusCode.ABORTED,
     errors.Busy: grpc.StatusCode.ALREADY_EXISTS,
@@ -82,6 +84,8 @@ def _from_code(code: grpc.StatusCode, details: str) -> OutriderError:
         return InvalidRequest("request", details)
     if kind is errors.ConfigError:
         return errors.ConfigError(f"the server at this address is of another kind or version: {details}")
+    if kind is errors.Unavailable:
+        return errors.Unavailable(explained(details) or details)
     if kind is errors.DeadlineExceeded:
         return errors.DeadlineExceeded("the call did not end within its timeout")
     return kind(details)

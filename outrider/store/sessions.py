@@ -121,9 +121,16 @@ class Sessions:
         epoch, length = await self._run("acquire", session_id, expected, owner)
         return OwnedSession(self, session_id, epoch, owner, length)
 
-    async def get(self, session_id: str) -> SessionRecord:
-        """The session's record. A closed session's is there for a while, and says so."""
+    async def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
+        """The session's record. A closed session's is there for a while, and says so.
+
+        With a `tenant`, another tenant's session is not there: the same error, and as soon.
+        """
         with translated(self._redis):
+            if tenant is not None:  # asked alone, for to read a whole record takes longer than to find none
+                owner: Any = await self._redis.hget(_record_key(session_id), "tenant")
+                if owner != tenant.encode():
+                    raise _missing(session_id)
             fields: Any = await self._redis.hgetall(_record_key(session_id))
         if not fields:
             raise _missing(session_id)

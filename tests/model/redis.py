@@ -202,8 +202,8 @@ class Sessions:
         owned = await self.ask("acquire", session_id, lambda: self.redis.store.acquire(session_id, expected, owner))
         return Owned(self, session_id, owned.epoch, owner, owned.length)
 
-    async def get(self, session_id: str) -> SessionRecord:
-        return await self.ask("get", session_id, lambda: self.redis.store.get(session_id))
+    async def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
+        return await self.ask("get", session_id, lambda: self.redis.store.get(session_id, tenant))
 
     async def read(self, session_id: str, start: int = 0) -> Log:
         return await self.ask("read", session_id, lambda: self.redis.store.read(session_id, start))

@@ -22,6 +22,7 @@ from outrider.rpc.status import CLASS_KEY
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
 from router.background import Background
+from router.callers import Anybody
 from router.decoding import Commit, End, Idle, Start
 from router.drafting import Post
 from router.models import ServedModel
@@ -222,7 +223,8 @@ class Router:
                 background=_Background(self.trouble),
                 tiers=TierChoice(),
                 ticket_key=_no_key,
-            )
+            ),
+            Anybody(),
         )
         self._calls: dict[Link, asyncio.Task[Any]] = {}
 

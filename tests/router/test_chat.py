@@ -268,7 +268,7 @@ BAD = [
 
 async def test_what_is_wrong_with_messages_is_named(redis_url: str, folder: Folder) -> None:
     async with (
-        running_router(redis_url, models={"target": folder(STRICT)}) as rig,
+        running_router(redis_url, models={"target": folder(STRICT)}, max_request_bytes=2**24) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
     ):
         for request, says in BAD:

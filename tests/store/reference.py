@@ -116,9 +116,9 @@ class Store:
             self.touch(session)
         return Owned(self, session_id, expected + 1, owner, session.record.length)
 
-    def get(self, session_id: str) -> SessionRecord:
+    def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
         session = self.find(session_id)
-        if session is None:
+        if session is None or tenant not in (None, session.record.tenant):
             raise NotFound(session_id)
         return session.record
 

@@ -1,0 +1,30 @@
+"""`outrider certs`: a development CA, and a certificate for each role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.reporting import reported
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name or address that clients reach the router by; may be repeated."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="For how long they are good.")] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there, the CA too.")] = False,
+) -> None:
+    """Make a CA and certificates for router, verifiers, drafters and tools, to develop with.
+
+    Keep ca.key where no server runs: whoever has it can be any of them.
+    """
+    from outrider.rpc.certificates import make
+
+    with reported():
+        files = make(folder, host or (), days=days, force=force)
+    print(f"outrider certs: wrote {', '.join(file.name for file in files)} to {folder}")

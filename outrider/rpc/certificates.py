@@ -1,0 +1,118 @@
+"""Makes a development CA and a certificate for each part of a cluster. A real PKI can make the same: see `tls.py`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from outrider.errors import ConfigError
+from outrider.rpc.tls import NAMES
+
+CA_DAYS = 3650
+DAYS = 365
+LOCAL = ("localhost", "127.0.0.1", "::1")
+CLOCK_SKEW = timedelta(minutes=5)  # a certificate is good a little before it was made: clocks differ
+
+Key = ec.EllipticCurvePrivateKey
+
+
+def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bool = False) -> list[Path]:
+    """Writes ca.pem, ca.key, and ROLE.pem and ROLE.key for every role into `folder`; returns the files.
+
+    `hosts`: names and addresses, beside this machine's own, that clients reach the router by. Keys are readable by
+    their owner alone. Raises ConfigError when a file is there already, unless `force` replaces all of them, or when
+    they cannot be written.
+    """
+    files = [folder / f"{name}.{kind}" for name in ("ca", *NAMES) for kind in ("pem", "key")]
+    there = [file.name for file in files if file.exists()]
+    if there and not force:
+        raise ConfigError(f"{folder}: has {', '.join(there)} already; name another folder, or replace all by --force")
+    ca_key = ec.generate_private_key(ec.SECP256R1())
+    ca = _authority(ca_key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder, "ca", ca, ca_key)
+        for role, names in NAMES.items():
+            key = ec.generate_private_key(ec.SECP256R1())
+            own = (*names, *LOCAL, *hosts) if role == "router" else names
+            _write(folder, role, _certificate(role, own, key, ca, ca_key, days), key)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return files
+
+
+def _authority(key: Key) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Outrider development CA")])
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return (
+        _begun(name, name, key, CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _certificate(
+    role: str, names: Iterable[str], key: Key, ca: x509.Certificate, ca_key: Key, days: int
+) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"outrider {role}")])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]  # a part answers some and calls others
+    return (
+        _begun(subject, ca.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .add_extension(issuer, critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+
+
+def _begun(subject: x509.Name, issuer: x509.Name, key: Key, days: int) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _general(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write(folder: Path, name: str, certificate: x509.Certificate, key: Key) -> None:
+    (folder / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    file = folder / f"{name}.key"
+    file.unlink(missing_ok=True)  # one that is replaced may be open to others
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
+        to.write(private)

@@ -1,0 +1,61 @@
+"""`outrider certs` and `outrider keys`: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.rpc.tls import NAMES, Tls
+
+
+def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == exit_code, result.output
+    return result.stdout, result.stderr
+
+
+def test_each_role_gets_a_certificate_and_a_key_that_nobody_else_can_read(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    run("certs", str(folder), "--host", "router.example", "--host", "192.0.2.7")
+    for role in NAMES:
+        assert Tls.read(folder / "ca.pem", folder / f"{role}.pem", folder / f"{role}.key") is not None
+    keys = list(folder.glob("*.key"))
+    assert len(keys) == len(NAMES) + 1
+    assert {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
+
+
+def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
+    run("certs", str(tmp_path))
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    _, said = run("certs", str(tmp_path), exit_code=2)
+    assert "--force" in said
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    run("certs", str(tmp_path), "--force")
+    assert all(file.read_bytes() != content for file, content in before.items())
+    assert {stat.S_IMODE(key.stat().st_mode) for key in tmp_path.glob("*.key")} == {0o600}
+
+
+def test_keys_are_added_listed_and_revoked(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    secret, said = run("keys", "add", "acme", "--name", "ci", "--days", "30")
+    assert secret.startswith("outrider_")
+    assert "acme" in said
+    assert secret.strip() not in said
+    listed, _ = run("keys", "list")
+    assert "acme  ci" in listed
+    assert secret.strip() not in listed
+    key_id = listed.split()[0]
+    assert key_id in run("keys", "revoke", key_id)[0]
+    assert run("keys", "list")[0] == ""
+    assert "there is no key" in run("keys", "revoke", key_id, exit_code=2)[1]
+
+
+@pytest.mark.parametrize("url", ["redis://:hidden@h:1", "redis://u:hidden@h:1", "unix:///s?password=hidden"])
+def test_a_password_is_not_taken_from_the_command_line(url: str) -> None:
+    _, said = run("keys", "list", "--redis", url, exit_code=2)
+    assert "REDIS_URL" in said
+    assert "hidden" not in said

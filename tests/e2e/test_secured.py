@@ -1,0 +1,156 @@
+"""A whole cluster with certificates and keys: it works, it shuts others out, and it says nothing of what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+
+import outrider
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, TlsConfig, VerifierConfig
+from outrider.errors import InvalidRequest, NotFound, OutriderError, Unauthenticated, Unavailable
+from outrider.fleet.local import LocalCluster
+from outrider.rpc.certificates import make
+from outrider.store.client import connect
+from outrider.store.keys import Keys
+from tests.e2e.conftest import MODELS
+
+MARKER = "zyx_marker_7431"  # nothing says it by itself
+WINDOW = 16  # characters of an answer that would not be in a log by chance
+IDS = 5  # token ids in a row, likewise
+
+
+class Secured(NamedTuple):
+    """A running cluster, what its processes said, and a key for each of two tenants."""
+
+    cluster: LocalCluster
+    lines: list[str]
+    ca: Path
+    one: str
+    two: str
+
+    def client(self, key: str) -> outrider.AsyncClient:
+        return outrider.AsyncClient(self.cluster.router_address, api_key=key, ca=self.ca)
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
+    """A verifier that drafts from its tenants' answers, a drafter with the small model, and a tier below that one."""
+    folder = tmp_path_factory.mktemp("certs")
+    make(folder)
+    lines: list[str] = []
+    target, small = MODELS / "target", MODELS / "drafter"
+    config = ClusterConfig(
+        tls=TlsConfig(ca=folder / "ca.pem", cert=folder / "{role}.pem", key=folder / "{role}.key"),
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, auth="keys", tiers="all"),
+        verifier=[VerifierConfig(model=target, dtype="float32", slots=4, lookup="suffix")],
+        drafter=[DrafterConfig(model=small, dtype="float32", slots=4)],
+        tier={1: [DrafterConfig(model=small, slots=4, tier=1, drafts="suffix")]},
+    )
+    async with LocalCluster(config, forward=lambda name, line: lines.append(f"{name}: {line}")) as cluster:
+        async with connect(cluster.redis_url) as redis:
+            keys = Keys(redis)
+            one, two = [(await keys.add(tenant))[0] for tenant in ("one", "two")]
+        yield Secured(cluster, lines, folder / "ca.pem", one, two)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
+    secured: Secured, prompts: list[str]
+) -> None:
+    async with secured.client(secured.one) as client:
+        drafted = await client.generate(prompts[0], max_tokens=48, temperature=0.0)
+        plain = await client.generate(prompts[0], max_tokens=48, temperature=0.0, speculation="off")
+        session = await client.get_session(drafted.session_id)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.usage.acceptance_length > 1.0
+    assert len(session.drafters) == 2  # of both tiers: a drafter under another one, too, was let in
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_others_are_shut_out_and_hear_why(secured: Secured, tmp_path: Path) -> None:
+    make(tmp_path)
+    address = secured.cluster.router_address
+    async with outrider.AsyncClient(address, api_key="outrider_wrong", ca=secured.ca) as client:
+        with pytest.raises(Unauthenticated, match="outrider keys add"):
+            await client.models()
+    async with outrider.AsyncClient(address, api_key=secured.one, ca=tmp_path / "ca.pem") as client:
+        with pytest.raises(Unavailable, match="one CA"):
+            await client.models()
+    async with outrider.AsyncClient(address) as client:
+        with pytest.raises(Unavailable, match="it wants TLS"):
+            await client.models()
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_key_that_the_cluster_made_for_its_start_is_gone(secured: Secured) -> None:
+    async with connect(secured.cluster.redis_url) as redis:
+        assert [key.tenant for key in await Keys(redis).listed()] == ["one", "two"]
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_neither_tenant_finds_the_others_sessions(secured: Secured, prompts: list[str]) -> None:
+    async with secured.client(secured.one) as one, secured.client(secured.two) as two:
+        session = (await one.generate(prompts[0], max_tokens=8)).session_id
+        with pytest.raises(NotFound) as foreign:
+            await two.get_session(session)
+        with pytest.raises(NotFound) as absent:
+            await two.get_session("0" * 32)
+        assert str(foreign.value).replace(session, "ID") == str(absent.value).replace("0" * 32, "ID")
+        await two.close_session(session)
+        assert (await one.get_session(session)).length > 8
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secured, prompts: list[str]) -> None:
+    """Also where requests are refused, calls break off, and a part dies."""
+    prompt = f"{prompts[0]}\n# {MARKER}\n"
+    said: list[outrider.Generation] = []
+    async with secured.client(secured.one) as client:
+        said.append(await client.generate(prompt, max_tokens=64, seed=1, idempotency_key=MARKER, logprobs=1))
+        for wrong in (
+            {"model": MARKER},
+            {"stop": [MARKER * 100]},
+            {"session": MARKER},
+            {"max_tokens": 10**6},
+            {"stop_ids": [10**6]},
+        ):
+            with pytest.raises(OutriderError):
+                await client.generate(prompt, **wrong)  # type: ignore[arg-type]
+        stream = client.stream(prompt, max_tokens=200, seed=2)
+        async for _ in stream:
+            break
+        await stream.cancel()
+        drafter = secured.cluster.processes["drafter-0"]
+        stream = client.stream(prompt, max_tokens=128, seed=3)
+        async for _ in stream:
+            if drafter.status is None:
+                await drafter.stop()
+        said.append(stream.result)
+        await drafter.start(secured.cluster.redis_url)
+        with pytest.raises(InvalidRequest):
+            await client.generate(prompt, max_tokens=8, idempotency_key=MARKER)
+        async with connect(secured.cluster.redis_url) as redis:
+            names = [name.decode(errors="replace") for name in await redis.keys()]
+    assert secured.lines, "nothing was logged, so nothing was tested"
+    assert any(name.endswith(":log") for name in names)
+    for text in (*secured.lines, *names):
+        assert MARKER not in text
+        assert secured.one.removeprefix("outrider_") not in text
+        for answer in said:
+            assert not any(piece in text for piece in pieces(answer.text)), text
+            assert not any(ids in text for ids in runs(answer.token_ids)), text
+
+
+def pieces(text: str) -> list[str]:
+    """All of its parts of `WINDOW` characters that are not blank for the most part."""
+    parts = (text[start : start + WINDOW] for start in range(len(text) - WINDOW + 1))
+    return [part for part in parts if len("".join(part.split())) > WINDOW // 2]
+
+
+def runs(ids: Sequence[int]) -> list[str]:
+    """All runs of `IDS` ids, as Python shows them."""
+    return [", ".join(map(str, ids[start : start + IDS])) for start in range(len(ids) - IDS + 1)]

@@ -1,0 +1,216 @@
+"""TLS between real servers and callers: who shows the right certificate is heard, for what its role may do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from cryptography.hazmat.primitives import serialization
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.errors import ConfigError, Unavailable
+from outrider.rpc.certificates import make
+from outrider.rpc.channels import open_channel
+from outrider.rpc.roles import CALLERS
+from outrider.rpc.server import METADATA_BYTES, serving
+from outrider.rpc.status import from_rpc_error
+from outrider.rpc.tls import NAMES, SERVER, VERIFIER, Tls
+from outrider.v1 import drafter_pb2, inference_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import (
+    DrafterServicer,
+    TreeSinkServicer,
+    add_DrafterServicer_to_server,
+    add_TreeSinkServicer_to_server,
+)
+from outrider.v1.verifier_pb2_grpc import VerifierServicer, add_VerifierServicer_to_server
+
+ROLES = tuple(NAMES)
+PARTS = [*verifier_pb2.DESCRIPTOR.services_by_name.values(), *drafter_pb2.DESCRIPTOR.services_by_name.values()]
+METHODS = {f"/{part.full_name}/{method.name}": method for part in PARTS for method in part.methods}
+UNAUTHORIZED = grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Certificates of our CA, of another one, and of one whose certificates have expired."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("ours", "other", "expired")}
+    for name, folder in made.items():
+        make(folder, ["router.example"], days=0 if name == "expired" else 1)
+    return made
+
+
+def certificate(folder: Path, role: str, ca: Path | None = None) -> Tls:
+    read = Tls.read((ca or folder) / "ca.pem", folder / f"{role}.pem", folder / f"{role}.key")
+    assert read is not None
+    return read
+
+
+@asynccontextmanager
+async def parts(tls: Tls | None, *, mutual: bool = True) -> AsyncIterator[str]:
+    """All services of verifiers and drafters, which implement nothing: who is let in hears UNIMPLEMENTED."""
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_VerifierServicer_to_server(VerifierServicer(), server)
+        add_TreeSinkServicer_to_server(TreeSinkServicer(), server)
+        add_DrafterServicer_to_server(DrafterServicer(), server)
+        return [part.full_name for part in PARTS]
+
+    async with serving("127.0.0.1:0", register, drain_s=0, tls=tls, mutual=mutual) as address:
+        yield address
+
+
+async def call(channel: grpc.aio.Channel, path: str) -> grpc.aio.AioRpcError:
+    """What a call of an empty message ends with."""
+    method = METHODS[path]
+    send, receive = method.input_type._concrete_class, method.output_type._concrete_class
+    kind = channel.stream_stream if method.client_streaming else channel.unary_unary
+    invoke: Any = kind(path, request_serializer=send.SerializeToString, response_deserializer=receive.FromString)
+    answer = invoke(iter([send()]), timeout=10).read() if method.client_streaming else invoke(send(), timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    return caught.value
+
+
+async def greeted(address: str, tls: Tls | None, server_name: str = "") -> None:
+    """Asks for the health. Raises what the caller gets to see."""
+    async with open_channel(address, tls, server_name) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
+def test_the_table_has_every_method_between_parts_and_none_of_clients() -> None:
+    assert set(CALLERS) == set(METHODS)
+    assert not any(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name in path for path in CALLERS)
+
+
+@pytest.mark.parametrize("path", CALLERS)
+async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path], path: str) -> None:
+    ours = folders["ours"]
+    async with parts(certificate(ours, "verifier")) as address:
+        for role in ROLES:
+            async with open_channel(address, certificate(ours, role), VERIFIER) as channel:
+                error = await call(channel, path)
+            allowed = NAMES[role][0] in CALLERS[path]
+            assert (error.code() is UNAUTHORIZED) is not allowed, role
+            if not allowed:
+                assert "another role" in (error.details() or "")
+                assert "Forbidden" in dict(error.trailing_metadata() or ()).values()
+
+
+async def test_a_method_that_is_not_in_the_table_is_nobodys(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(CALLERS, "/outrider.v1.Verifier/Describe")
+    ours = folders["ours"]
+    async with (
+        parts(certificate(ours, "verifier")) as address,
+        open_channel(address, certificate(ours, "router"), VERIFIER) as channel,
+    ):
+        assert (await call(channel, "/outrider.v1.Verifier/Describe")).code() is UNAUTHORIZED
+
+
+async def test_health_is_for_every_certificate_of_the_ca(folders: dict[str, Path]) -> None:
+    async with parts(certificate(folders["ours"], "drafter")) as address:
+        for role in ROLES:
+            await greeted(address, certificate(folders["ours"], role), SERVER)
+
+
+@pytest.mark.parametrize("who", ["of another CA", "expired", "missing", "plain text"])
+async def test_a_caller_without_a_good_certificate_hears_what_is_wrong(folders: dict[str, Path], who: str) -> None:
+    ours, believed = folders["ours"], folders["expired" if who == "expired" else "ours"]
+    tls = {
+        "of another CA": certificate(folders["other"], "router", ours),
+        "expired": certificate(folders["expired"], "router", ours),
+        "missing": Tls.client(ours / "ca.pem"),
+        "plain text": None,
+    }[who]
+    async with parts(certificate(ours, "verifier", believed)) as address:
+        with pytest.raises(Unavailable, match=r"it wants TLS, or it refuses this side's certificate"):
+            await greeted(address, tls, VERIFIER)
+
+
+@pytest.mark.parametrize(
+    ("whose", "role", "says"),
+    [
+        ("other", "verifier", r"give both sides one CA"),
+        ("expired", "verifier", r"has expired; make new ones"),
+        ("ours", "drafter", r"another role or host; give it its own"),
+        ("ours", "client", r"another role or host; give it its own"),
+    ],
+)
+async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_caller(
+    folders: dict[str, Path], whose: str, role: str, says: str
+) -> None:
+    folder = folders[whose]
+    believed = folders["expired"] if whose == "expired" else folders["ours"]
+    caller = certificate(folders["ours"], "router", believed)
+    async with parts(certificate(folder, role, folders["ours"])) as address:
+        with pytest.raises(Unavailable, match=says):
+            await greeted(address, caller, VERIFIER)
+
+
+async def test_a_server_without_tls_is_told_from_one_that_is_away(folders: dict[str, Path]) -> None:
+    async with parts(None) as address:
+        with pytest.raises(Unavailable, match="speaks no TLS"):
+            await greeted(address, certificate(folders["ours"], "router"), VERIFIER)
+
+
+async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(folders: dict[str, Path]) -> None:
+    client = Tls.client(folders["ours"] / "ca.pem")
+    async with parts(certificate(folders["ours"], "router"), mutual=False) as address:
+        await greeted(address, client)
+        await greeted(address.replace("127.0.0.1", "localhost"), client)
+        await greeted(address, client, "router.example")
+        with pytest.raises(Unavailable, match="another role or host"):
+            await greeted(address, client, "elsewhere.example")
+
+
+async def test_metadata_beyond_its_limit_is_refused(folders: dict[str, Path]) -> None:
+    async with parts(None) as address, open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(), metadata=(("x", "y" * METADATA_BYTES),), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # the connection has survived
+
+
+@pytest.mark.parametrize(
+    "damage", ["no key", "another key", "encrypted", "no PEM", "no CA", "junk for a CA", "ca alone"]
+)
+def test_files_that_do_not_fit_are_refused_with_their_names(
+    folders: dict[str, Path], tmp_path: Path, damage: str
+) -> None:
+    ours, junk = folders["ours"], tmp_path / "junk.pem"
+    junk.write_text("junk")
+    locked = tmp_path / "locked.key"
+    private = serialization.load_pem_private_key((ours / "router.key").read_bytes(), None)
+    locked.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"word"),
+        )
+    )
+    ca, cert, key = ours / "ca.pem", ours / "router.pem", ours / "router.key"
+    given, named = {
+        "no key": ((ca, cert, tmp_path / "none.key"), "none.key"),
+        "another key": ((ca, cert, ours / "verifier.key"), "verifier.key"),
+        "no PEM": ((ca, junk, key), "junk.pem"),
+        "no CA": ((tmp_path / "none.pem", cert, key), "none.pem"),
+        "junk for a CA": ((junk, cert, key), "junk.pem"),
+        "encrypted": ((ca, cert, locked), "not encrypted"),
+        "ca alone": ((ca, None, None), "go together"),
+    }[damage]
+    with pytest.raises(ConfigError, match=named):
+        Tls.read(*given)
+
+
+def test_a_private_key_is_not_in_what_is_shown_of_it(folders: dict[str, Path]) -> None:
+    assert "PRIVATE" not in repr(certificate(folders["ours"], "router"))
