@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,14 +26,19 @@ _SERVER: Options = (
 
 @asynccontextmanager
 async def serving(
-    listen: str, register: Callable[[grpc.aio.Server], Sequence[str]], *, drain_s: float = 5.0
+    listen: str,
+    register: Callable[[grpc.aio.Server], Sequence[str]],
+    *,
+    drain_s: float = 5.0,
+    leave: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[str]:
     """Serves while the body runs, then drains.
 
     `register` adds its servicers to the server that it is given and returns their full names, for example
     "outrider.v1.Verifier"; they get health checking and reflection. Yields the bound "host:port": the host of
     `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
-    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled.
+    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled; `leave` is called in
+    between, to have them end.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -49,7 +55,10 @@ async def serving(
         yield address
     finally:
         await vitals.enter_graceful_shutdown()
-        await server.stop(drain_s)
+        stopping = asyncio.ensure_future(server.stop(drain_s))
+        await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
+        leave()
+        await stopping
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
