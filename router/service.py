@@ -15,7 +15,8 @@ from outrider.config import RouterConfig
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
 from outrider.core.tiers import TierChoice
-from outrider.errors import Cancelled, Overloaded
+from outrider.errors import Cancelled
+from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.store.client import connect, ping
@@ -26,15 +27,19 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
+from router.admission import OUTPUT_WEIGHT, Admission, Place
 from router.answer import Part, Reason
 from router.background import Background
+from router.chores import sweep, watch
+from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
 from router.generation import Event, Finished, Generation, Started
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
-from router.requests import parse, served
+from router.requests import Ask, parse, served
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
+STALE_S = 0.05  # after so long in the queue a session is looked at again
 
 _REASONS = {
     Reason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -53,27 +58,36 @@ class Inference(InferenceServicer):
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._leaving = False
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """One generation, for as long as the call lasts."""
         async with translated(context):
-            self._make_room()
+            arrived = time.monotonic()
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
-            sessions = self._cluster.sessions
-            held = await opening.open_record(sessions, request.session_id) if request.session_id else None
+            held = await self._held(request)
             ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons)
-            await self._run(await opening.begin(self._cluster, ask, held, deadline), context)
+            async with self._cluster.admission.place(self._claim(ask, held, remaining)) as place:
+                if held is not None and time.monotonic() - arrived > STALE_S:
+                    held = await self._held(request)
+                opened = await opening.begin(self._cluster, ask, held, deadline)
+                opened.answer.figures.waited(place.since - arrived)
+                place.spend(read=opened.answer.start)
+                await self._run(opened, place, context)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
         async with translated(context):
-            self._make_room()
-            opened = await opening.take_over(
-                self._cluster, request.session_id, request.generation, request.next_position, request.text_offset
-            )
-            await self._run(opened, context)
+            record = await opening.open_record(self._cluster.sessions, request.session_id)
+            claim = Claim(record.model, record.tenant, Priority.RESUMED, 0.0, self._by(context.time_remaining()))
+            ours = request.session_id in self.running
+            async with self._cluster.admission.place(claim, holds_one=ours) as place:
+                opened = await opening.take_over(
+                    self._cluster, request.session_id, request.generation, request.next_position, request.text_offset
+                )
+                await self._run(opened, place, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """Ends a generation, wherever it runs."""
@@ -114,13 +128,29 @@ class Inference(InferenceServicer):
             listed = [await self._describe(model) for model in self._cluster.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
 
-    def _make_room(self) -> None:
-        most = self._cluster.config.max_sessions
-        if len(self.running) >= most:
-            raise Overloaded(f"this router has {most} sessions, which is its max_sessions; try again soon")
+    def leave(self) -> None:
+        """Has everything that runs go on at another router, and what comes."""
+        self._leaving = True
+        self._cluster.admission.close()
+        for generation in self.running.values():
+            generation.move()
 
-    async def _run(self, opened: Opened, context: Context[Any, Any]) -> None:
-        generation = Generation(self._cluster, opened)
+    async def _held(self, request: pb.GenerateRequest) -> SessionRecord | None:
+        sessions = self._cluster.sessions
+        return await opening.open_record(sessions, request.session_id) if request.session_id else None
+
+    def _claim(self, ask: Ask, held: SessionRecord | None, remaining: float | None) -> Claim:
+        tokens = ask.roughly + OUTPUT_WEIGHT * ask.contract.max_tokens
+        return Claim(ask.model.name, held.tenant if held else "", ask.priority, tokens, self._by(remaining))
+
+    def _by(self, remaining: float | None) -> float | None:
+        """A deadline by the clock of admission."""
+        return None if remaining is None else self._cluster.admission.clock() + remaining
+
+    async def _run(self, opened: Opened, place: Place, context: Context[Any, Any]) -> None:
+        generation = Generation(self._cluster, opened, place)
+        if self._leaving:
+            generation.move()
         self.running[generation.session_id] = generation  # one that we took it over from ends by itself
         try:
             await generation.run(partial(_send, context, opened.turn.contract))
@@ -144,7 +174,7 @@ class Inference(InferenceServicer):
 async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
     """Serves until cancelled. `announce` hears the bound address once calls are answered.
 
-    On cancellation new calls are refused and running ones have a few seconds to end; then they are cut off.
+    On cancellation new calls are refused and running ones end as moved; what has not within `drain_s` is cut off.
 
     Raises CheckpointError for a tokenizer or chat template that cannot be loaded, Unavailable when Redis cannot be
     reached at the start, ConfigError for an address that cannot be bound.
@@ -163,8 +193,9 @@ async def _serve(
     config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
 ) -> None:
     client = connect(redis_url)
-    fleet = Fleet(Registry(client))
+    fleet = Fleet(Registry(client), config.zone)
     background = Background()
+    admission = Admission(config, fleet.places)
     cluster = Cluster(
         router_id=f"router-{secrets.token_hex(4)}",
         config=config,
@@ -172,6 +203,7 @@ async def _serve(
         fleet=fleet,
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         background=background,
+        admission=admission,
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
     )
@@ -183,7 +215,12 @@ async def _serve(
 
     try:
         await ping(client)
-        async with serving(config.listen, register) as address:
+        async with (
+            alongside() as chores,
+            serving(config.listen, register, drain_s=config.drain_s, leave=service.leave) as address,
+        ):
+            chores.create_task(watch(fleet, admission))
+            chores.create_task(sweep(cluster.sessions))
             announce(address)
             await asyncio.Event().wait()
     finally:
