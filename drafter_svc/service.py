@@ -26,8 +26,9 @@ from outrider.engine.group import ALONE, Group
 from outrider.engine.loading import load_engine, outline
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
-from outrider.errors import ConfigError, InvalidRequest, Overloaded
+from outrider.errors import ConfigError, InvalidRequest, Moved, Overloaded
 from outrider.hub import checkpoint_folder
+from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.rpc.tls import Tls
@@ -71,6 +72,7 @@ class Roster(DrafterServicer):
         self._worker_id = worker_id
         self._capacity = capacity
         self._refused = 0
+        self._leaving = False
         self._upstreams: dict[str, Upstream] = {}
         self._loop: Loop
 
@@ -83,6 +85,8 @@ class Roster(DrafterServicer):
         async with translated(context):
             if not request.session_id or not request.upstream:
                 raise InvalidRequest("session_id", "and upstream must both be given")
+            if self._leaving:
+                raise Moved("this drafter is going down; ask another one")
             upstream, present = self._find(request.session_id)
             if present and upstream and request.epoch < present.epoch:
                 return pb.AttachResponse()
@@ -139,7 +143,18 @@ class Roster(DrafterServicer):
             tier=self._config.tier,
             above=TOP if self._config.upstream_tier is None else self._config.upstream_tier,
             serves=self.sink is not None,
+            zone=self._config.zone,
+            draining=self._leaving,
         )
+
+    def leave(self) -> None:
+        """Takes no more sessions, and detaches from those that there are, above and below."""
+        self._leaving = True
+        for upstream in self._upstreams.values():
+            for attachment in [*upstream.attachments.values()]:
+                self._drop(upstream, attachment)
+        if self.sink is not None:
+            self.sink.leave()
 
     async def close(self) -> None:
         """Ends all streams."""
@@ -297,14 +312,21 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
             services.append("TreeSink")
         return [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
 
+    changed = asyncio.Event()  # what it announces
+
+    def leave() -> None:
+        roster.leave()
+        changed.set()
+
     try:
         async with (
             aclosing(redis),
-            serving(config.listen, register, drain_s=config.drain_s, tls=roster.tls) as address,
-            asyncio.TaskGroup() as tasks,
+            alongside() as tasks,
+            serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls) as address,
         ):
             tasks.create_task(loop.run())
-            tasks.create_task(keep_announced(redis_url, lambda: roster.describe(address), config.heartbeat_s))
+            tasks.create_task(keep_announced(redis_url, lambda: roster.describe(address), config.heartbeat_s, changed))
             announce(address)
+            await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
     finally:
         await roster.close()

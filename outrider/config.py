@@ -71,6 +71,7 @@ class RouterConfig(ServerConfig):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"
+    zone: str = ""  # where it is: verifiers of the same zone are near
     models: dict[str, Path] = Field(min_length=1)  # model name -> checkpoint; its tokenizer.json is enough
     policy: Literal["goodput", "ema", "heuristic", "fixed", "off"] = "ema"  # as core.contract.PolicyName
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
@@ -80,13 +81,20 @@ class RouterConfig(ServerConfig):
     overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
     drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
     tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
-    max_sessions: int = Field(default=256, ge=1)
+    max_sessions: int = Field(default=256, ge=1)  # generations at once; more wait
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # of one request, its prompt included
+    queue: int = Field(default=256, ge=0)  # that may wait for a place, of each priority
+    queue_per_tenant: int = Field(default=64, ge=0)  # of these, one tenant's
+    queue_s: float = Field(default=30.0, gt=0)  # the longest that one waits
+    tenant_sessions: int | None = Field(default=None, ge=1)  # of a tenant at once; None: no limit
+    tenant_requests_per_s: float | None = Field(default=None, gt=0)  # that a tenant may begin; None: no limit
+    tenant_tokens_per_min: int | None = Field(default=None, ge=1)  # of its prompts and answers; None: no limit
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
     auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
+    drain_s: float = Field(default=5.0, ge=0)
 
 
 class WorkerConfig(ServerConfig):
@@ -95,6 +103,7 @@ class WorkerConfig(ServerConfig):
     model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
     name: str | None = None  # the model's name; None: the folder's, or NAME
     listen: Address = "127.0.0.1:0"
+    zone: str = ""  # where it is: what is in one zone is near
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
     backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # what the model runs on

@@ -11,6 +11,7 @@ OutriderError
 ├── Conflict              the log already says something else, or would get a gap
 ├── Overloaded            no room; `retry_after` says when to come back
 ├── Unavailable           a part of the cluster cannot be reached
+│   └── Moved             it is going down in order and has let go: another one goes on, at once
 ├── DeadlineExceeded      the caller's time ran out
 ├── Cancelled             somebody cancelled the generation
 ├── CheckpointError       a model folder is missing, incomplete or of an unknown kind
@@ -71,6 +72,10 @@ class Overloaded(OutriderError):
 
 class Unavailable(OutriderError):
     """A part of the cluster cannot be reached."""
+
+
+class Moved(Unavailable):
+    """A server is going down in order and has let the generation go where it stands. Another one goes on at once."""
 
 
 class DeadlineExceeded(OutriderError):

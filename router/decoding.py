@@ -10,7 +10,7 @@ import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.credit import Credit
-from outrider.errors import Cancelled, InternalError, OutriderError, Unavailable
+from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
@@ -93,7 +93,8 @@ class DecodeStream:
         self._beating = asyncio.create_task(self._beat())
 
     async def next(self) -> Commit | End | Idle:
-        """What happens next. Raises Unavailable when the verifier failed, DeadlineExceeded in time."""
+        """What happens next. Raises Unavailable when the verifier failed, Moved when it is going down,
+        DeadlineExceeded in time."""
         response = await self._read()
         match response.WhichOneof("event"):
             case "commit":
@@ -103,6 +104,8 @@ class DecodeStream:
             case "heartbeat":
                 liveness.check(response.heartbeat, f"verifier {self.worker.worker_id}")
                 return Idle()
+            case "moved":
+                raise Moved(f"verifier {self.worker.worker_id} is going down")
             case event:
                 raise self._broken(f"sent {event!r} in the middle of a session")
 
@@ -158,6 +161,8 @@ class DecodeStream:
             raise self._translated(from_rpc_error(error)) from None
 
     def _translated(self, error: OutriderError) -> OutriderError:
+        if isinstance(error, Moved):
+            return error
         # Nobody here cancelled: the verifier is going down. A write that meets that end makes it an internal error.
         if isinstance(error, Unavailable | Cancelled | InternalError):
             return self._broken(f"failed ({error})")

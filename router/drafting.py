@@ -167,7 +167,7 @@ class Drafters:
 
     async def _places(self, failed: Container[str] = ()) -> list[Placed]:
         """Where all should be. Those whose tier is not to draft now are let go."""
-        known = await self._fleet.drafters(self._post.tokenizer_digest)
+        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream.zone)
         drafters = [worker for worker in known if worker.worker_id not in self._declined]
         present = frozenset(worker.tier for worker in drafters)
         used = frozenset(sorted(present)[:1]) if self._post.single else self._tiers.wanted(present, self._post.greedy)
@@ -228,8 +228,9 @@ class Drafters:
             await DrafterStub(self._fleet.channel(worker)).Attach(request, timeout=ANSWER_S)
             return True
         except grpc.aio.AioRpcError as error:
-            log.info("drafter %s is no use: %s", worker.worker_id, from_rpc_error(error))
-            self._fleet.suspect(worker)
+            known = from_rpc_error(error)
+            log.info("drafter %s is no use: %s", worker.worker_id, known)
+            self._fleet.failed(worker, known)
             if self._attached.pop(worker.worker_id, None) is not None:
                 self._fleet.release(worker)
             return False

@@ -4,36 +4,65 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import grpc.aio
 
+from outrider.errors import Moved, Overloaded
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Registry, Role, Worker
+from router.placement import Prospect, preferred
+from router.rates import Stay
 
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
+_RETRY_S = 0.25  # after a verifier refused us for want of room, one more is tried there each time that this has passed
 
 
 class Fleet:
     """Placement by load. Announcements are a heartbeat old, so what was placed since then counts too.
 
-    Methods that look at the registry raise Unavailable when Redis cannot be reached.
+    Workers that are going down are not listed. Methods that look at the registry raise Unavailable when Redis cannot be
+    reached.
     """
 
-    def __init__(self, registry: Registry, tls: Tls | None = None) -> None:
+    def __init__(self, registry: Registry, zone: str = "", tls: Tls | None = None) -> None:
         self._registry = registry
+        self._zone = zone
         self._tls = tls
+        self._listed: list[Worker] = []  # as last seen
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker address
         self._suspects: dict[str, float] = {}  # worker address -> until when
+        self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours that it held, and when
+        self._gone: set[str] = set()  # ids of workers that said that they are going down
+        self._stays: dict[str, Stay] = {}  # worker id -> how long sessions of ours stay there
 
     async def verifiers(self, model: str) -> list[Worker]:
         """Verifiers of a model, best choice first."""
         return [worker for worker in await self._workers("verifier") if worker.model == model]
 
-    async def drafters(self, tokenizer_digest: bytes) -> list[Worker]:
-        """Drafters of a tokenizer, best choice first."""
-        return [worker for worker in await self._workers("drafter") if worker.tokenizer_digest == tokenizer_digest]
+    async def drafters(self, tokenizer_digest: bytes, near: str = "") -> list[Worker]:
+        """Drafters of a tokenizer, best choice first; those in the zone `near` before others."""
+        fitting = [worker for worker in await self._workers("drafter") if worker.tokenizer_digest == tokenizer_digest]
+        return sorted(fitting, key=lambda worker: (self.suspected(worker), _apart(worker.zone, near)))
+
+    async def refresh(self) -> None:
+        """Looks at the registry."""
+        await self._workers("verifier")
+
+    def places(self, model: str) -> int | None:
+        """Sessions of ours that a model's verifiers can hold, as far as is known; None: nobody serves it.
+
+        Several routers share a verifier and do not know of each other, so a refusal tells for how many it has room;
+        from then on one more is tried every quarter of a second.
+        """
+        serving = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
+        return sum(map(self._room, serving)) if serving else None
+
+    def best_first(self, workers: Sequence[Worker], holder: str, tokens: int) -> list[Worker]:
+        """Verifiers in the order in which a session over so many tokens is to try them; `holder` has its KV."""
+        return preferred([self._prospect(worker, holder) for worker in workers], tokens)
 
     def take(self, worker: Worker) -> None:
         """Counts a session in, until `release`. The worker's channel stays open for so long."""
@@ -45,9 +74,11 @@ class Fleet:
             self._channels[worker.address] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
         return self._channels[worker.address]
 
-    def release(self, worker: Worker) -> None:
-        """Counts a session out."""
+    def release(self, worker: Worker, stayed_s: float = 0.0) -> None:
+        """Counts a session out; it was served for so long."""
         self._placed[worker.address] -= 1
+        if stayed_s:
+            self._stays.setdefault(worker.worker_id, Stay()).observe(stayed_s)
 
     def suspected(self, worker: Worker) -> bool:
         """Whether a worker failed lately."""
@@ -57,6 +88,16 @@ class Fleet:
         """Makes a worker that failed the last choice for a while."""
         self._suspects[worker.address] = time.monotonic() + _SUSPECTED_S
 
+    def failed(self, worker: Worker, error: Exception) -> None:
+        """Learns from what a worker answered where a session was to be placed, one that is counted in."""
+        match error:
+            case Moved():
+                self._gone.add(worker.worker_id)
+            case Overloaded() if worker.role == "verifier":
+                self._refusals[worker.worker_id] = (self._placed[worker.address] - 1, time.monotonic())
+            case _:
+                self.suspect(worker)
+
     async def close(self) -> None:
         """Closes all channels."""
         while self._channels:
@@ -64,19 +105,50 @@ class Fleet:
             await channel.close(None)
 
     async def _workers(self, role: Role) -> list[Worker]:
-        workers = await self._registry.workers()
-        await self._forget({worker.address for worker in workers})
-        return sorted((worker for worker in workers if worker.role == role), key=self._burden)
+        everyone = await self._registry.workers()
+        self._listed = [worker for worker in everyone if not worker.draining and worker.worker_id not in self._gone]
+        await self._forget(everyone)
+        return sorted((worker for worker in self._listed if worker.role == role), key=self._burden)
 
     def _burden(self, worker: Worker) -> tuple[bool, float]:
-        sessions = max(worker.sessions, self._placed[worker.address])
-        return self.suspected(worker), sessions / max(1, worker.slots)
+        return self.suspected(worker), self._load(worker)
 
-    async def _forget(self, listed: set[str]) -> None:
+    def _load(self, worker: Worker) -> float:
+        """Sessions there for each slot."""
+        return max(worker.sessions, self._placed[worker.address]) / max(1, worker.slots)
+
+    def _room(self, worker: Worker) -> int:
+        """Sessions of ours that a verifier can hold."""
+        held, refused_at = self._refusals.get(worker.worker_id, (worker.slots, 0.0))
+        return min(worker.slots, held + int((time.monotonic() - refused_at) / _RETRY_S))
+
+    def _prospect(self, worker: Worker, holder: str) -> Prospect:
+        full = self._placed[worker.address] >= self._room(worker)
+        stay = self._stays.get(worker.worker_id)
+        return Prospect(
+            worker,
+            suspected=self.suspected(worker),
+            holds=worker.worker_id == holder,
+            load=self._load(worker),
+            wait_s=((stay and stay.wait_s(0, worker.slots)) or 0.0) if full else 0.0,
+            full=full,
+            near=not _apart(worker.zone, self._zone),
+        )
+
+    async def _forget(self, everyone: Sequence[Worker]) -> None:
         """Drops what is kept for workers that are gone."""
         now = time.monotonic()
+        ids = {worker.worker_id for worker in everyone}
         self._suspects = {address: until for address, until in self._suspects.items() if until > now}
+        self._refusals = {name: value for name, value in self._refusals.items() if name in ids}
+        self._stays = {name: stay for name, stay in self._stays.items() if name in ids}
+        self._gone &= ids
         self._placed = +self._placed
-        unused = self._channels.keys() - listed - self._placed.keys()
+        unused = self._channels.keys() - {worker.address for worker in everyone} - self._placed.keys()
         for channel in [self._channels.pop(address) for address in unused]:
             await channel.close(None)
+
+
+def _apart(zone: str, other: str) -> bool:
+    """Whether two are in different zones, as far as they say."""
+    return bool(zone and other and zone != other)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from outrider.core.contract import Plan
 from outrider.core.rules import Drawn, rule_of
@@ -15,11 +16,13 @@ from outrider.errors import (
     Cancelled,
     DeadlineExceeded,
     InternalError,
+    Moved,
     OutriderError,
     Overloaded,
     Superseded,
     Unavailable,
 )
+from router.admission import GOING_DOWN, Place
 from router.answer import Part, Reason
 from router.decoding import Commit, DecodeStream, End, Start
 from router.drafting import Drafters, Post
@@ -31,6 +34,8 @@ from router.usage import Figures
 DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
 ATTEMPTS = 4  # verifiers in a row that fail without a token, before the client hears of it
 BEATS = 3  # renewals in a lease
+MOVE_S = 30.0  # that a generation whose verifier went down in order waits for another one
+LOOK_S = 0.2  # between two looks for one
 SLOW_CLIENT_S = 10.0  # a client that does not read for so long loses its place, and gets it back when it reads
 
 log = logging.getLogger(__name__)
@@ -63,28 +68,31 @@ Emit = Callable[[Event], Awaitable[None]]
 
 
 class Generation:
-    """`run` it once; `cancel` may come at any time. `ended` is set when `run` has returned or raised."""
+    """`run` it once; `cancel` and `move` may come at any time. `ended` is set when `run` has returned or raised."""
 
-    def __init__(self, cluster: Cluster, opened: Opened) -> None:
+    def __init__(self, cluster: Cluster, opened: Opened, place: Place) -> None:
         self.session_id = opened.record.session_id
         self.tenant = opened.record.tenant
         self.ended = asyncio.Event()
         self._cluster = cluster
         self._opened = opened
+        self._place = place
         self._answer = opened.answer
         self._plan = opened.policy.plan()
         self._stream: DecodeStream | None = None
         self._drafters: Drafters
+        self._pause: asyncio.Task[None] | None = None  # what it waits for between two streams
         self._started = False
         self._last = opened.missing  # what was emitted last, once it has started
         self._cancelled = False
+        self._moved = False
         self._stalled = False
 
     async def run(self, emit: Emit) -> None:
         """Emits Started, the answer's parts, and Finished; raises what went wrong. Leaves nothing running.
 
         A part is emitted once its tokens are durable. A generation whose client has gone, or that finds no verifier,
-        is left to be resumed.
+        is left to be resumed. Raises Moved, once that is done, after `move`.
         """
         try:
             reason = self._opened.ended
@@ -102,9 +110,18 @@ class Generation:
     async def cancel(self) -> None:
         """Ends the generation: no new step is started for it, and `run` finishes. Returns when it has."""
         self._cancelled = True
-        if self._stream is not None:
-            self._stream.cancel()
+        self._interrupt()
         await self.ended.wait()
+
+    def move(self) -> None:
+        """Has it stop where it stands, and go on at another router."""
+        self._moved = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        for running in (self._stream, self._pause):
+            if running is not None:
+                running.cancel()
 
     async def _own(self, emit: Emit) -> Reason:
         """Decodes under our epoch; ends the generation or leaves it to others, whatever happens."""
@@ -118,6 +135,9 @@ class Generation:
             if not record.finished or record.generation != self._opened.record.generation:
                 raise
             return await self._ended_elsewhere(emit)
+        except Moved:
+            await ledger.release(self._answer.figures.dump())  # before the client goes on with it elsewhere
+            raise
         except BaseException as error:
             self._leave(ledger, error)
             raise
@@ -155,24 +175,62 @@ class Generation:
     async def _decode(self, ledger: Ledger, emit: Emit) -> Reason:
         """The answer, from verifier to verifier if need be."""
         failures = 0
+        before_that: Callable[[], Coroutine[None, None, None]] | None = None
         while self._answer.reason is None:  # a verifier may have died between its last commit and the end
             before = self._answer.position
             try:
+                if before_that is not None:
+                    await self._wait(before_that(), ledger)
+                before_that = None
                 return await self._attempt(ledger, emit)
             except DeadlineExceeded:
                 return Reason.DEADLINE
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if not self._cancelled or (task and task.cancelling()):
+                if not (self._cancelled or self._moved) or (task and task.cancelling()):
                     raise
-                return Reason.CANCELLED  # it was not us who were cancelled but the stream, by `cancel`
+                if self._cancelled:
+                    return Reason.CANCELLED  # it was not us who were cancelled but the stream, by `cancel`
+                raise Moved(GOING_DOWN) from None
+            except Overloaded as error:
+                if before_that is not None:
+                    raise
+                before_that = partial(self._place.again, error)
+            except Moved as error:
+                log.info("session %s moves to another verifier: %s", self.session_id, error)
+                await ledger.reacquire()
+                before_that = self._other_verifier
             except Unavailable as error:
                 failures = 1 if self._answer.position > before else failures + 1
-                if not self._started or self._stalled or failures >= ATTEMPTS:
+                if before_that is not None or not self._started or self._stalled or failures >= ATTEMPTS:
                     raise
                 log.warning("session %s moves to another verifier: %s", self.session_id, error)
                 await ledger.reacquire()
         return self._answer.reason
+
+    async def _wait(self, work: Coroutine[None, None, None], ledger: Ledger) -> None:
+        """Waits for it and keeps our lease; raises CancelledError after `cancel` and `move`."""
+        self._pause = pause = asyncio.create_task(work)
+        if self._cancelled or self._moved:
+            pause.cancel()
+        try:
+            while not (await asyncio.wait({pause}, timeout=self._cluster.config.lease_s / BEATS))[0]:
+                await ledger.renew()
+            pause.result()
+        finally:
+            pause.cancel()
+
+    async def _other_verifier(self) -> None:
+        """Waits until there is one. Raises Unavailable when there is none for long."""
+        give_up = time.monotonic() + MOVE_S
+        while True:
+            try:
+                await suitable(self._cluster, self._opened.model)
+                return
+            except Unavailable:
+                if time.monotonic() > give_up:
+                    raise
+            await asyncio.sleep(LOOK_S)
 
     async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:
         """The rest of the answer, from one verifier."""
@@ -191,28 +249,27 @@ class Generation:
         workers = check_fits(
             ledger.tokens, contract, await suitable(self._cluster, self._opened.model), self._answer.start
         )
-        workers.sort(key=lambda worker: fleet.suspected(worker) or worker.worker_id != ledger.record.verifier)
         refusal: OutriderError | None = None
-        for worker in workers:
+        for worker in fleet.best_first(workers, ledger.record.verifier, len(ledger.tokens)):
             fleet.take(worker)
+            began = time.monotonic()
             self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._decode_start(ledger))
             try:
-                if self._cancelled:
+                if self._cancelled or self._moved:
                     stream.cancel()
                 await stream.open()
                 yield stream
                 return
-            except Unavailable as error:
+            except (Unavailable, Overloaded) as error:
                 if not self._stalled:
-                    fleet.suspect(worker)
+                    fleet.failed(worker, error)
                 if stream.opened:
                     raise
-                refusal = error
-            except Overloaded as error:
-                refusal = error
+                if not isinstance(refusal, Overloaded):  # where there is no room now there will be
+                    refusal = error
             finally:
                 stream.cancel()
-                fleet.release(worker)
+                fleet.release(worker, time.monotonic() - began if stream.opened else 0.0)
         assert refusal is not None  # there is at least one verifier
         raise refusal
 
@@ -282,6 +339,7 @@ class Generation:
                     return Reason.DEADLINE
                 continue
             part = answer.take(event)
+            self._place.spend(said=len(part.tokens))
             await ledger.append(
                 part.tokens,
                 answer.digest,

@@ -17,6 +17,7 @@ from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, Turn
+from router.admission import Admission
 from router.answer import Answer, Part, Reason, beyond
 from router.background import Background
 from router.fleet import Fleet
@@ -37,6 +38,7 @@ class Cluster:
     fleet: Fleet
     sessions: Sessions
     background: Background
+    admission: Admission
     tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
     lessons: defaultdict[LessonKey, Lessons] = field(default_factory=lambda: defaultdict(Lessons))

@@ -1,4 +1,5 @@
-"""Where a session's drafters go: tiers, each of which drafts for the one above it, and the first for the verifier."""
+"""Where a session goes, and its drafters: tiers, each of which drafts for the one above it, and the first for the
+verifier."""
 
 from __future__ import annotations
 
@@ -6,6 +7,39 @@ from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from outrider.store.registry import TOP, Worker
+
+OTHER_ZONE = 0.25  # of a verifier's slots: one in our zone is taken first until it is fuller by so much
+
+
+class Prospect(NamedTuple):
+    """A verifier that a session may go to."""
+
+    worker: Worker
+    suspected: bool  # it failed lately
+    holds: bool  # it has the session's KV
+    load: float  # sessions there for each slot
+    full: bool  # it has no place now
+    wait_s: float  # until it is expected to have one, where it is full; 0: not known
+    near: bool  # it is in our zone
+
+
+def preferred(prospects: Sequence[Prospect], tokens: int) -> list[Worker]:
+    """The order in which they are tried by a session of so many tokens: where its KV is, then by load and zone.
+
+    A full verifier that has the KV comes first only while waiting for it takes less time than reading the tokens anew
+    at the best of the others.
+    """
+    ranked = sorted(prospects, key=lambda it: (it.suspected, it.full, it.load + (0.0 if it.near else OTHER_ZONE)))
+    holder = next((it for it in ranked if it.holds and not it.suspected), None)
+    others = [it for it in ranked if it is not holder]
+    if holder is not None and (not holder.full or not others or holder.wait_s <= _read_s(others[0], tokens)):
+        ranked = [holder, *others]
+    return [it.worker for it in ranked]
+
+
+def _read_s(prospect: Prospect, tokens: int) -> float:
+    """Seconds that reading so many tokens takes there, and waiting for that; 0: not known."""
+    return prospect.wait_s + (tokens / prospect.worker.prefill if prospect.worker.prefill else 0.0)
 
 
 class Placed(NamedTuple):

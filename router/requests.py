@@ -17,6 +17,7 @@ from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2
 from router.chat import Message
+from router.fair_queue import Priority
 from router.models import ServedModel
 
 DEFAULT_MAX_TOKENS = 128
@@ -24,6 +25,12 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
+CHARACTERS = 4  # of a token, roughly
+PRIORITIES: dict[int, Priority] = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    inference_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    inference_pb2.PRIORITY_BATCH: Priority.BATCH,
+}
 OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
 
 
@@ -48,7 +55,19 @@ class Ask:
     whole_history: bool
     key: str  # idempotency key; empty: none
     fingerprint: bytes  # of the request
+    priority: Priority
     tenant: str = ""  # whose request it is
+
+    @property
+    def roughly(self) -> int:
+        """About how many tokens the prompt has, before it is tokenized."""
+        match self.prompt:
+            case str() as text:
+                return len(text) // CHARACTERS
+            case Conversation() as messages:
+                return sum(len(message.content) for message in messages) // CHARACTERS
+            case tokens:
+                return len(tokens)
 
     @property
     def name(self) -> str:
@@ -91,6 +110,7 @@ def parse(
         key=request.idempotency_key,
         fingerprint=_fingerprint(request),
         tenant=tenant,
+        priority=_priority(request.priority),
     )
 
 
@@ -126,6 +146,12 @@ def served(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
         there = ", ".join(sorted(models))
         raise NotFound(f"model {name!r} is not served here; there are: {there}" if name else f"name one of: {there}")
     return models[name]
+
+
+def _priority(value: int) -> Priority:
+    if value not in PRIORITIES:
+        raise InvalidRequest("priority", f"is {value}, must be INTERACTIVE (1, the default) or BATCH (2)")
+    return PRIORITIES[value]
 
 
 def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...] | Conversation:
@@ -220,4 +246,5 @@ def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     asked = inference_pb2.GenerateRequest()
     asked.CopyFrom(request)
     asked.idempotency_key = ""
+    asked.priority = inference_pb2.PRIORITY_UNSPECIFIED  # when it is answered is no part of what
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()

@@ -16,7 +16,8 @@ from outrider.config import RouterConfig
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
 from outrider.core.tiers import TierChoice
-from outrider.errors import Cancelled, NotFound, Overloaded
+from outrider.errors import Cancelled, NotFound
+from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
 from outrider.rpc.tls import Tls
@@ -29,16 +30,20 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
+from router.admission import OUTPUT_WEIGHT, Admission, Place
 from router.answer import Part, Reason
 from router.background import Background
 from router.callers import Anybody, Callers, Keyholders
+from router.chores import sweep, watch
+from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
 from router.generation import Event, Finished, Generation, Started
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
-from router.requests import parse, served
+from router.requests import Ask, parse, served
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
+STALE_S = 0.05  # after so long in the queue a session is looked at again
 
 _REASONS = {
     Reason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -58,34 +63,43 @@ class Inference(InferenceServicer):
     def __init__(self, cluster: Cluster, callers: Callers) -> None:
         self._cluster = cluster
         self._callers = callers
+        self._leaving = False
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """One generation, for as long as the call lasts."""
         async with translated(context):
+            arrived = time.monotonic()
             tenant = await self._callers.tenant(context)
-            self._make_room()
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
-            sessions = self._cluster.sessions
-            held = await opening.open_record(sessions, tenant, request.session_id) if request.session_id else None
+            held = await self._held(tenant, request)
             ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons, tenant=tenant)
-            await self._run(await opening.begin(self._cluster, ask, held, deadline), context)
+            async with self._cluster.admission.place(self._claim(ask, remaining)) as place:
+                if held is not None and time.monotonic() - arrived > STALE_S:
+                    held = await self._held(tenant, request)
+                opened = await opening.begin(self._cluster, ask, held, deadline)
+                opened.answer.figures.waited(place.since - arrived)
+                place.spend(read=opened.answer.start)
+                await self._run(opened, place, context)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
         async with translated(context):
             tenant = await self._callers.tenant(context)
-            self._make_room()
-            opened = await opening.take_over(
-                self._cluster,
-                tenant,
-                request.session_id,
-                request.generation,
-                request.next_position,
-                request.text_offset,
-            )
-            await self._run(opened, context)
+            record = await opening.open_record(self._cluster.sessions, tenant, request.session_id)
+            claim = Claim(record.model, tenant, Priority.RESUMED, 0.0, self._by(context.time_remaining()))
+            ours = request.session_id in self.running
+            async with self._cluster.admission.place(claim, holds_one=ours) as place:
+                opened = await opening.take_over(
+                    self._cluster,
+                    tenant,
+                    request.session_id,
+                    request.generation,
+                    request.next_position,
+                    request.text_offset,
+                )
+                await self._run(opened, place, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """Ends a generation, wherever it runs."""
@@ -135,13 +149,29 @@ class Inference(InferenceServicer):
         if generation is not None and generation.tenant == tenant:
             await generation.cancel()
 
-    def _make_room(self) -> None:
-        most = self._cluster.config.max_sessions
-        if len(self.running) >= most:
-            raise Overloaded(f"this router has {most} sessions, which is its max_sessions; try again soon")
+    def leave(self) -> None:
+        """Has everything that runs go on at another router, and what comes."""
+        self._leaving = True
+        self._cluster.admission.close()
+        for generation in self.running.values():
+            generation.move()
 
-    async def _run(self, opened: Opened, context: Context[Any, Any]) -> None:
-        generation = Generation(self._cluster, opened)
+    async def _held(self, tenant: str, request: pb.GenerateRequest) -> SessionRecord | None:
+        sessions = self._cluster.sessions
+        return await opening.open_record(sessions, tenant, request.session_id) if request.session_id else None
+
+    def _claim(self, ask: Ask, remaining: float | None) -> Claim:
+        tokens = ask.roughly + OUTPUT_WEIGHT * ask.contract.max_tokens
+        return Claim(ask.model.name, ask.tenant, ask.priority, tokens, self._by(remaining))
+
+    def _by(self, remaining: float | None) -> float | None:
+        """A deadline by the clock of admission."""
+        return None if remaining is None else self._cluster.admission.clock() + remaining
+
+    async def _run(self, opened: Opened, place: Place, context: Context[Any, Any]) -> None:
+        generation = Generation(self._cluster, opened, place)
+        if self._leaving:
+            generation.move()
         self.running[generation.session_id] = generation  # one that we took it over from ends by itself
         try:
             await generation.run(partial(_send, context, opened.turn.contract))
@@ -165,7 +195,7 @@ class Inference(InferenceServicer):
 async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
     """Serves until cancelled. `announce` hears the bound address once calls are answered.
 
-    On cancellation new calls are refused and running ones have a few seconds to end; then they are cut off.
+    On cancellation new calls are refused and running ones end as moved; what has not within `drain_s` is cut off.
 
     Raises CheckpointError for a tokenizer or chat template that cannot be loaded, Unavailable when Redis cannot be
     reached at the start, ConfigError for an address that cannot be bound.
@@ -185,8 +215,9 @@ async def _serve(
 ) -> None:
     client = connect(redis_url)
     tls = Tls.read(config.ca, config.cert, config.key)
-    fleet = Fleet(Registry(client), tls)
+    fleet = Fleet(Registry(client), config.zone, tls)
     background = Background()
+    admission = Admission(config, fleet.places)
     cluster = Cluster(
         router_id=f"router-{secrets.token_hex(4)}",
         config=config,
@@ -194,6 +225,7 @@ async def _serve(
         fleet=fleet,
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         background=background,
+        admission=admission,
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
     )
@@ -205,7 +237,14 @@ async def _serve(
 
     try:
         await ping(client)
-        async with serving(config.listen, register, tls=tls, mutual=False) as address:
+        async with (
+            alongside() as chores,
+            serving(
+                config.listen, register, drain_s=config.drain_s, leave=service.leave, tls=tls, mutual=False
+            ) as address,
+        ):
+            chores.create_task(watch(fleet, admission))
+            chores.create_task(sweep(cluster.sessions))
             announce(address)
             await asyncio.Event().wait()
     finally:

@@ -36,6 +36,10 @@ class Figures:
             for name in (*_COUNTERS, *_TIMES):
                 setattr(self, name, values[name])
 
+    def waited(self, seconds: float) -> None:
+        """The request had arrived so long before."""
+        self._arrival -= seconds
+
     def dump(self) -> str:
         """What goes on record when the generation ends or is handed over."""
         return json.dumps(

@@ -27,6 +27,7 @@ from verifier_svc.session import Commit, Session, Start
 HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
 MAX_WINDOW = 4096  # tokens beyond the durable position
 LEASE_MS = range(100, 600_001)  # that a router may ask for
+SLOT_S = 0.25  # that a start waits for a slot: one that has just ended elsewhere is given back here a moment later
 
 Requests = AsyncIterator[pb.DecodeRequest]
 Context = grpc.aio.ServicerContext
@@ -41,6 +42,7 @@ class Decoder(VerifierServicer):
         self._engine = engine
         self._loop = loop
         self._sink = sink
+        self._line = asyncio.Lock()  # of those that wait for a slot
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
         """One generation from its start to its end; whatever ends the call closes the session, and its KV stays."""
@@ -48,7 +50,7 @@ class Decoder(VerifierServicer):
             first = await anext(liveness.heard(requests, "the router"), None)
             if first is None or first.WhichOneof("command") != "start":
                 raise InvalidRequest("start", "must be the first message of Decode")
-            session = self._loop.open(self._check(first.start))
+            session = await self._open(self._check(first.start))
             self._sink.welcome_waiting(session)
             commands = asyncio.create_task(self._obey(session, requests, first.start.lease_ms / 1000))
             try:
@@ -58,6 +60,21 @@ class Decoder(VerifierServicer):
                 self._loop.close(session)
                 commands.cancel()
                 await asyncio.gather(commands, return_exceptions=True)
+
+    async def _open(self, start: Start) -> Session:
+        """A session's slot; for a moment it waits for one, in the order of arrival, so that no router goes short.
+
+        Raises as `StepLoop.open`.
+        """
+        if start.session_id in self._loop.sessions:  # its own slot will do
+            return self._loop.open(start)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SLOT_S), self._line:
+                while not self._loop.slots.free:
+                    self._loop.freed.clear()
+                    await self._loop.freed.wait()
+                return self._loop.open(start)
+        return self._loop.open(start)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """What this verifier is and has."""
@@ -166,10 +183,18 @@ class Decoder(VerifierServicer):
         else:
             if session.fenced:
                 raise Superseded(f"session {session.id} was taken over under a higher epoch")
-            return commands.result()
+            if not session.moved:
+                return commands.result()
+            return await self._say_last(pb.DecodeResponse(moved=pb.DecodeMoved()), commands, context)
         stopped = session.tokens[-1] in session.contract.stop_ids
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
-        await context.write(pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason)))
+        finished = pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason))
+        return await self._say_last(finished, commands, context)
+
+    async def _say_last(
+        self, message: pb.DecodeResponse, commands: asyncio.Task[None], context: Context[Any, Any]
+    ) -> None:
+        await context.write(message)
         # The router closes its side first: a write of its own that met the end of the call would fail the call.
         try:
             return await asyncio.wait_for(commands, HALF_CLOSE_S)

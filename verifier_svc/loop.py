@@ -27,7 +27,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.logits import Logits
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
-from outrider.errors import Superseded
+from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.own import OwnDrafting
 from verifier_svc.session import Commit, Session, Start
@@ -57,6 +57,7 @@ class StepLoop:
         own: OwnDrafting | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
+        self.freed = asyncio.Event()  # set whenever a slot is given back
         self.progress = Progress()
         self.times = StepTimes()
         self.slots = Slots(engine.slots, rewinds=not engine.treeless)
@@ -74,13 +75,16 @@ class StepLoop:
         self._ended = 0.0  # when the last pass ended
         self._committed = 0.0  # when its commits went out
         self._changed = asyncio.Event()
+        self._left: Callable[[], None] | None = None  # it is going down, and this hears when it has let go
 
     def open(self, start: Start) -> Session:
         """Gives a session a slot, if possible one that holds the KV of its first tokens.
 
         A session that is open under an older epoch is closed as fenced, and its KV stays for the new one. Raises
-        Superseded for an epoch that is not newer, Overloaded when slots are out.
+        Superseded for an epoch that is not newer, Overloaded when slots are out, Moved when it is going down.
         """
+        if self._left is not None:
+            raise Moved("this verifier is going down; ask another one")
         present = self.sessions.get(start.session_id)
         if present:
             if start.epoch <= present.epoch:
@@ -112,7 +116,19 @@ class StepLoop:
         lost = self._engine.treeless and session in self._passing
         held = [] if lost else session.tokens[: session.cached]
         self.slots.give_back(session.place.slot, held, session.tenant)
+        self.freed.set()
         session.dismiss("fenced" if session.fenced else "finished")
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is going down."""
+        return self._left is not None
+
+    def leave(self, left: Callable[[], None]) -> None:
+        """Starts no further step: when the one that runs has committed, sessions are closed as moved, and `left` is
+        called."""
+        self._left = left
+        self.wake()
 
     def met(self) -> None:
         """A drafter's stream has opened: other drafters than those that were measured."""
@@ -137,6 +153,8 @@ class StepLoop:
         waited, follows = 0.0, bool(self._ended)
         while True:
             self._changed.clear()
+            if self._left is not None:
+                self._let_go(self._left)
             ready = [session for session in self.sessions.values() if session.ready]
             if not ready:
                 follows = False
@@ -153,6 +171,12 @@ class StepLoop:
                 async with asyncio.timeout(hold):
                     await self._changed.wait()
             waited += time.monotonic() - held
+
+    def _let_go(self, left: Callable[[], None]) -> None:
+        for session in [*self.sessions.values()]:
+            session.moved = True
+            self.close(session)
+        left()
 
     def _select(self, ready: Sequence[Session], now: float) -> tuple[Step, Budget]:
         works = self._base_works(ready)

@@ -20,6 +20,7 @@ from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.hub import checkpoint_folder
+from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
@@ -73,10 +74,16 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
             drafter_pb2.DESCRIPTOR.services_by_name["TreeSink"].full_name,
         ]
 
+    changed = asyncio.Event()  # what it announces
+
+    def leave() -> None:
+        loop.leave(sink.leave)
+        changed.set()
+
     async with (
         aclosing(redis),
-        serving(config.listen, register, drain_s=config.drain_s, tls=tls) as address,
-        asyncio.TaskGroup() as tasks,
+        alongside() as tasks,
+        serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls) as address,
     ):
 
         def describe() -> Worker:
@@ -92,11 +99,15 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                 sessions=len(loop.sessions),
                 parameters=engine.parameters,
                 treeless=bool(engine.treeless),
+                zone=config.zone,
+                draining=loop.leaving,
+                prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
             )
 
         tasks.create_task(loop.run())
-        tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s))
+        tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
         announce(address)
+        await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
 
 
 def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:

@@ -74,6 +74,7 @@ class Session(Drafted):
         self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
+        self.moved = False  # this verifier is going down
         self._window = start.window
         self.own = own  # what the verifier drafts by itself for it
         if own is not None:

@@ -37,6 +37,7 @@ PrivateKey = Annotated[Path | None, typer.Option(envvar="OUTRIDER_KEY", help="Th
 Checkpoint = Annotated[
     Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
 ]
+Zone = Annotated[str | None, typer.Option(help="Where it is: what is in one zone is near. [default: not said]")]
 Name = Annotated[str | None, typer.Option(help="The model's name. [default: the checkpoint's]")]
 Advertise = Annotated[str | None, typer.Option(help="HOST:PORT for others, if it is not the one listened on.")]
 Backend = Annotated[
@@ -81,6 +82,7 @@ def router(
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
+    zone: Zone = None,
     policy: Annotated[str | None, typer.Option(help="goodput, ema, heuristic, fixed or off. [default: ema]")] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
@@ -93,9 +95,19 @@ def router(
     tiers: Annotated[
         str | None, typer.Option(help="all, or measured: leave out those that do not pay. [default: measured]")
     ] = None,
-    max_sessions: Annotated[int | None, typer.Option(help="Beyond them, requests are refused. [default: 256]")] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Generations at once; more wait. [default: 256]")] = None,
     max_request_bytes: Annotated[
         int | None, typer.Option(help="Of one request, its prompt included. [default: 4194304]")
+    ] = None,
+    queue: Annotated[int | None, typer.Option(help="That may wait, of each priority. [default: 256]")] = None,
+    queue_per_tenant: Annotated[int | None, typer.Option(help="Of these, one tenant's. [default: 64]")] = None,
+    queue_s: Annotated[float | None, typer.Option(help="Seconds that one may wait. [default: 30]")] = None,
+    tenant_sessions: Annotated[int | None, typer.Option(help="A tenant's at once. [default: no limit]")] = None,
+    tenant_requests_per_s: Annotated[
+        float | None, typer.Option(help="That a tenant may begin. [default: no limit]")
+    ] = None,
+    tenant_tokens_per_min: Annotated[
+        int | None, typer.Option(help="Of a tenant's prompts and answers. [default: no limit]")
     ] = None,
     window: Annotated[int | None, typer.Option(help="Tokens beyond the durable position. [default: 64]")] = None,
     session_ttl_s: Annotated[int | None, typer.Option(help="Seconds sessions stay in Redis. [default: 3600]")] = None,
@@ -104,6 +116,7 @@ def router(
         float | None, typer.Option(help="Seconds a broken-off generation can be resumed. [default: 60]")
     ] = None,
     auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
+    drain_s: Drain = None,
 ) -> None:
     """Serve clients: tokenize, place sessions, keep their state in Redis, steer speculation."""
     from outrider.config import RouterConfig
@@ -125,6 +138,7 @@ def verifier(
     model: Checkpoint,
     name: Name = None,
     listen: Listen = None,
+    zone: Zone = None,
     advertise: Advertise = None,
     ca: Ca = None,
     cert: Cert = None,
@@ -175,6 +189,7 @@ def drafter(
     model: Checkpoint,
     name: Name = None,
     listen: Listen = None,
+    zone: Zone = None,
     advertise: Advertise = None,
     ca: Ca = None,
     cert: Cert = None,

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from outrider.client._access import Access
-from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, OutriderError, Unavailable
+from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2_grpc
@@ -59,6 +59,8 @@ class Router:
         state = self._channel.get_state() if self._channel else None
         # A connection that was lost leaves a channel idle; one that never came about does not.
         self.was_reached |= state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
+        if isinstance(known, Moved):
+            return known
         if isinstance(known, Unavailable | DeadlineExceeded) and state is not grpc.ChannelConnectivity.READY:
             return Unavailable(f"no router can be reached at {self._address}: {known}")
         return known

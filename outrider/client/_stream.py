@@ -15,12 +15,14 @@ import grpc.aio
 from outrider.client import _wire
 from outrider.client._router import CLOSED, Router, check_timeout, task_is_cancelled
 from outrider.client._types import Chunk, Generation
-from outrider.errors import Cancelled, InternalError, OutriderError, Overloaded, Unavailable
+from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.v1 import inference_pb2 as pb
 
 CANCEL_TIMEOUT_S = 2.0
 MOST_FAILURES = 6  # calls in a row that bring nothing, before a stream gives up
+MOVE_PAUSE_S = 0.05  # before the second of several moves in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between them; each is up to twice the one before
+MOST_MOVES = 64  # in a row that bring nothing: each is a server that goes down in order
 LONGEST_WAIT_S = 30.0  # that a router may ask for; beyond it the caller decides
 
 
@@ -40,6 +42,7 @@ class AsyncStream:
         self._give_up: float | None = None  # when the timeout passes, by the monotonic clock
         self._begun = False
         self._calls = 0  # since the last chunk
+        self._moves = 0  # likewise, of those: ended by a router that goes down in order
         self._resumes = 0
         self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the call that runs
         self._waiting: grpc.aio.UnaryStreamCall[object, pb.GenerateResponse] | asyncio.Task[None] | None = None
@@ -131,7 +134,7 @@ class AsyncStream:
             case "started":
                 self._started = self._started or event.started
             case "chunk":
-                self._calls = 0
+                self._calls = self._moves = 0
                 self._chunks.append(self._next_chunk(event.chunk))
                 return self._chunks[-1]
             case "finished":
@@ -187,6 +190,11 @@ class AsyncStream:
         if isinstance(error, Overloaded):
             worth_it = self._started is not None and error.retry_after <= LONGEST_WAIT_S
             pause = error.retry_after
+        elif isinstance(error, Moved):
+            worth_it = self._moves < MOST_MOVES
+            pause = MOVE_PAUSE_S if self._moves else 0.0  # the next call finds another router, as a rule
+            self._moves += 1
+            self._calls -= 1
         else:
             worth_it = self._started is not None or self._router.was_reached
             pause = min(FIRST_PAUSE_S * 2**self._calls, LONGEST_PAUSE_S)

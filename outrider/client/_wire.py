@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
 from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, RuleName
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
+
+Priority = Literal["interactive", "batch"]
 
 _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -21,6 +23,8 @@ _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_ABANDONED: FinishReason.ABANDONED,
     types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
 }
+
+_PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATCH}
 
 
 class Options(TypedDict, total=False):
@@ -57,6 +61,7 @@ class Options(TypedDict, total=False):
     logprobs: int | None  # give each token's log-probability and those of this many most likely ones, 0 to 20
     session: str  # the session that this is a turn of; the prompt is what follows its tokens
     whole_history: bool  # the prompt is all of the conversation; where it differs, a new session forks off
+    priority: Priority  # "interactive", or "batch": it can wait where all places are taken
     idempotency_key: str  # a repeated request with this key gets the first one's answer; made up where it is left out
 
 
@@ -92,6 +97,7 @@ def request_to_pb(
     logprobs: int | None = None,
     session: str = "",
     whole_history: bool = False,
+    priority: Priority = "interactive",
     idempotency_key: str = "",
 ) -> pb.GenerateRequest:
     """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
@@ -118,6 +124,8 @@ def request_to_pb(
         typical_delta=typical_delta,
     )
     checked.check_vocabulary(2**32)
+    if priority not in _PRIORITIES:
+        raise InvalidRequest("priority", f"is {priority!r}, must be one of: {', '.join(_PRIORITIES)}")
     if max_tokens >= 2**32:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
@@ -150,6 +158,7 @@ def request_to_pb(
         ),
         session_id=encodable("session", session),
         whole_history=whole_history,
+        priority=_PRIORITIES[priority],
         idempotency_key=encodable("idempotency_key", idempotency_key) or secrets.token_hex(16),
     )
     request.messages.extend(_message(index, message) for index, message in enumerate(messages))

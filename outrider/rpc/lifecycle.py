@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 from outrider.errors import InternalError, OutriderError
@@ -28,6 +29,18 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
             raise
         print(f"outrider: {expected}", file=sys.stderr)
         raise SystemExit(MISTAKE) from None
+
+
+@asynccontextmanager
+async def alongside() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group, but where one thing has failed alone, be it the body, that is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) > 1:
+            raise
+        raise errors.exceptions[0] from None
 
 
 def user_error(error: BaseException) -> OutriderError | None:

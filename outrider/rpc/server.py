@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +39,7 @@ async def serving(
     register: Callable[[grpc.aio.Server], Sequence[str]],
     *,
     drain_s: float = 5.0,
+    leave: Callable[[], None] = lambda: None,
     tls: Tls | None = None,
     mutual: bool = True,
 ) -> AsyncIterator[str]:
@@ -46,7 +48,8 @@ async def serving(
     `register` adds its servicers to the server that it is given and returns their full names, for example
     "outrider.v1.Verifier"; they get health checking and reflection. Yields the bound "host:port": the host of
     `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
-    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled.
+    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled; `leave` is called in
+    between, to have them end.
 
     With `tls` nothing else is spoken; if it is `mutual`, callers must show a certificate of the CA, whose role says
     what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
@@ -67,7 +70,10 @@ async def serving(
         yield address
     finally:
         await vitals.enter_graceful_shutdown()
-        await server.stop(drain_s)
+        stopping = asyncio.ensure_future(server.stop(drain_s))
+        await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
+        leave()
+        await stopping
 
 
 def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:

@@ -37,6 +37,7 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.Conflict: grpc.StatusCode.OUT_OF_RANGE,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Moved: grpc.StatusCode.UNAVAILABLE,  # what a client that does not know the class does is right as well
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.CheckpointError: grpc.StatusCode.DATA_LOSS,
@@ -44,7 +45,7 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in _CODES}
-_BY_CODE = {code: kind for kind, code in _CODES.items()}
+_BY_CODE = {code: kind for kind, code in _CODES.items() if kind.__base__ is OutriderError}
 
 log = logging.getLogger(__name__)
 

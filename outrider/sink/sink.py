@@ -78,6 +78,11 @@ class Sink(TreeSinkServicer):
         """Takes the sessions from `host`. Called once, before the first stream."""
         self._host = host
 
+    def leave(self) -> None:
+        """Ends all streams, once what waits has been written."""
+        for stream in self._streams:
+            stream.finish()
+
     async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """One drafter's stream, for as long as it lives."""
         async with translated(context), self._counting():

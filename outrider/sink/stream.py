@@ -51,6 +51,7 @@ class DraftStream:
         self._held: set[int] = set()
         self._wake = asyncio.Event()
         self._ended = False
+        self._finishing = False
 
     def say(self, frame: pb.DraftDown) -> None:
         """Queues a control frame."""
@@ -113,6 +114,11 @@ class DraftStream:
         self._ended = True
         self._wake.set()
 
+    def finish(self) -> None:
+        """Nothing more is to be written but what waits."""
+        self._finishing = True
+        self._wake.set()
+
     def check(self) -> None:
         """Raises Overloaded when the drafter has let too much pile up."""
         if len(self._control) > CONTROL_FRAMES:
@@ -124,6 +130,8 @@ class DraftStream:
         while not self._ended:
             if frame := self._most_urgent():
                 return frame
+            if self._finishing:
+                break
             self._wake.clear()
             try:
                 async with asyncio.timeout_at(silent_until):

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -41,6 +42,9 @@ class Worker:
     above: int = TOP  # the tier that it drafts for
     treeless: bool = False  # whether a verifier's model can verify no trees, so that drafting for it is of no use
     serves: bool = False  # whether a drafter takes trees from a tier below it
+    zone: str = ""  # where it is; "": not said
+    draining: bool = False  # it is going down: nothing new is to be placed there
+    prefill: float = 0.0  # tokens of a prompt that a verifier reads in a second; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,10 @@ class Registry:
         return [entry for blob in blobs if blob and (entry := _load(blob))]
 
 
-async def keep_announced(redis_url: str, describe: Callable[[], Worker], interval_s: float) -> None:
-    """Announces `describe()` every `interval_s` seconds until cancelled, then withdraws it.
+async def keep_announced(
+    redis_url: str, describe: Callable[[], Worker], interval_s: float, changed: asyncio.Event | None = None
+) -> None:
+    """Announces `describe()` every `interval_s` seconds, and when `changed` is set, until cancelled; then withdraws it.
 
     The entry expires after three intervals without a heartbeat. A Redis that cannot be reached is logged once
     an outage and tried again with the next heartbeat. Raises ConfigError when the URL is malformed.
@@ -114,6 +120,7 @@ async def keep_announced(redis_url: str, describe: Callable[[], Worker], interva
     client = connect(redis_url)
     registry = Registry(client)
     reachable = True
+    changed = changed or asyncio.Event()
     try:
         while True:
             try:
@@ -125,7 +132,10 @@ async def keep_announced(redis_url: str, describe: Callable[[], Worker], interva
                 if reachable:
                     log.warning("not announced to routers: %s", error)
                 reachable = False
-            await asyncio.sleep(interval_s)
+            changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await changed.wait()
     finally:
         await _leave(registry, describe().worker_id)
         await client.aclose()

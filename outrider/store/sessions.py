@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -47,7 +47,7 @@ CANCELLED = "cancelled"
 _PAGE = 1024  # entries read from Redis at once, so that a long log holds nobody up
 _ATTEMPTS = 4  # at a compare-and-set that somebody else keeps getting ahead of
 _TOMBSTONE_S = 60.0  # at least; longer than anybody goes without hearing of a close
-_SCRIPTS = ("create", "acquire", "begin", "append", "renew", "release", "finish", "close", "restore")
+_SCRIPTS = ("create", "acquire", "begin", "append", "renew", "release", "finish", "close", "restore", "abandon")
 
 
 class Sessions:
@@ -174,6 +174,25 @@ class Sessions:
         A tombstone under a higher epoch stays for a while: its owner hears Superseded and brings nothing back.
         """
         await self._run("close", session_id, self._tombstone_ms, EMPTY, CANCELLED)
+
+    async def ids(self) -> AsyncIterator[str]:
+        """The sessions that Redis holds, closed ones included; those that come or go meanwhile may be missed."""
+        with translated(self._redis):
+            async for key in self._redis.scan_iter(match=_record_key("*"), count=_PAGE):
+                yield key.decode().partition("{")[2].rpartition("}")[0]
+
+    async def left_behind(self, session_id: str) -> bool:
+        """Whether a session has a generation whose owner is gone and that can be resumed no more."""
+        (found,) = await self._run("abandon", session_id, "")
+        return bool(found)
+
+    async def abandon(self, session_id: str) -> bool:
+        """Ends a session's generation as "abandoned" if it is left behind.
+
+        False, and nothing changed, if that is not so: also where somebody else has just done it.
+        """
+        (ended,) = await self._run("abandon", session_id, ABANDONED)
+        return bool(ended)
 
     async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
         """Claims a tenant's idempotency key for a session; returns the session that holds it, ours or an earlier one.

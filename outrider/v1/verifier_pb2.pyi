@@ -54,16 +54,18 @@ class CancelDecode(_message.Message):
     def __init__(self) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("started", "commit", "finished", "heartbeat")
+    __slots__ = ("started", "commit", "finished", "heartbeat", "moved")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     started: DecodeStarted
     commit: DecodeCommit
     finished: DecodeFinished
     heartbeat: _types_pb2.Heartbeat
-    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    moved: DecodeMoved
+    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., moved: _Optional[_Union[DecodeMoved, _Mapping]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
     __slots__ = ("cached",)
@@ -102,6 +104,10 @@ class DrafterCredit(_message.Message):
     accepted: int
     alone: int
     def __init__(self, drafter_id: _Optional[str] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., alone: _Optional[int] = ...) -> None: ...
+
+class DecodeMoved(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class DecodeFinished(_message.Message):
     __slots__ = ("reason",)

@@ -136,6 +136,28 @@ async def test_calls_that_bring_nothing_are_given_up_after_a_few(router: Scripte
     assert router.cancelled_sessions == []  # it can still be resumed by hand
 
 
+async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause(
+    router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)
+    moved = errors.Moved("this router is going down")
+    more = _stream.MOST_FAILURES + 2
+    router.faults = iter([Fault(0, moved), Fault(3, moved), *[Fault(1, moved)] * more])
+    async with outrider.AsyncClient(router.address) as client:
+        chunks = await read(stream := client.stream("hello", timeout=5))
+    assert_whole(stream.result, chunks)
+    assert stream.result.resumes == 2 + more
+
+
+async def test_moving_without_end_is_given_up(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "MOVE_PAUSE_S", 0.001)
+    router.faults = itertools.repeat(Fault(1, errors.Moved("going down")))
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Moved):
+            await client.generate("hello", timeout=5)
+    assert len(router.requests) + len(router.resumes) == _stream.MOST_MOVES + 1
+
+
 async def test_a_stream_that_gave_up_can_be_resumed_by_hand(router: ScriptedRouter) -> None:
     router.faults = itertools.chain([Fault(3)], itertools.repeat(Fault(1), _stream.MOST_FAILURES))
     async with outrider.AsyncClient(router.address) as client:

@@ -22,7 +22,7 @@ def cluster_config(drafters: int = 1) -> ClusterConfig:
     small = DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=16)
     equal = DrafterConfig(model=MODELS / "target", dtype="float32", slots=16)
     return ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, max_sessions=16),
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, max_sessions=16, queue=0),
         verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=16)],
         drafter=[small] * drafters + [equal],
     )

@@ -127,6 +127,7 @@ async def finished_steps(running: Any, verifier: FakeVerifier) -> tuple[int, int
     return verifier.steps, len(verifier.starts)
 
 
+@pytest.mark.long  # a measurement: it wants a quiet machine
 async def test_how_long_an_answer_takes_does_not_tell_a_foreign_session_from_none(redis_url: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         async with announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):

@@ -21,6 +21,7 @@ from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
+from router.admission import Admission
 from router.background import Background
 from router.callers import Anybody
 from router.decoding import Commit, End, Idle, Start
@@ -179,14 +180,20 @@ class Fleet:
     def take(self, worker: Worker) -> None:
         self._suspects.discard(worker.worker_id)
 
-    def release(self, worker: Worker) -> None:
+    def release(self, worker: Worker, stayed_s: float = 0.0) -> None:
         pass
 
     def suspected(self, worker: Worker) -> bool:
         return worker.worker_id in self._suspects
 
-    def suspect(self, worker: Worker) -> None:
+    def failed(self, worker: Worker, error: OutriderError) -> None:
         self._suspects = {worker.worker_id}
+
+    def places(self, model: str) -> int | None:
+        return None
+
+    def best_first(self, workers: list[Worker], holder: str, tokens: int) -> list[Worker]:
+        return sorted(workers, key=lambda worker: self.suspected(worker) or worker.worker_id != holder)
 
 
 class _Background(Background):
@@ -221,6 +228,7 @@ class Router:
                 fleet=fleet,  # type: ignore[arg-type]
                 sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
                 background=_Background(self.trouble),
+                admission=Admission(config, fleet.places, clock=lambda: clock.now),
                 tiers=TierChoice(),
                 ticket_key=_no_key,
             ),

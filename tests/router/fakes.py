@@ -33,6 +33,8 @@ class FakeVerifier(VerifierServicer):
         self.pace_s = pace_s
         self.stride = stride
         self.full = False
+        self.slots: int | None = None  # sessions at once; None: all that come
+        self.most = 0  # that were open at once
         self.drafters = 0  # that reports count
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
@@ -40,6 +42,7 @@ class FakeVerifier(VerifierServicer):
         self.steps = 0
         self.open = 0
         self.silent = False  # no heartbeats
+        self.moves_after: int | None = None  # tokens; then it goes down in order
         self.dies_at_the_end = False  # before it says that the generation has ended
         self.heartbeats = 0  # that routers sent
 
@@ -47,7 +50,7 @@ class FakeVerifier(VerifierServicer):
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with translated(context):
-            if self.full:
+            if self.full or self.open == self.slots:
                 raise Overloaded("all slots are in use")
             first = await anext(requests, None)
             if first is None:  # the call was broken off before it said anything
@@ -55,6 +58,7 @@ class FakeVerifier(VerifierServicer):
             start = first.start
             self.starts.append(start)
             self.open += 1
+            self.most = max(self.most, self.open)
             self.durable[start.session_id] = len(start.tokens)
             listener = asyncio.create_task(self._listen(start.session_id, requests))
             try:
@@ -78,6 +82,9 @@ class FakeVerifier(VerifierServicer):
         digest = start.digest
         while said < start.contract.max_tokens and not stopped:
             await self._rest(context)
+            if self.moves_after is not None and said >= self.moves_after:
+                await context.write(verifier_pb2.DecodeResponse(moved=verifier_pb2.DecodeMoved()))
+                await asyncio.sleep(60)  # the router closes its side
             if start.answer_position + said >= self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
                 continue
@@ -154,6 +161,7 @@ async def announced(
     *,
     model: str = "target",
     sessions: int = 0,
+    draining: bool = False,
     drain_s: float = 0.0,
 ) -> AsyncIterator[Worker]:
     """Serves a fake on a free port and lists it in the registry."""
@@ -178,6 +186,7 @@ async def announced(
             slots=8,
             sessions=sessions,
             parameters=1,
+            draining=draining,
         )
         await registry.announce(worker, ttl_s=60)
         yield worker

@@ -1,7 +1,7 @@
-"""Where drafters of several tiers go."""
+"""Where sessions go, and drafters of several tiers."""
 
 from outrider.store.registry import TOP, Worker
-from router.placement import place
+from router.placement import Prospect, place, preferred
 
 
 def worker(name: str, tier: int = 0, above: int | None = None, *, serves: bool = True) -> Worker:
@@ -42,3 +42,31 @@ def test_of_each_tier_so_many_and_who_is_there_stays() -> None:
     assert placed(*many, each=2) == {"a": "v", "b": "v", "x": "a", "y": "a"}
     assert placed(*many, keep=("c", "z")) == {"c": "v", "z": "c"}
     assert placed(*many, each=0) == {}
+
+
+def prospect(name: str, load: float = 0.0, *, prefill: float = 1000.0, wait_s: float = 0.0, **known: bool) -> Prospect:
+    verifier = Worker(name, "verifier", name, "m", b"", 10, 10, 8, 0, 0, prefill=prefill)
+    stands = {"suspected": False, "holds": False, "full": False, "near": True} | known
+    return Prospect(verifier, load=load, wait_s=wait_s, **stands)
+
+
+def order(*prospects: Prospect, tokens: int = 100) -> str:
+    return "".join(worker.worker_id for worker in preferred(prospects, tokens))
+
+
+def test_a_session_goes_where_its_kv_is_then_where_there_is_least_load_and_near_by() -> None:
+    assert order(prospect("a", 0.5), prospect("b", 0.2), prospect("c", 0.9, holds=True)) == "cba"
+    assert order(prospect("a", 0.1, near=False), prospect("b", 0.3)) == "ba"
+    assert order(prospect("a", 0.1, near=False), prospect("b", 0.5)) == "ab"
+
+
+def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer() -> None:
+    held = prospect("h", 1.0, holds=True, full=True, wait_s=2.0)
+    assert order(held, prospect("a")) == "ah"  # a tenth of a second for 100 tokens
+    assert order(held, prospect("a"), tokens=3000) == "ha"
+    busy = prospect("a", 1.0, full=True, wait_s=2.5)
+    assert order(held, busy) == "ha"
+
+
+def test_who_failed_lately_comes_last_even_with_the_kv() -> None:
+    assert order(prospect("h", holds=True, suspected=True), prospect("a", 0.9), prospect("f", 1.0, full=True)) == "afh"

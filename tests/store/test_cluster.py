@@ -77,6 +77,17 @@ async def test_sessions_live_on_all_nodes(ports: list[int], client: RedisCluster
         assert (await sessions.get(name)).closed
 
 
+async def test_what_is_left_behind_is_found_on_all_nodes(client: RedisCluster) -> None:
+    sessions = Sessions(client, ttl_s=60, lease_s=0, resume_ttl_s=0)
+    names = {f"s{number}" for number in range(20)}
+    for name in names:
+        await sessions.create(name, "tenant", "target", b"digest")
+        await sessions.begin(name, 0, "r1", TURN, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]))
+    await asyncio.sleep(0.01)
+    assert {name async for name in sessions.ids()} == names
+    assert all([await sessions.abandon(name) for name in names])
+
+
 async def test_more_callers_than_connections_take_turns(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     created = await asyncio.gather(*(sessions.create(f"s{index}", "t", "m", b"") for index in range(500)))

@@ -47,6 +47,33 @@ async def sessions(client: Redis) -> Sessions:
     return sessions
 
 
+async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(client: Redis, sessions: Sessions) -> None:
+    owned = await _begin(sessions)
+    assert not await sessions.abandon("s1")  # its owner is alive
+    await owned.release("usage")
+    assert not await sessions.abandon("s1")  # it can be resumed
+    assert not await sessions.left_behind("s1")
+    await _ago(client, 30)
+    assert await sessions.left_behind("s1")
+    assert not (await sessions.get("s1")).finished
+    assert sorted(await asyncio.gather(*(sessions.abandon("s1") for _ in range(4)))) == [False, False, False, True]
+    record = await sessions.get("s1")
+    assert (record.finished, record.epoch, record.usage, record.lease) == ("abandoned", 2, "usage", 0)
+    assert (await sessions.read("s1")).finished == "abandoned"
+    with pytest.raises(Superseded):
+        await owned.append(4, [9], _digest(*PROMPT, 9))
+    await sessions.begin("s1", 2, "r2", TURN, 4, [1], _digest(*PROMPT, 1))
+    assert not await sessions.abandon("s1")
+
+
+async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
+    await sessions.create("s2", "", "target", b"")
+    await sessions.claim("", "key", b"", "s2/1")
+    await ticket_key(client)
+    await _begin(sessions)
+    assert sorted([name async for name in sessions.ids()]) == ["s1", "s2"]
+
+
 def _digest(*tokens: int) -> int:
     return extend(EMPTY, tokens)
 

@@ -217,3 +217,12 @@ async def test_a_session_more_than_there_are_slots_is_told_to_come_back(verifier
         end = await late.inbox.end()
         assert end.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert int(end.metadata["retry-after-ms"]) > 0
+
+
+async def test_a_start_waits_a_moment_for_a_slot_that_is_about_to_be_given_back(verifier: str) -> None:
+    async with AsyncExitStack() as stack:
+        slots = (await idle(verifier)).slots
+        routers = [await stack.enter_async_context(decoding(verifier, window=1)) for _ in range(slots)]
+        late = await stack.enter_async_context(calling(verifier, await start_of(verifier)))
+        routers[0].finish()
+        await late.inbox.take("started")

@@ -1,0 +1,311 @@
+"""Admission: as many as there are places, the right one next, and a quick no for what cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import RouterConfig
+from outrider.errors import DeadlineExceeded, Moved, Overloaded
+from router.admission import Admission, Place
+from router.fair_queue import Claim, FairQueue, Priority
+from router.rates import Buckets, Stay
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def claim(
+    tenant: str = "a", *, priority: Priority = Priority.INTERACTIVE, tokens: float = 100, deadline: float | None = None
+) -> Claim:
+    return Claim("model", tenant, priority, tokens, deadline)
+
+
+class Front:
+    """An admission with so many places, and what it let in."""
+
+    def __init__(self, places: int, **options: Any) -> None:
+        self.places: int | None = places
+        self.clock = Clock()
+        config = RouterConfig(models={"model": Path("/m")}, **options)
+        self.admission = Admission(config, lambda model: self.places, clock=self.clock, jitter=lambda low, high: low)
+        self.inside: list[str] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leave: dict[str, asyncio.Event] = {}
+        self.held: dict[str, Place] = {}
+
+    def come(self, name: str, wanted: Claim | None = None) -> asyncio.Task[None]:
+        self._leave[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._stay(name, wanted or claim()))
+        return self._tasks[name]
+
+    async def go(self, name: str) -> None:
+        self._leave[name].set()
+        await self._tasks[name]
+        await turn()
+
+    async def _stay(self, name: str, wanted: Claim) -> None:
+        async with self.admission.place(wanted) as place:
+            self.held[name] = place
+            self.inside.append(name)
+            await self._leave[name].wait()
+
+
+async def turn() -> None:
+    """Everybody who can go on has."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Callable[..., Front]]:
+    async with AsyncExitStack() as stack:
+
+        @asynccontextmanager
+        async def closing(made: Front) -> AsyncIterator[Front]:
+            yield made
+            for task in made._tasks.values():
+                task.cancel()
+            await asyncio.gather(*made._tasks.values(), return_exceptions=True)
+            assert (made.admission.held, made.admission.waiting) == (0, 0)  # nothing leaked, whatever happened
+
+        made: list[Front] = []
+
+        def make(places: int, **options: Any) -> Front:
+            made.append(Front(places, **options))
+            return made[-1]
+
+        yield make
+        for one in made:
+            await stack.enter_async_context(closing(one))
+
+
+async def test_as_many_as_there_are_places_and_the_others_in_order_of_arrival(front: Callable[..., Front]) -> None:
+    door = front(2)
+    for name in "1234":
+        door.come(name)
+        await turn()
+    assert door.inside == ["1", "2"]
+    await door.go("2")
+    await door.go("1")
+    assert door.inside == ["1", "2", "3", "4"]
+    door.places = 3
+    door.come("5")
+    await turn()
+    assert door.inside[-1] == "5"
+
+
+async def test_resumed_ones_go_before_interactive_ones_and_those_before_batch(front: Callable[..., Front]) -> None:
+    door = front(1)
+    door.come("first")
+    await turn()
+    for priority in reversed(Priority):
+        door.come(priority.name, claim(priority=priority))
+        await turn()
+    for name in ("first", "RESUMED", "INTERACTIVE"):
+        await door.go(name)
+    assert door.inside == ["first", "RESUMED", "INTERACTIVE", "BATCH"]
+
+
+def served(queue: FairQueue[str], count: int) -> list[str]:
+    return [queue.pop(lambda _: True) or "" for _ in range(count)]
+
+
+def test_tenants_share_by_tokens_and_not_by_requests() -> None:
+    queue = FairQueue[str]()
+    for number in range(30):
+        queue.push(claim("large", tokens=300), f"large {number}")
+        queue.push(claim("small", tokens=100), f"small {number}")
+    first = served(queue, 24)
+    assert sum(name.startswith("large") for name in first) == 6
+    assert [name for name in first if name.startswith("small")] == [f"small {number}" for number in range(18)]
+
+
+def test_who_asks_for_much_does_not_hold_up_who_asks_for_little_and_nobody_saves_up_credit() -> None:
+    queue = FairQueue[str]()
+    for number in range(100):
+        queue.push(claim("greedy"), f"greedy {number}")
+    served(queue, 50)
+    for number in range(10):
+        queue.push(claim("late"), f"late {number}")
+    both = served(queue, 10)
+    assert sum(name.startswith("late") for name in both) == 5  # its share from now on, and nothing for the past
+
+
+def test_what_was_not_said_after_all_is_not_charged() -> None:
+    queue = FairQueue[str]()
+    for number in range(40):
+        queue.push(claim("brief", tokens=1000), f"brief {number}")
+        queue.push(claim("exact", tokens=100), f"exact {number}")
+    order = []
+    for _ in range(20):
+        order += served(queue, 1)
+        if order[-1].startswith("brief"):
+            queue.charge("brief", -900.0)
+    assert sum(name.startswith("brief") for name in order) == 10
+
+
+async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(front: Callable[..., Front]) -> None:
+    door = front(1, queue=3, queue_per_tenant=2)
+    door.come("1")
+    await turn()
+    door.held["1"].spend(said=1)
+    door.clock.now += 4
+    await door.go("1")  # a place is kept for four seconds
+    for name in "234":
+        door.come(name)
+    await turn()
+    with pytest.raises(Overloaded, match="2 of yours wait") as caught:
+        await door.come("5")
+    assert caught.value.retry_after == pytest.approx(12)  # two before it, and its own turn
+    door.come("6", claim("b"))
+    await turn()
+    with pytest.raises(Overloaded, match=r"3 wait \(queue\)") as caught:
+        await door.come("7", claim("c"))
+    assert caught.value.retry_after == pytest.approx(4 * 3)  # those of the others that stand at the front
+    door.come("8", claim("c", priority=Priority.BATCH))  # it has a queue of its own
+    await turn()
+    assert door.admission.waiting == 4
+
+
+async def test_what_would_miss_its_deadline_is_refused_and_not_kept(front: Callable[..., Front]) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    door.held["1"].spend(said=1)
+    door.clock.now += 4
+    await door.go("1")
+    door.come("2")
+    await turn()
+    with pytest.raises(Overloaded, match="later than you wait"):
+        await door.come("3", claim(deadline=door.clock.now + 3))
+    door.come("4", claim(deadline=door.clock.now + 5))
+    await turn()
+    assert door.admission.waiting == 1
+
+
+async def test_a_deadline_that_passes_and_a_caller_that_goes_leave_the_queue_at_once(
+    front: Callable[..., Front],
+) -> None:
+    door = front(1, queue_s=0.05)
+    door.come("1")
+    await turn()
+    patient, gone = door.come("2"), door.come("3")
+    await turn()
+    gone.cancel()
+    await turn()
+    assert door.admission.waiting == 1
+    with pytest.raises(Overloaded, match="no place became free"):
+        await patient
+    late = door.come("4", claim(deadline=door.clock.now + 0.02))
+    await turn()
+    door.clock.now += 1
+    with pytest.raises(DeadlineExceeded):
+        await late
+
+
+async def test_one_that_goes_in_the_moment_of_its_turn_takes_no_place_along(front: Callable[..., Front]) -> None:
+    door = front(1)
+    door.come("1")
+    gone, next_one = door.come("2"), door.come("3")
+    await turn()
+    door._leave["1"].set()
+    await asyncio.sleep(0)
+    gone.cancel()
+    await turn()
+    assert not next_one.done()
+    assert door.inside[-1] == "3"
+
+
+async def test_a_tenant_has_no_more_at_once_than_it_may(front: Callable[..., Front]) -> None:
+    door = front(3, tenant_sessions=1)
+    for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b")):
+        door.come(name, claim(tenant))
+        await turn()
+    assert door.inside == ["a1", "b1"]
+    await door.go("a1")
+    assert door.inside == ["a1", "b1", "a2"]
+
+
+async def test_who_was_refused_by_the_verifiers_waits_before_all_others(front: Callable[..., Front]) -> None:
+    door = front(2)
+    for name in "123":
+        door.come(name)
+        await turn()
+    door.places = 1  # as a refusal taught
+    back = asyncio.create_task(door.held["2"].again(Overloaded("all slots are in use")))
+    await turn()
+    assert (back.done(), door.inside) == (False, ["1", "2"])
+    await door.go("1")
+    assert (back.done(), door.inside) == (True, ["1", "2"])
+    await door.go("2")
+    assert door.inside == ["1", "2", "3"]
+
+
+async def test_nobody_waits_where_nobody_serves_or_at_a_router_that_goes_down(front: Callable[..., Front]) -> None:
+    door = front(0)
+    door.come("1")
+    await turn()
+    assert not door.inside
+    door.places = None
+    door.admission.dispatch()
+    await turn()
+    assert door.inside == ["1"]
+    door.places = 0
+    waiting = door.come("3")
+    await turn()
+    door.admission.close()
+    for refused in (waiting, door.come("4")):
+        with pytest.raises(Moved):
+            await refused
+
+
+async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
+    clock = Clock()
+    buckets = Buckets(2.0, 4.0, clock)
+    for _ in range(4):
+        assert buckets.wait_s("a", 1) == 0
+        buckets.take("a", 1)
+    assert buckets.wait_s("a", 1) == pytest.approx(0.5)
+    assert buckets.wait_s("b", 1) == 0
+    buckets.take("a", 3)  # known only afterwards
+    assert buckets.wait_s("a", 1) == pytest.approx(2.0)
+    clock.now += 100
+    assert buckets.wait_s("a", 4) == 0
+    assert buckets.wait_s("a", 9) == 0  # it never holds more
+
+
+async def test_a_tenant_over_its_rate_is_told_when_to_come_back(front: Callable[..., Front]) -> None:
+    door = front(9, tenant_requests_per_s=1.0, tenant_tokens_per_min=60)
+    door.come("1")
+    await turn()
+    with pytest.raises(Overloaded, match="tenant_requests_per_s") as caught:
+        await door.come("2")
+    assert caught.value.retry_after == pytest.approx(1.0)
+    door.clock.now += 1
+    door.held["1"].spend(read=30, said=60)
+    with pytest.raises(Overloaded, match="tenant_tokens_per_min") as caught:
+        await door.come("3")
+    assert caught.value.retry_after == pytest.approx(31.0)
+    door.come("4", claim("b"))
+    await turn()
+    assert door.inside == ["1", "4"]
+
+
+def test_the_rate_at_which_places_become_free_follows_from_how_long_they_are_kept() -> None:
+    stay = Stay()
+    assert stay.wait_s(0, 4) is None
+    stay.observe(8.0)
+    assert stay.wait_s(0, 4) == pytest.approx(2.0)
+    assert stay.wait_s(3, 4) == pytest.approx(8.0)
