@@ -47,6 +47,11 @@ class Fleet:
         fitting = [worker for worker in await self._workers("drafter") if worker.tokenizer_digest == tokenizer_digest]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), _apart(worker.zone, near)))
 
+    def drafting(self, tokenizer_digest: bytes) -> list[str]:
+        """The models of the drafters of a tokenizer that were there when last seen."""
+        listed = (worker for worker in self._listed if worker.role == "drafter")
+        return sorted({worker.model for worker in listed if worker.tokenizer_digest == tokenizer_digest})
+
     async def refresh(self) -> None:
         """Looks at the registry."""
         await self._workers("verifier")

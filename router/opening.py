@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from outrider.config import RouterConfig
 from outrider.core.control import GammaPolicy, policy
 from outrider.core.digest import EMPTY, extend
-from outrider.core.goodput import Lessons
 from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.registry import Worker
@@ -22,8 +20,9 @@ from router.answer import Answer, Part, Reason, beyond
 from router.background import Background
 from router.fleet import Fleet
 from router.ledger import Ledger
+from router.lessons import Lessonbook
 from router.models import ServedModel
-from router.requests import Ask, Conversation, LessonKey, ceilings, check_fits, empty_prompt
+from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
 
@@ -41,7 +40,7 @@ class Cluster:
     admission: Admission
     tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
-    lessons: defaultdict[LessonKey, Lessons] = field(default_factory=lambda: defaultdict(Lessons))
+    lessons: Lessonbook
 
     def owner(self) -> str:
         """A name for one acquisition of a session."""
@@ -158,7 +157,7 @@ async def take_over(
     missing = answer.replay(said, log.logprobs, next_position, text_offset, ended=ledger is None)
     # A plan that never changed and has no depth was asked for; another may have let its drafters go for a while.
     name = cluster.config.policy if record.plan.depth or record.plan.version > 1 else "off"
-    gamma = policy(name, ceilings(cluster.config), cluster.lessons[model.name, turn.contract.heat])
+    gamma = policy(name, ceilings(cluster.config), cluster.lessons.of(model, turn.contract.heat))
     return Opened(model, record, turn, ledger, answer, missing, gamma)
 
 

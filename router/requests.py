@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.config import RouterConfig
@@ -38,9 +38,6 @@ class Conversation(tuple[Message, ...]):
     """A prompt as messages: the whole conversation, for the model's chat template."""
 
     __slots__ = ()
-
-
-LessonKey = tuple[str, str]  # model, and how hot its texts are
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def parse(
     models: Mapping[str, ServedModel],
     config: RouterConfig,
     held: SessionRecord | None = None,
-    lessons: Mapping[LessonKey, Lessons] | None = None,
+    lessons: Callable[[ServedModel, str], Lessons] | None = None,
     *,
     tenant: str = "",
 ) -> Ask:
@@ -99,7 +96,7 @@ def parse(
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     contract = _contract(request.sampling, request.acceptance, model)
-    known = lessons[model.name, contract.heat] if lessons is not None else None
+    known = lessons(model, contract.heat) if lessons is not None else None
     return Ask(
         model=model,
         prompt=_prompt(request, model),

@@ -23,6 +23,7 @@ from outrider.rpc.status import translated
 from outrider.rpc.tls import Tls
 from outrider.store.client import connect, ping
 from outrider.store.keys import Keys
+from outrider.store.lessons import share
 from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from outrider.store.tickets import ticket_key
@@ -38,6 +39,7 @@ from router.chores import sweep, watch
 from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
 from router.generation import Event, Finished, Generation, Started
+from router.lessons import Lessonbook
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
 from router.requests import Ask, parse, served
@@ -74,7 +76,9 @@ class Inference(InferenceServicer):
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
             held = await self._held(tenant, request)
-            ask = parse(request, self._cluster.models, self._cluster.config, held, self._cluster.lessons, tenant=tenant)
+            ask = parse(
+                request, self._cluster.models, self._cluster.config, held, self._cluster.lessons.of, tenant=tenant
+            )
             async with self._cluster.admission.place(self._claim(ask, remaining)) as place:
                 if held is not None and time.monotonic() - arrived > STALE_S:
                     held = await self._held(tenant, request)
@@ -228,6 +232,7 @@ async def _serve(
         admission=admission,
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
+        lessons=Lessonbook(partial(share, client), fleet.drafting),
     )
     service = Inference(cluster, Keyholders(Keys(client)) if config.auth == "keys" else Anybody())
 
@@ -245,6 +250,7 @@ async def _serve(
         ):
             chores.create_task(watch(fleet, admission))
             chores.create_task(sweep(cluster.sessions))
+            chores.create_task(cluster.lessons.keep())
             announce(address)
             await asyncio.Event().wait()
     finally:

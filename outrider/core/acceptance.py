@@ -19,9 +19,11 @@ class Counts:
     """What was seen in steps that verified something."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
-        """`values`: what `values` gave; none to begin with."""
+        """`values`: what `values` gave; none to begin with. Raises ValueError for what cannot be that."""
         held = np.fromiter(values, np.float64)
         self._all = held if held.size else np.zeros(2 * DEPTHS + RANKS)
+        if len(self._all) != 2 * DEPTHS + RANKS or not (np.isfinite(self._all) & (self._all >= 0.0)).all():
+            raise ValueError("these are no counts")
         self.tried, self.reached, self.ranks = np.split(self._all, [DEPTHS, 2 * DEPTHS])  # views
         # tried: [depth - 1] steps that verified a node there, its parent being committed
         # reached: of these, those that committed one there
@@ -46,6 +48,10 @@ class Counts:
     def values(self) -> list[float]:
         """All of it, to be stored."""
         return [float(value) for value in self._all]
+
+    def become(self, other: Counts) -> None:
+        """Holds what another does; whoever looks at this one sees it."""
+        self._all[:] = other._all
 
     @property
     def steps(self) -> float:

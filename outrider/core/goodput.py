@@ -31,6 +31,11 @@ class Average:
         self.mean = 0.0  # 0 before the first
         self.spread = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether there is one."""
+        return self._count > 0
+
     def observe(self, value: float) -> None:
         """Takes another value."""
         self._count += 1
@@ -44,6 +49,7 @@ class Lessons:
     """What the sessions of one target, its drafters and one kind of traffic have in common. Times in seconds."""
 
     counts: Counts = field(default_factory=Counts)
+    fresh: Counts = field(default_factory=Counts)  # of these, what others have not been told yet
     first: Average = field(default_factory=Average)  # from a commit to the first level
     level: Average = field(default_factory=Average)  # for each level more
     step: Average = field(default_factory=Average)  # from commit to commit, but for holds
@@ -51,6 +57,15 @@ class Lessons:
     useless: bool = False  # the verifier has drafters rest
     quiet: float = 0.0  # seconds of steps since then, or since the last trial, over all sessions
     away: float = AWAY_S[0]  # how long until the next trial
+
+    def observe(self, report: StepReport) -> None:
+        """Takes a step that verified something."""
+        self.counts.observe(report)
+        self.fresh.observe(report)
+
+    def times(self) -> dict[str, Average]:
+        """The averages by their names."""
+        return {"first": self.first, "level": self.level, "step": self.step, "hidden": self.hidden}
 
 
 class Goodput:
@@ -125,7 +140,7 @@ class Goodput:
             lessons.level.observe(report.level_us * 1e-6)
         if report.verified:
             self._acceptance.observe(report)
-            lessons.counts.observe(report)
+            lessons.observe(report)
             drafting = lessons.first.mean + (report.verified_depth - 1) * lessons.level.mean
             lessons.hidden.observe(max(0.0, drafting - waited) if waited else seconds)  # no hold: it had all the time
         self._tokens.observe(max(0, report.sessions - 1) * (1 + report.accepted))

@@ -16,6 +16,7 @@ import pytest
 from outrider import errors
 from outrider.config import RouterConfig
 from outrider.core.contract import Plan
+from outrider.core.goodput import Lessons
 from outrider.core.tiers import TierChoice
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
@@ -26,6 +27,7 @@ from router.background import Background
 from router.callers import Anybody
 from router.decoding import Commit, End, Idle, Start
 from router.drafting import Post
+from router.lessons import Lessonbook
 from router.models import ServedModel
 from router.opening import Cluster
 from router.service import Inference
@@ -231,6 +233,7 @@ class Router:
                 admission=Admission(config, fleet.places, clock=lambda: clock.now),
                 tiers=TierChoice(),
                 ticket_key=_no_key,
+                lessons=Lessonbook(_nobody, lambda _: ()),
             ),
             Anybody(),
         )
@@ -278,6 +281,10 @@ def error_of(ended: Ended) -> OutriderError:
         return Unavailable(ended.details or "the call ended early")
     kind = getattr(errors, ended.error)
     return kind(ended.details) if kind is not errors.InvalidRequest else kind("request", ended.details)
+
+
+async def _nobody(name: str, lessons: Lessons) -> None:
+    """Shares nothing."""
 
 
 async def _no_key() -> bytes:
