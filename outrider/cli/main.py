@@ -12,6 +12,7 @@ from outrider.cli.generate import generate
 from outrider.cli.index import index
 from outrider.cli.keys import keys
 from outrider.cli.pad import pad
+from outrider.cli.plan import plan
 from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.simulate import simulate
 from outrider.cli.up import up
@@ -23,6 +24,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, up, generate, bench, verify, router, verifier, drafter, describe, pad, index, simulate, certs):
+for command in (
+    demo,
+    up,
+    generate,
+    bench,
+    verify,
+    router,
+    verifier,
+    drafter,
+    describe,
+    pad,
+    index,
+    simulate,
+    plan,
+    certs,
+):
     app.command()(command)
 app.add_typer(keys, name="keys")

@@ -39,20 +39,20 @@ def simulate(
 
     with reported():
         loaded = load_scenario(scenario)
-        makers = {name: _maker(name, depth) for name in policy or ROWS}
+        makers = {name: maker(name, depth) for name in policy or ROWS}
         outcomes: dict[str, list[Outcome]] = {}
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("simulating", total=len(makers) * len(loaded.phase))
-            for name, maker in makers.items():
+            for name, make in makers.items():
                 outcomes[name] = []
-                for outcome in Cluster(loaded, maker, seed).run():
+                for outcome in Cluster(loaded, make, seed).run():
                     outcomes[name].append(outcome)
                     progress.advance(task)
     _print(loaded, outcomes)
     print(last_line(outcomes), flush=True)
 
 
-def _maker(name: str, depth: int) -> NewPolicy:
+def maker(name: str, depth: int) -> NewPolicy:
     """New policies of a kind, for each session. Raises ConfigError for one that there is not."""
     from outrider.core.contract import Plan
     from outrider.core.control import policy
@@ -79,9 +79,9 @@ def last_line(outcomes: dict[str, list[Outcome]]) -> str:
     """The line for scripts: what goodput is over the best fixed depth, and at the worst over no speculation."""
     figures = {}
     if goodput := outcomes.get("goodput"):
-        fixed = [_total(phases) for name, phases in outcomes.items() if name.startswith("fixed:")]
+        fixed = [total(phases) for name, phases in outcomes.items() if name.startswith("fixed:")]
         if fixed:
-            figures["goodput_over_best_fixed"] = _total(goodput) / max(fixed)
+            figures["goodput_over_best_fixed"] = total(goodput) / max(fixed)
         if off := outcomes.get("off"):
             worst = min(ours.goodput / plain.goodput for ours, plain in zip(goodput, off, strict=True) if plain.tokens)
             figures["goodput_over_off_at_worst"] = worst
@@ -89,7 +89,7 @@ def last_line(outcomes: dict[str, list[Outcome]]) -> str:
     return " ".join(["simulate:", *(f"{name}={value:.2f}" for name, value in figures.items())])
 
 
-def _total(phases: list[Outcome]) -> float:
+def total(phases: list[Outcome]) -> float:
     """Tokens a second over all of them."""
     return sum(phase.tokens for phase in phases) / sum(phase.seconds for phase in phases)
 
@@ -108,7 +108,7 @@ def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
         what = f"{'+'.join(phase.kinds)}, {load}, {phase.round_trip_ms:g} ms"
         table.add_row(what, *(f"{phases[index].goodput:.0f}" for phases in outcomes.values()))
     table.add_section()
-    table.add_row("all", *(f"{_total(phases):.0f}" for phases in outcomes.values()))
+    table.add_row("all", *(f"{total(phases):.0f}" for phases in outcomes.values()))
     tokens = (sum(it.tokens for it in phases) / max(1, sum(it.steps for it in phases)) for phases in outcomes.values())
     table.add_row("tokens a step", *(f"{each:.2f}" for each in tokens))
     if drafters := scenario.deployment.drafters:

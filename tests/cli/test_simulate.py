@@ -27,3 +27,31 @@ def test_a_policy_that_there_is_not_is_refused_with_those_there_are() -> None:
         assert done.exit_code == 2
         assert told in done.output
     assert CliRunner().invoke(app, ["simulate", "nowhere.toml"]).exit_code == 2
+
+
+def test_plan_says_how_many_drafters_are_enough(tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.toml"
+    text = """
+[deployment]
+level_ms = 3.0
+[[kind]]
+name = "text"
+agreement = {agreement}
+[[phase]]
+seconds = 10
+kinds = ["text"]
+callers = 2
+"""
+    said = {}
+    for agreement in (0.9, 0.0):
+        scenario.write_text(text.format(agreement=agreement))
+        done = CliRunner().invoke(app, ["plan", str(scenario), "--most", "2"])
+        assert done.exit_code == 0, done.output
+        assert "Assumed: 1 verifier of 32 slots" in " ".join(done.output.split())
+        last = done.output.strip().splitlines()[-1]
+        match = re.fullmatch(r"plan: drafters=(\d+) speedup=(\d\.\d\d) tokens_per_s=\d+\.\d", last)
+        assert match, last
+        said[agreement] = int(match[1]), float(match[2])
+    assert said[0.9][0] >= 1
+    assert said[0.9][1] > 1.3
+    assert said[0.0] == (0, 1.0)  # drafters that never agree are not worth buying

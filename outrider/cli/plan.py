@@ -1,0 +1,96 @@
+"""`outrider plan`: how many drafters a deployment needs, before they are bought."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.reporting import reported
+from outrider.cli.simulate import maker, total
+
+if TYPE_CHECKING:
+    from outrider.simulation.deployment import Outcome, Scenario
+
+ENOUGH = 0.97  # of the most that any number of drafters brings
+
+
+def plan(
+    scenario: Annotated[Path, typer.Argument(help="A TOML file, for example examples/simulations/shifting_load.toml.")],
+    most: Annotated[int, typer.Option(min=1, max=256, help="Drafters, at the most.")] = 8,
+    policy: Annotated[str, typer.Option(help="The router's, or fixed:DEPTH.")] = "goodput",
+    depth: Annotated[int, typer.Option(min=1, max=64, help="Ceiling on gamma.")] = 24,
+    seed: Annotated[int, typer.Option(help="Of arrivals, texts and jitter.")] = 0,
+) -> None:
+    """Say how many drafters a deployment's traffic needs, and how much faster it is with them.
+
+    The scenario is simulated (see `outrider simulate`) with none, one, two, four drafters and so on; wanted is the
+    fewest that bring nearly as much as any number does.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from outrider.simulation.cluster import Cluster
+    from outrider.simulation.deployment import load_scenario
+
+    with reported():
+        loaded = load_scenario(scenario)
+        outcomes: dict[int, list[Outcome]] = {}
+        for count in track([0, *counts(most)], "simulating", console=Console(stderr=True), transient=True):
+            deployment = loaded.deployment.model_copy(update={"drafters": count})
+            cluster = Cluster(
+                loaded.model_copy(update={"deployment": deployment}), maker(policy if count else "off", depth), seed
+            )
+            outcomes[count] = list(cluster.run())
+    _print(loaded, outcomes)
+    print(last_line(outcomes), flush=True)
+
+
+def counts(most: int) -> list[int]:
+    """One, two, three, four, six, eight, twelve and so on, up to that many."""
+    steps = sorted({*(2**power for power in range(9)), *(3 * 2**power for power in range(7))})
+    return [count for count in steps if count < most] + [most]
+
+
+def wanted(outcomes: dict[int, list[Outcome]]) -> int:
+    """The fewest drafters that bring nearly as much as any number does; 0 where they bring nothing."""
+    best = max(map(total, outcomes.values()))
+    return min(count for count, phases in outcomes.items() if total(phases) >= ENOUGH * best)
+
+
+def last_line(outcomes: dict[int, list[Outcome]]) -> str:
+    """The line for scripts."""
+    count = wanted(outcomes)
+    speedup = total(outcomes[count]) / total(outcomes[0])
+    return f"plan: drafters={count} speedup={speedup:.2f} tokens_per_s={total(outcomes[count]):.1f}"
+
+
+def _print(scenario: Scenario, outcomes: dict[int, list[Outcome]]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE, show_edge=False)
+    for heading in ("drafters", "tokens\na second", "times\nplain", "tokens\na step", "drafters\nbusy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for count, phases in outcomes.items():
+        seconds = sum(phase.seconds for phase in phases)
+        table.add_row(
+            str(count),
+            f"{total(phases):.0f}",
+            f"{total(phases) / total(outcomes[0]):.2f}",
+            f"{sum(phase.tokens for phase in phases) / max(1, sum(phase.steps for phase in phases)):.2f}",
+            f"{sum(phase.drafting for phase in phases) / seconds / count:.0%}" if count else "",
+        )
+    console.print(table)
+    it = scenario.deployment
+    passes = ", ".join(f"{tokens}: {took:g}" for tokens, took in sorted(it.pass_ms.items()))
+    kinds = ", ".join(f"{kind.name} {kind.agreement:.0%}" for kind in scenario.kind)
+    console.print(
+        f"Assumed: {it.verifiers} verifier{'' if it.verifiers == 1 else 's'} of {it.slots} slots whose passes take, by "
+        f"tokens, {passes} ms; drafters whose levels take {it.level_ms:g} ms and {it.level_more_ms:g} for each session "
+        f"more; the target agrees with one of a node's children: {kinds}. Prompts, delays and callers are the file's.",
+        markup=False,
+    )
