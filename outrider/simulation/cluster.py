@@ -15,7 +15,7 @@ from outrider.core.contract import Overlap, StepReport
 from outrider.core.control import GammaPolicy
 from outrider.core.pace import Pace
 from outrider.core.waiting import Arrivals
-from outrider.core.ways import Way
+from outrider.core.ways import Speed, Way
 from outrider.simulation.deployment import Deployment, Kind, Outcome, Phase, Scenario
 
 LEAST_HOLD = 1e-5  # seconds: an event takes no time here
@@ -59,6 +59,7 @@ class Session:
         self.plan = policy.plan()
         self.committed_at = 0.0
         self.arrivals = Arrivals(verifier.pace.patterns(greedy=False))
+        self.speed = Speed()
         self.way = Way.TURNS
         self.unread = kind.prompt
         self.position = 0  # tokens committed
@@ -66,6 +67,7 @@ class Session:
         self.price = 0.0
         self.drafter: Drafter | None = None
         self.passing = False
+        self.exhausted = -1  # tokens that were committed when its drafter had nothing more to send
         self.ended = ended
         self.truth = [_rank(kind, rng) for _ in range(kind.answer)]  # of each token among the drafter's children
         self._wrong = _next_wrong(self.truth)
@@ -84,7 +86,8 @@ class Session:
     @property
     def awaited(self) -> bool:
         """Whether its drafter may still send something that a step could take."""
-        return self.drafter is not None and self.way is not Way.REST and self.levels < self.plan.depth
+        coming = self.drafter is not None and self.exhausted != self.position
+        return coming and self.way is not Way.REST and self.levels < self.plan.depth
 
     @property
     def levels(self) -> int:
@@ -104,6 +107,11 @@ class Session:
         """Path scores of its tree's nodes, as its drafter believes them, best first."""
         plan = self.plan
         return [score for score, _ in _best(self.kind, min(self.levels, plan.depth), plan.width, plan.nodes)]
+
+    def gain(self, levels: int) -> float:
+        """Tokens that another level is expected to bring."""
+        kind = self.kind
+        return (kind.agreement * kind.ranks[0]) ** levels * kind.agreement * sum(kind.ranks[: self.plan.width])
 
     def worth(self) -> float:
         """Tokens that a step over its tree is expected to commit."""
@@ -145,9 +153,15 @@ class Drafter:
         turn = {it: drafted for it, (known, drafted) in self._drafts.items() if self._may(it, known, drafted)}
         if self._running or not turn:
             return
-        self._running = True
         deployment = self._cluster.deployment
         seconds = (deployment.level_ms + (len(turn) - 1) * deployment.level_more_ms) / 1e3
+        waited_for = [it for it in turn if not it.ahead]
+        gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
+        if waited_for and gain < seconds * sum(it.speed.per_second for it in waited_for):
+            for it in waited_for:  # the price of time: the level is not worth what it holds up
+                self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
+            return
+        self._running = True
         self._cluster.outcome.drafting += seconds
         self._cluster.clock.after(seconds, lambda: self._done(turn))
 
@@ -167,6 +181,9 @@ class Drafter:
                 self._drafts[session] = known, longer
                 self._cluster.clock.after(self._cluster.one_way(), self._arrival(session, longer))
         self._start()
+
+    def _exhaustion(self, session: Session, known: int) -> Callable[[], None]:
+        return lambda: self._cluster.verifier_of(session).exhausted(session, known)
 
     def _arrival(self, session: Session, drafted: Drafted) -> Callable[[], None]:
         return lambda: self._cluster.verifier_of(session).grown(session, drafted)
@@ -199,6 +216,11 @@ class Verifier:
         session.take(drafted)
         if session.levels > before and not session.unread:
             session.arrivals.arrived(self.cluster.clock.now, session.worth(), passing=self._running)
+        self.choose()
+
+    def exhausted(self, session: Session, known: int) -> None:
+        """Nothing more comes before the next commit."""
+        session.exhausted = known
         self.choose()
 
     def choose(self) -> None:
@@ -331,6 +353,8 @@ class Verifier:
         clock = self.cluster.clock
         session.passing = False
         session.position += tokens
+        if session.committed_at:
+            session.speed.observe(tokens, clock.now - session.committed_at)
         session.committed_at = clock.now
         if session.left <= 0:
             self.sessions.remove(session)

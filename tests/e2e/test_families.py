@@ -91,8 +91,8 @@ async def test_a_mamba_is_served_plainly_beside_a_drafter_and_says_why(tmp_path:
             assert first.token_ids == second.token_ids == third.token_ids
             assert len(first.token_ids) == 60
             assert first.usage.accepted == first.usage.verified == 0
-        facts = dict(await _server(cluster.processes["verifier-0"].address))
-        drafter = dict(await _server(cluster.processes["drafter-0"].address))
+        facts = dict(await _server(cluster.processes["verifier-0"].address, None))
+        drafter = dict(await _server(cluster.processes["drafter-0"].address, None))
     assert facts["speculation"].startswith("none: what it says over several sessions' rows is not")
     assert facts["draft streams"] == "0"
     assert drafter["sessions"] == "0 of 2"
