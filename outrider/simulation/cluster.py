@@ -189,6 +189,18 @@ class Drafter:
         return lambda: self._cluster.verifier_of(session).grown(session, drafted)
 
 
+class Step(NamedTuple):
+    """What one pass does. Times in seconds."""
+
+    deciding: Sequence[Session]
+    nodes: Sequence[int]  # of each
+    reading: dict[Session, int]  # tokens of prompts
+    price: float  # path score below which a node was not worth its row
+    rows: int
+    seconds: float
+    waited: float  # since the step before
+
+
 class Verifier:
     """Steps over all its sessions, as the real loop chooses them."""
 
@@ -267,53 +279,39 @@ class Verifier:
         self._alarm += 1
         clock = self.cluster.clock
         rows = len(deciding) + sum(nodes) + sum(reading.values())
-        seconds = self.cluster.pass_seconds(rows)
-        waited = clock.now - self._ended
-        began = clock.now
+        step = Step(deciding, nodes, reading, price, rows, self.cluster.pass_seconds(rows), clock.now - self._ended)
         for session in deciding:
             session.passing = True
-        self.cluster.outcome.passes += seconds
+        self.cluster.outcome.passes += step.seconds
+        clock.after(step.seconds + self.cluster.deployment.overhead_ms / 1e3, lambda: self._commit(step))
 
-        def done() -> None:
-            self._commit(deciding, nodes, reading, price, rows, seconds, max(0.0, waited), began)
-
-        clock.after(seconds + self.cluster.deployment.overhead_ms / 1e3, done)
-
-    def _commit(
-        self,
-        deciding: Sequence[Session],
-        nodes: Sequence[int],
-        reading: dict[Session, int],
-        price: float,
-        rows: int,
-        seconds: float,
-        waited: float,
-        began: float,
-    ) -> None:
+    def _commit(self, step: Step) -> None:
         clock, outcome = self.cluster.clock, self.cluster.outcome
-        for session, taken in reading.items():
+        for session, taken in step.reading.items():
             session.unread -= taken
         committed = 0
-        for session, count in zip(deciding, nodes, strict=True):
-            tokens, report = self._say(session, count, rows, len(deciding) + len(reading), seconds, waited)
+        for session, count in zip(step.deciding, step.nodes, strict=True):
+            tokens, report = self._say(session, count, step)
             committed += tokens
-            session.price = price
+            session.price = step.price
             self._tell(session, tokens, report)
-        if deciding and self._committed:
+        if step.deciding and self._committed:
             self.pace.learn(
-                self.sessions or deciding, len(deciding), sum(reading.values()), committed, clock.now - self._committed
+                self.sessions or step.deciding,
+                len(step.deciding),
+                sum(step.reading.values()),
+                committed,
+                clock.now - self._committed,
             )
         self._committed = self._ended = clock.now
         outcome.tokens += committed
-        outcome.steps += len(deciding)
+        outcome.steps += len(step.deciding)
         for session in self.sessions:
             session.way = self.pace.way if session.plan.overlap is Overlap.MEASURED else session.way
         self._running = False
         self.choose()
 
-    def _say(
-        self, session: Session, count: int, rows: int, sessions: int, seconds: float, waited: float
-    ) -> tuple[int, StepReport]:
+    def _say(self, session: Session, count: int, step: Step) -> tuple[int, StepReport]:
         """What the target says: how many tokens, and the report."""
         plan = session.plan
         wide = [0] * plan.depth  # children at each level that were taken
@@ -334,13 +332,13 @@ class Verifier:
             verified=count,
             accepted=accepted,
             verified_depth=depth,
-            waited_us=int(waited * 1e6),
-            forward_us=int(seconds * 1e6),
+            waited_us=int(step.waited * 1e6),
+            forward_us=int(step.seconds * 1e6),
             plan_version=plan.version,
             drafters=int(session.drafter is not None),
             elapsed_us=int((now - session.committed_at) * 1e6) if session.committed_at else 0,
-            rows=rows,
-            sessions=sessions,
+            rows=step.rows,
+            sessions=len(step.deciding) + len(step.reading),
             first_us=int(first * 1e6),
             level_us=int(gap * 1e6),
             ranks=bytes(ranks),
