@@ -4,14 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long bench bench-quick bench-trees bench-gpu lint proto clean
+.PHONY: demo test tests test-long bench bench-quick bench-trees bench-gpu lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
-# Two processes, a file in either: tests of clusters wait much of the time.
-test: lint
-	$(BIN)/pytest --numprocesses=2 --dist=loadgroup --no-loadscope-reorder
+# Lint beside the tests, which leave a core free now and then; two clusters at once would starve each other's drafters.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lint tests
+
+tests: $(STAMP)
+	$(BIN)/pytest
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)

@@ -11,14 +11,6 @@ from outrider.store.embedded import EmbeddedRedis
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
 
 
-@pytest.hookimpl(tryfirst=True)  # the plugin reads the marks in its own
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, those of a file stay together, and those that share a Ray cluster."""
-    for item in items:
-        group = "fleet" if "fleet" in item.path.parts else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as server:

@@ -31,10 +31,9 @@ RAMP_S = 3.0  # before anything is counted
 LONGEST_REFUSAL_S = 0.05
 ATTEMPTS = 3  # the machine may have something else to do
 MORE_MB = 12  # that the router may hold at the end, over the end of the first third: heaps that fill
-OVERLOADS = [  # seconds, how many of 100 refusals must be quick, and the share of the peak that goodput must reach:
-    # less where other tests use the machine meanwhile
-    pytest.param(12.0, 90, 0.5, id="short", marks=pytest.mark.timeout(240)),
-    pytest.param(300.0, 99, 0.9, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+OVERLOADS = [  # seconds, and how many of 100 refusals must be quick; measurements: they want a quiet machine
+    pytest.param(12.0, 90, id="short", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
+    pytest.param(300.0, 99, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
 ]
 
 
@@ -110,8 +109,8 @@ class Figures:
         """Seconds within which so many of 100 refusals were answered."""
         return quantiles(self.refusals, n=100)[share - 1]
 
-    def good(self, share: int, floor: float) -> bool:
-        return self.goodput >= floor * self.peak and self.refused_within(share) <= LONGEST_REFUSAL_S
+    def good(self, share: int) -> bool:
+        return self.goodput >= 0.9 * self.peak and self.refused_within(share) <= LONGEST_REFUSAL_S
 
     def __str__(self) -> str:
         return (
@@ -147,15 +146,15 @@ async def overload(cluster: LocalCluster, prompts: list[str], seconds: float) ->
     return Figures(rate, most, goodput, heard.answers, heard.refusals, early, late)
 
 
-@pytest.mark.parametrize(("seconds", "share", "floor"), OVERLOADS)
+@pytest.mark.parametrize(("seconds", "share"), OVERLOADS)
 async def test_overload_costs_no_goodput_and_refusals_are_quick(
-    small: LocalCluster, prompts: list[str], seconds: float, share: int, floor: float
+    small: LocalCluster, prompts: list[str], seconds: float, share: int
 ) -> None:
     for _ in range(ATTEMPTS):
         figures = await overload(small, prompts, seconds)
         print(f"\n{figures}")
-        if figures.good(share, floor):
+        if figures.good(share):
             break
-    assert figures.good(share, floor), figures
+    assert figures.good(share), figures
     assert figures.late_mb - figures.early_mb <= MORE_MB
     assert len(figures.refusals) > figures.answers

@@ -18,7 +18,7 @@ def run(
     name: str, agreement: float, *, deployment: Deployment = FLAT, callers: int = 1, trip: float = 0.0, depth: int = 8
 ) -> Outcome:
     kind = Kind(name="text", agreement=agreement, ranks=(1.0,), prompt=1, answer=256)
-    phase = Phase(seconds=60, kinds=("text",), callers=callers, round_trip_ms=trip)
+    phase = Phase(seconds=30, kinds=("text",), callers=callers, round_trip_ms=trip)
     ceilings = Plan(depth=depth, width=1, nodes=depth) if depth else OFF
 
     def make(_: Kind) -> GammaPolicy:
