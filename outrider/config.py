@@ -236,16 +236,21 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
         raise ConfigError("\n".join(lines)) from None
 
 
-def load_cluster(path: Path) -> ClusterConfig:
-    """Reads a cluster's TOML file; relative paths in it are relative to the file, and what is none and looks
-    like ORG/NAME is on the hub. Raises ConfigError."""
+def load_section(kind: type[SectionT], path: Path) -> SectionT:
+    """Reads a TOML file that is one section. Raises ConfigError."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    cluster = parse(ClusterConfig, values, str(path))
+    return parse(kind, values, str(path))
+
+
+def load_cluster(path: Path) -> ClusterConfig:
+    """Reads a cluster's TOML file; relative paths in it are relative to the file, and what is none and looks
+    like ORG/NAME is on the hub. Raises ConfigError."""
+    cluster = load_section(ClusterConfig, path)
     base = path.resolve().parent
     data = cluster.redis.data
     models = {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}

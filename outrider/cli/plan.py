@@ -31,11 +31,12 @@ def plan(
     from rich.console import Console
     from rich.progress import track
 
+    from outrider.config import load_section
     from outrider.simulation.cluster import Cluster
-    from outrider.simulation.deployment import load_scenario
+    from outrider.simulation.deployment import Scenario
 
     with reported():
-        loaded = load_scenario(scenario)
+        loaded = load_section(Scenario, scenario)
         outcomes: dict[int, list[Outcome]] = {}
         for count in track([0, *counts(most)], "simulating", console=Console(stderr=True), transient=True):
             deployment = loaded.deployment.model_copy(update={"drafters": count})
@@ -71,18 +72,20 @@ def _print(scenario: Scenario, outcomes: dict[int, list[Outcome]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from outrider.simulation.deployment import together
+
     console = Console(highlight=False)
     table = Table(box=SIMPLE, show_edge=False)
     for heading in ("drafters", "tokens\na second", "times\nplain", "tokens\na step", "drafters\nbusy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for count, phases in outcomes.items():
-        seconds = sum(phase.seconds for phase in phases)
+        whole = together(phases)
         table.add_row(
             str(count),
-            f"{total(phases):.0f}",
-            f"{total(phases) / total(outcomes[0]):.2f}",
-            f"{sum(phase.tokens for phase in phases) / max(1, sum(phase.steps for phase in phases)):.2f}",
-            f"{sum(phase.drafting for phase in phases) / seconds / count:.0%}" if count else "",
+            f"{whole.goodput:.0f}",
+            f"{whole.goodput / total(outcomes[0]):.2f}",
+            f"{whole.acceptance_length:.2f}",
+            f"{whole.drafting / whole.seconds / count:.0%}" if count else "",
         )
     console.print(table)
     it = scenario.deployment

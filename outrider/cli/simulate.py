@@ -34,11 +34,12 @@ def simulate(
     from rich.console import Console
     from rich.progress import Progress
 
+    from outrider.config import load_section
     from outrider.simulation.cluster import Cluster
-    from outrider.simulation.deployment import load_scenario
+    from outrider.simulation.deployment import Scenario
 
     with reported():
-        loaded = load_scenario(scenario)
+        loaded = load_section(Scenario, scenario)
         makers = {name: maker(name, depth) for name in policy or ROWS}
         outcomes: dict[str, list[Outcome]] = {}
         with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -91,13 +92,17 @@ def last_line(outcomes: dict[str, list[Outcome]]) -> str:
 
 def total(phases: list[Outcome]) -> float:
     """Tokens a second over all of them."""
-    return sum(phase.tokens for phase in phases) / sum(phase.seconds for phase in phases)
+    from outrider.simulation.deployment import together
+
+    return together(phases).goodput
 
 
 def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
+
+    from outrider.simulation.deployment import together
 
     table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens a second", no_wrap=True)
@@ -109,11 +114,10 @@ def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
         table.add_row(what, *(f"{phases[index].goodput:.0f}" for phases in outcomes.values()))
     table.add_section()
     table.add_row("all", *(f"{total(phases):.0f}" for phases in outcomes.values()))
-    tokens = (sum(it.tokens for it in phases) / max(1, sum(it.steps for it in phases)) for phases in outcomes.values())
-    table.add_row("tokens a step", *(f"{each:.2f}" for each in tokens))
+    wholes = [together(phases) for phases in outcomes.values()]
+    table.add_row("tokens a step", *(f"{whole.acceptance_length:.2f}" for whole in wholes))
     if drafters := scenario.deployment.drafters:
-        busy = (sum(it.drafting for it in phases) / sum(it.seconds for it in phases) for phases in outcomes.values())
-        table.add_row("drafters busy", *(f"{each / drafters:.0%}" for each in busy))
+        table.add_row("drafters busy", *(f"{whole.drafting / whole.seconds / drafters:.0%}" for whole in wholes))
     switches = (max(it.switches_per_second for it in phases) for phases in outcomes.values())
     table.add_row("plans a second, at most", *(f"{each:.2f}" for each in switches))
     Console(highlight=False, width=max(100, Console().width)).print(table)

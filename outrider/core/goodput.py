@@ -1,4 +1,4 @@
-"""The default policy: as deep as brings the most tokens a second, and not at all where that does not pay.
+"""The goodput policy: as deep as brings the most tokens a second, and not at all where that does not pay.
 
 Source: the goodput of TurboSpec (arXiv 2406.14066), see `outrider.core.forecast`. It knows no clock but the verifier's
 reports, so a simulation runs the very same code.

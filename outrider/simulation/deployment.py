@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from outrider.config import Section, parse
-from outrider.errors import ConfigError
+from outrider.config import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -98,11 +96,10 @@ class Outcome:
         return self.switches / self.session_seconds if self.session_seconds else 0.0
 
 
-def load_scenario(path: Path) -> Scenario:
-    """Reads a scenario's TOML file. Raises ConfigError."""
-    try:
-        return parse(Scenario, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+def together(outcomes: Iterable[Outcome]) -> Outcome:
+    """What came of several phases."""
+    whole = Outcome()
+    for outcome in outcomes:
+        for figure in fields(Outcome):
+            setattr(whole, figure.name, getattr(whole, figure.name) + getattr(outcome, figure.name))
+    return whole

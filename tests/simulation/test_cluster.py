@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from outrider.config import load_section
 from outrider.core.contract import OFF, Plan
 from outrider.core.control import GammaPolicy, policy
 from outrider.errors import ConfigError
 from outrider.simulation.cluster import Cluster
-from outrider.simulation.deployment import Deployment, Kind, Outcome, Phase, Scenario, load_scenario
+from outrider.simulation.deployment import Deployment, Kind, Outcome, Phase, Scenario
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulations" / "shifting_load.toml"
 FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, level_more_ms=0.0)
@@ -64,7 +65,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_a_session_s_plan_changes_less_than_once_a_second() -> None:
-    scenario = load_scenario(EXAMPLE)
+    scenario = load_section(Scenario, EXAMPLE)
     ceilings = Plan(depth=24, nodes=24)
     for outcome in Cluster(scenario, lambda _: policy("goodput", ceilings)).run():
         assert outcome.switches_per_second < 1.0
@@ -83,6 +84,6 @@ def test_a_scenario_that_is_none_is_refused_with_the_reason(tmp_path: Path, text
     file = tmp_path / "scenario.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        load_scenario(file)
+        load_section(Scenario, file)
     with pytest.raises(ConfigError, match="No such file"):
-        load_scenario(tmp_path / "none.toml")
+        load_section(Scenario, tmp_path / "none.toml")
