@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.reporting import reported
-from outrider.cli.simulate import maker, total
+from outrider.cli.simulate import checked, simulated, total
 
 if TYPE_CHECKING:
     from outrider.simulation.deployment import Outcome, Scenario
@@ -32,18 +32,16 @@ def plan(
     from rich.progress import track
 
     from outrider.config import load_section
-    from outrider.simulation.cluster import Cluster
     from outrider.simulation.deployment import Scenario
 
     with reported():
+        checked(policy)
         loaded = load_section(Scenario, scenario)
         outcomes: dict[int, list[Outcome]] = {}
         for count in track([0, *counts(most)], "simulating", console=Console(stderr=True), transient=True):
             deployment = loaded.deployment.model_copy(update={"drafters": count})
-            cluster = Cluster(
-                loaded.model_copy(update={"deployment": deployment}), maker(policy if count else "off", depth), seed
-            )
-            outcomes[count] = list(cluster.run())
+            sized = loaded.model_copy(update={"deployment": deployment})
+            outcomes[count] = list(simulated(sized, policy if count else "off", depth, seed))
     _print(loaded, outcomes)
     print(last_line(outcomes), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,77 +13,92 @@ from outrider.cli.reporting import reported
 
 if TYPE_CHECKING:
     from outrider.core.control import GammaPolicy
-    from outrider.simulation.cluster import NewPolicy
     from outrider.simulation.deployment import Kind, Outcome, Scenario
 
-ROWS = ("off", "fixed:2", "fixed:4", "fixed:8", "fixed:16", "heuristic", "ema", "goodput")
+ROUNDS = ("rounds:1", "rounds:2", "rounds:4", "rounds:8")  # chains in rounds, every node of them verified
+ROWS = ("off", *ROUNDS, "fixed:4", "fixed:16", "heuristic", "ema", "goodput")
 
 
 def simulate(
     scenario: Annotated[Path, typer.Argument(help="A TOML file, for example examples/simulations/shifting_load.toml.")],
     policy: Annotated[
-        list[str] | None, typer.Option(help="A policy, or fixed:DEPTH; may be repeated. [default: all]")
+        list[str] | None, typer.Option(help="A policy, fixed:DEPTH or rounds:DEPTH; may be repeated. [default: all]")
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=64, help="Ceiling on gamma.")] = 24,
     seed: Annotated[int, typer.Option(help="Of arrivals, texts and jitter.")] = 0,
+    repetitions: Annotated[int, typer.Option(min=1, help="With other seeds; what is printed is of all.")] = 1,
 ) -> None:
     """Compare gamma policies on a model of a cluster, in which the very code of a running one decides.
 
     What is modelled: how often the target agrees with its drafters, what passes and levels take, and delays. Sessions
-    are placed by load, prompts are read in chunks, and a session has one drafter.
+    are placed by load, prompts are read in chunks, and a session has one drafter. `fixed:DEPTH` sets a ceiling, within
+    which the verifier takes what is worth its time; `rounds:DEPTH` is a fixed gamma as others have it: a step waits for
+    a chain of that depth, and verifies all of it.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from outrider.config import load_section
-    from outrider.simulation.cluster import Cluster
-    from outrider.simulation.deployment import Scenario
+    from outrider.simulation.deployment import Scenario, together
 
     with reported():
         loaded = load_section(Scenario, scenario)
-        makers = {name: maker(name, depth) for name in policy or ROWS}
+        names = policy or ROWS
+        for name in names:
+            checked(name)
         outcomes: dict[str, list[Outcome]] = {}
         with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("simulating", total=len(makers) * len(loaded.phase))
-            for name, make in makers.items():
+            task = progress.add_task("simulating", total=len(names) * len(loaded.phase) * repetitions)
+            for name in names:
+                runs = (simulated(loaded, name, depth, each) for each in range(seed, seed + repetitions))
                 outcomes[name] = []
-                for outcome in Cluster(loaded, make, seed).run():
-                    outcomes[name].append(outcome)
-                    progress.advance(task)
+                for same_phase in zip(*runs, strict=True):
+                    outcomes[name].append(together(same_phase))
+                    progress.advance(task, repetitions)
     _print(loaded, outcomes)
     print(last_line(outcomes), flush=True)
 
 
-def maker(name: str, depth: int) -> NewPolicy:
-    """New policies of a kind, for each session. Raises ConfigError for one that there is not."""
+def checked(name: str) -> tuple[str, int]:
+    """The policy and its depth, 0 where the name says none. Raises ConfigError for one that there is not."""
+    from outrider.core.control import POLICIES
+    from outrider.errors import ConfigError
+
+    kind, _, depth = name.partition(":")
+    if kind in POLICIES if not depth else kind in ("fixed", "rounds") and depth.isdigit() and 1 <= int(depth) <= 64:
+        return kind, int(depth or 0)
+    raise ConfigError(
+        f"--policy: is {name!r}, must be one of {', '.join(sorted(POLICIES))}, or fixed:DEPTH or rounds:DEPTH with a "
+        "depth of 1 to 64"
+    )
+
+
+def simulated(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[Outcome]:
+    """What comes of each phase. `depth`: the ceiling of policies whose name says none."""
     from outrider.core.contract import Plan
     from outrider.core.control import policy
     from outrider.core.goodput import Lessons
-    from outrider.errors import ConfigError, InvalidRequest
+    from outrider.simulation.cluster import Cluster
 
-    kind, _, fixed = name.partition(":")
-    if fixed and (kind != "fixed" or not fixed.isdigit() or not 1 <= int(fixed) <= 64):
-        raise ConfigError(f"--policy: is {name!r}, must be a policy's name, or fixed:DEPTH with a depth of 1 to 64")
-    ceilings = Plan(depth=int(fixed or depth), nodes=24)
+    kind, fixed = checked(name)
+    rounds = kind == "rounds"
+    ceilings = Plan(depth=fixed, width=1, nodes=fixed) if rounds else Plan(depth=fixed or depth, nodes=24)
     lessons: dict[str, Lessons] = defaultdict(Lessons)
-    try:
-        policy(kind, ceilings)
-    except InvalidRequest as error:
-        raise ConfigError(f"--policy: {str(error).partition(': ')[2]}") from None
 
     def make(text: Kind) -> GammaPolicy:
-        return policy(kind, ceilings, lessons[text.name])
+        return policy("fixed" if rounds else kind, ceilings, lessons[text.name])
 
-    return make
+    return Cluster(scenario, make, seed, rounds=rounds).run()
 
 
 def last_line(outcomes: dict[str, list[Outcome]]) -> str:
-    """The line for scripts: what goodput is over the best fixed depth, and at the worst over no speculation."""
+    """The line for scripts: goodput over the best depth for all phases, and over no speculation in the worst phase."""
     figures = {}
     if goodput := outcomes.get("goodput"):
-        fixed = [total(phases) for name, phases in outcomes.items() if name.startswith("fixed:")]
-        if fixed:
-            figures["goodput_over_best_fixed"] = total(goodput) / max(fixed)
+        for kind in ("rounds", "fixed"):
+            totals = [total(phases) for name, phases in outcomes.items() if name.startswith(f"{kind}:")]
+            if totals:
+                figures[f"goodput_over_best_{kind}"] = total(goodput) / max(totals)
         if off := outcomes.get("off"):
             worst = min(ours.goodput / plain.goodput for ours, plain in zip(goodput, off, strict=True) if plain.tokens)
             figures["goodput_over_off_at_worst"] = worst
@@ -106,18 +122,20 @@ def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
 
     table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens a second", no_wrap=True)
-    for name in outcomes:
-        table.add_column(name, justify="right", no_wrap=True)
-    for index, phase in enumerate(scenario.phase):
+    for phase in scenario.phase:
         load = f"{phase.callers} callers" if phase.callers else f"{phase.rate:g}/s"
-        what = f"{'+'.join(phase.kinds)}, {load}, {phase.round_trip_ms:g} ms"
-        table.add_row(what, *(f"{phases[index].goodput:.0f}" for phases in outcomes.values()))
-    table.add_section()
-    table.add_row("all", *(f"{total(phases):.0f}" for phases in outcomes.values()))
-    wholes = [together(phases) for phases in outcomes.values()]
-    table.add_row("tokens a step", *(f"{whole.acceptance_length:.2f}" for whole in wholes))
-    if drafters := scenario.deployment.drafters:
-        table.add_row("drafters busy", *(f"{whole.drafting / whole.seconds / drafters:.0%}" for whole in wholes))
-    switches = (max(it.switches_per_second for it in phases) for phases in outcomes.values())
-    table.add_row("plans a second, at most", *(f"{each:.2f}" for each in switches))
+        table.add_column("\n".join((*phase.kinds, load, f"{phase.round_trip_ms:g} ms")), justify="right", no_wrap=True)
+    for heading in ("all", "tokens\na step", "drafters\nbusy", "plans a s\nat most"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    drafters = scenario.deployment.drafters
+    for name, phases in outcomes.items():
+        whole = together(phases)
+        table.add_row(
+            name,
+            *(f"{phase.goodput:.0f}" for phase in phases),
+            f"{whole.goodput:.0f}",
+            f"{whole.acceptance_length:.2f}",
+            f"{whole.drafting / whole.seconds / drafters:.0%}" if drafters else "",
+            f"{max(phase.switches_per_second for phase in phases):.2f}",
+        )
     Console(highlight=False, width=max(100, Console().width)).print(table)

@@ -31,6 +31,12 @@ def speed(depth: int, reach: Sequence[float], here: Circumstances) -> float:
     return (here.others + 1.0 + sum(reach[:depth])) / (here.step + held)
 
 
-def best_depth(reach: Sequence[float], here: Circumstances) -> int:
-    """How deep to draft; 0 where plain decode is as fast."""
-    return max(range(len(reach) + 1), key=lambda depth: (speed(depth, reach, here), -depth))
+def best_depth(reach: Sequence[float], here: Circumstances, slack: float = 0.0) -> int:
+    """How deep to let drafters run; 0 where plain decode is as fast.
+
+    The deepest that is at most the share `slack` slower than the best: the chances are averages, and where a path is
+    surer than that the verifier takes more of it.
+    """
+    speeds = [speed(depth, reach, here) for depth in range(len(reach) + 1)]
+    enough = (1.0 - slack) * max(speeds)
+    return 0 if speeds[0] == max(speeds) else max(depth for depth, each in enumerate(speeds) if each >= enough)

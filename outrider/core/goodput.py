@@ -10,15 +10,14 @@ from dataclasses import dataclass, field, replace
 
 from outrider.core.acceptance import Acceptance, Counts
 from outrider.core.contract import Plan, StepReport
-from outrider.core.forecast import Circumstances, best_depth, speed
+from outrider.core.forecast import Circumstances, best_depth
 
 FOLLOWING = 0.1  # how far an average follows one step
 DWELL_S = 1.0  # the least time between two plans
-MARGIN = 0.03  # by how much another depth must be faster
+SLACK = 0.1  # by how much it may be slower than the best, for it is a ceiling
 PROOF = 12  # steps of a plan, before it is judged
 USELESS_S = 3.0  # for so long the verifier has drafters rest, before they are let go
 AWAY_S = (10.0, 80.0)  # without speculation, before it is tried again: the first time and at the most
-TRIAL_DEPTH = 4  # of such a trial, at least
 WIDTH_SHARE = 0.98  # of what was committed, which a plan's width is to hold
 KNOWN = 64  # steps of other sessions, from which on a new one begins as they would
 
@@ -80,7 +79,8 @@ class Goodput:
         self._ceilings = ceilings
         self._lessons = lessons or Lessons()
         self._acceptance = Acceptance(self._lessons.counts)
-        self._tokens = Average()  # that other sessions commit in a step
+        self._own = Average()  # tokens that a step commits for this session
+        self._others = Average()  # and for the others in it
         self._seconds = 0.0  # since the plan changed
         self._steps = 0  # likewise
         self._resting = 0.0  # seconds for which drafters have rested
@@ -88,7 +88,7 @@ class Goodput:
         if self._lessons.useless:
             self._plan = self._with(0)
         elif self._lessons.counts.steps >= KNOWN:
-            self._plan = self._with(max(1, self._wanted()))
+            self._plan = self._with(self._wanted())
 
     def observe(self, report: StepReport) -> None:
         """Takes one step's figures."""
@@ -111,7 +111,7 @@ class Goodput:
         if self._seconds >= USELESS_S and not self._resting:
             self._lessons.useless, self._lessons.away = False, AWAY_S[0]
         wanted = self._wanted()
-        if wanted and wanted != self._plan.depth and self._speed(wanted) > (1 + MARGIN) * self._speed(self._plan.depth):
+        if abs(wanted - self._plan.depth) >= max(2, self._plan.depth // 3):
             self._change(wanted)
 
     def plan(self) -> Plan:
@@ -128,7 +128,7 @@ class Goodput:
             it.quiet, it.away = 0.0, min(2 * it.away, AWAY_S[1])
         elif self._seconds < DWELL_S:
             return
-        self._change(max(TRIAL_DEPTH, self._wanted()))
+        self._change(self._wanted())
 
     def _learn(self, report: StepReport, seconds: float) -> None:
         lessons = self._lessons
@@ -143,20 +143,24 @@ class Goodput:
             lessons.observe(report)
             drafting = lessons.first.mean + (report.verified_depth - 1) * lessons.level.mean
             lessons.hidden.observe(max(0.0, drafting - waited) if waited else seconds)  # no hold: it had all the time
-        self._tokens.observe(max(0, report.sessions - 1) * (1 + report.accepted))
+        self._own.observe(1 + report.accepted)
+        self._others.observe(max(0, report.sessions - 1) * (1 + report.accepted))
 
     def _wanted(self) -> int:
-        return best_depth(self._reach(), self._here())
+        """As deep as is best from the last commit on, and as far again as commits come while a level is on its way.
 
-    def _speed(self, depth: int) -> float:
-        return speed(depth, self._reach(), self._here())
+        Where no wait pays, drafters can only be ahead of the steps: as far as they may.
+        """
+        best, it = best_depth(self._reach(), self._here(), SLACK), self._lessons
+        behind = it.first.mean * self._own.mean / it.step.mean if it.step.mean else 0.0
+        return min(self._ceilings.depth, best + round(behind)) if best else self._ceilings.depth
 
     def _reach(self) -> list[float]:
         return self._acceptance.reach(self._ceilings.depth)
 
     def _here(self) -> Circumstances:
         it = self._lessons
-        return Circumstances(it.step.mean, it.first.mean, it.level.mean, it.hidden.mean, self._tokens.mean)
+        return Circumstances(it.step.mean, it.first.mean, it.level.mean, it.hidden.mean, self._others.mean)
 
     def _change(self, depth: int) -> None:
         self._seconds, self._steps, self._resting = 0.0, 0, 0.0

@@ -1,0 +1,27 @@
+"""Events in the order of their time."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Clock:
+    """What happens when."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Has something happen later."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._count), event))
+
+    def run(self, until: float) -> None:
+        """Until that time."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        self.now = until
