@@ -183,9 +183,9 @@ class StepLoop:
         base = sum(work.end - work.start for work in works)
         rows: dict[Node, int] = {}
         everyone = [work for work in works if work.chooses]
-        certain = len(everyone) + self._take_drawn(everyone, rows)
+        certain = len(everyone) + self._take_whole(everyone, rows)
         base += len(rows)
-        deciding = [work for work in everyone if not work.session.drawn]
+        deciding = [work for work in everyone if not work.session.whole]
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
@@ -201,8 +201,8 @@ class StepLoop:
             work.add(node, rows)
         return Step(works, budget.price, reads), budget
 
-    def _take_drawn(self, works: Sequence[Work], rows: dict[Node, int]) -> float:
-        """Takes the trees that were drawn as they are, level by level: choosing by what was drawn would bias the text.
+    def _take_whole(self, works: Sequence[Work], rows: dict[Node, int]) -> float:
+        """Takes the trees that are taken as they are, level by level: choosing by what was drawn would bias the text.
 
         For the same reason a session is held to what its plan allows it and not to what it has. Returns the tokens that
         are expected of them.
@@ -211,7 +211,7 @@ class StepLoop:
         for work in works:
             session = work.session
             allowed = session.ceilings.nodes
-            if not session.drawn or allowed > left:
+            if not session.whole or allowed > left:
                 continue
             left -= allowed
             for level in itertools.islice(session.tree.levels(), min(session.ceilings.depth, session.room - 1)):
@@ -348,7 +348,7 @@ def _rank(node: Node) -> int:
 
 def _teaches(session: Session) -> bool:
     """Whether its steps show how drafters had better work."""
-    return session.drafting and session.plan.overlap is not Overlap.ALWAYS
+    return session.drafting and session.plan.overlap not in (Overlap.ALWAYS, Overlap.ROUNDS)
 
 
 def _offers(work: Work, most: int) -> list[tuple[float, Work, Node]]:

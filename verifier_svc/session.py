@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
@@ -101,7 +102,23 @@ class Session(Drafted):
         if self.plan.overlap is Overlap.ALWAYS:
             way = Way.AHEAD
         useless = self.plan.overlap is Overlap.NEVER or self.drawn  # no draw outlives a commit
-        self.way = Way.TURNS if way is Way.AHEAD and useless else way
+        self.way = Way.TURNS if self.rounds or (way is Way.AHEAD and useless) else way
+
+    @property
+    def rounds(self) -> bool:
+        """Whether steps wait for all that its plan allows, and take all of it."""
+        return self.plan.overlap is Overlap.ROUNDS
+
+    @property
+    def whole(self) -> bool:
+        """Whether steps take its tree as it is, and choose nothing."""
+        return self.drawn or self.rounds
+
+    @property
+    def lacking(self) -> bool:
+        """Whether its step waits for a deeper tree."""
+        depth = self.ceilings.depth
+        return self.rounds and self.committed_at > 0.0 and len([*islice(self.tree.levels(), depth)]) < depth
 
     def worth(self) -> float:
         """Expected tokens of a step that verifies the best of the tree within the plan, less what verifying costs."""
@@ -159,12 +176,12 @@ class Session(Drafted):
         they would only delay the first token.
         """
         before = self.way is Way.TURNS and not self.committed_at
-        return RESTING_PRICE if self.resting or before else self.verified_price
+        return RESTING_PRICE if self.resting or before else 0.0 if self.rounds else self.verified_price
 
     @property
     def time_price(self) -> float:
         """Tokens that a second is worth to drafters that draft while the step is held back."""
-        return 0.0 if self.ahead else self.speed.per_second
+        return 0.0 if self.ahead or self.rounds else self.speed.per_second
 
     @property
     def awaited(self) -> bool:

@@ -53,7 +53,9 @@ class Carried:
         return self.tokens / self.seconds
 
 
-async def carry(client: AsyncClient, load: Load, *, speculation: Speculation = None, model: str = "") -> Carried:
+async def carry(
+    client: AsyncClient, load: Load, *, speculation: Speculation = None, depth: int | None = None, model: str = ""
+) -> Carried:
     """Puts the load on and counts. What still runs at the end is cancelled. A request that fails fails it all."""
     carried = Carried(load.seconds)
     clock = asyncio.get_running_loop().time
@@ -80,6 +82,7 @@ async def carry(client: AsyncClient, load: Load, *, speculation: Speculation = N
                 max_tokens=load.max_tokens,
                 ignore_eos=True,
                 speculation=speculation,
+                depth=depth,
             )
             carried.samples.append(sample)
 

@@ -83,7 +83,9 @@ def router(
     cert: Cert = None,
     key: PrivateKey = None,
     zone: Zone = None,
-    policy: Annotated[str | None, typer.Option(help="goodput, ema, heuristic, fixed or off. [default: ema]")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="goodput, ema, heuristic, fixed, rounds or off. [default: ema]")
+    ] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
     nodes: Annotated[int | None, typer.Option(help="Most nodes of a session in a step. [default: 24]")] = None,

@@ -81,14 +81,13 @@ def simulated(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[
     from outrider.simulation.cluster import Cluster
 
     kind, fixed = checked(name)
-    rounds = kind == "rounds"
-    ceilings = Plan(depth=fixed, width=1, nodes=fixed) if rounds else Plan(depth=fixed or depth, nodes=24)
+    ceilings = Plan(depth=fixed or depth, nodes=24)
     lessons: dict[str, Lessons] = defaultdict(Lessons)
 
     def make(text: Kind) -> GammaPolicy:
-        return policy("fixed" if rounds else kind, ceilings, lessons[text.name])
+        return policy(kind, ceilings, lessons[text.name])
 
-    return Cluster(scenario, make, seed, rounds=rounds).run()
+    return Cluster(scenario, make, seed).run()
 
 
 def last_line(outcomes: dict[str, list[Outcome]]) -> str:

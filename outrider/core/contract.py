@@ -20,7 +20,7 @@ RuleName = Literal[  # of acceptance; see outrider.core.rules
     "lenient-speculative-sampling",
     "typical-acceptance",
 ]
-PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "off"]  # of gamma; see outrider.core.control
+PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  # of gamma; see outrider.core.control
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text is not distributed as the target's own
@@ -144,6 +144,7 @@ class Overlap(IntEnum):
     MEASURED = 0  # if that was measured to be the faster way
     ALWAYS = 1
     NEVER = 2
+    ROUNDS = 3  # nor does a step begin before the tree is as deep as the plan says, and it takes all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class Plan:
     overlap: Overlap = Overlap.MEASURED
 
     def __post_init__(self) -> None:
-        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000), ("overlap", 2))
+        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000), ("overlap", 3))
         for field, most in limits:
             if not 0 <= getattr(self, field) <= most:
                 raise InvalidRequest(f"plan.{field}", f"is {getattr(self, field)}, must be 0 to {most}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from outrider.core.contract import OFF, Plan, StepReport
+from outrider.core.contract import OFF, Overlap, Plan, StepReport
 from outrider.core.goodput import Goodput, Lessons
 from outrider.errors import InvalidRequest
 
@@ -37,6 +37,17 @@ class FixedGamma:
     def plan(self) -> Plan:
         """The ceilings."""
         return self._plan
+
+
+class Rounds(FixedGamma):
+    """A fixed gamma as others have it, to compare with: a chain of that many tokens, of which all are verified.
+
+    Source: Leviathan et al., arXiv 2211.17192, algorithm 1, under the generation's own rule of acceptance.
+    """
+
+    def __init__(self, ceilings: Plan) -> None:
+        depth = min(ceilings.depth, ceilings.nodes)
+        super().__init__(replace(ceilings, depth=depth, width=1, nodes=depth, overlap=Overlap.ROUNDS))
 
 
 class NoSpeculation(FixedGamma):
@@ -111,6 +122,7 @@ POLICIES: dict[str, Callable[[Plan, Lessons], GammaPolicy]] = {
     "ema": lambda ceilings, _: AcceptanceEMA(ceilings),
     "heuristic": lambda ceilings, _: Heuristic(ceilings),
     "fixed": lambda ceilings, _: FixedGamma(ceilings),
+    "rounds": lambda ceilings, _: Rounds(ceilings),
     "off": lambda *_: NoSpeculation(),
 }
 

@@ -33,6 +33,10 @@ class Paced(Protocol):
     def awaited(self) -> bool:
         """Whether they may still send something that a step could take."""
 
+    @property
+    def lacking(self) -> bool:
+        """Whether no step may begin, by its plan, before they do."""
+
 
 class Pace:
     """Learns from every step of a loop what waiting for drafters is worth, and what their work costs.
@@ -60,9 +64,12 @@ class Pace:
         """
         ahead = any(session.ahead for session in sessions)
         group = [session for session in sessions if session.awaited]
+        lacking = [session for session in group if session.lacking]
+        if lacking:
+            return max(_left(session, now) for session in lacking)
         if not group or (ahead and len(sessions) > 1):
             return 0.0
-        left = min(session.plan.wait_us * 1e-6 - (now - session.committed_at) for session in group)
+        left = min(_left(session, now) for session in group)
         arrivals = [session.arrivals for session in group]
         return min(left, patience(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
 
@@ -88,3 +95,8 @@ class Pace:
     def forget(self) -> None:
         """Other drafters than those that were measured have come."""
         self._rivals.clear()
+
+
+def _left(session: Paced, now: float) -> float:
+    """Seconds for which its plan still allows a step to be held back."""
+    return session.plan.wait_us * 1e-6 - (now - session.committed_at)

@@ -20,9 +20,7 @@ NewPolicy = Callable[[Kind], GammaPolicy]
 class Cluster:
     """A deployment under some phases of traffic, one after another."""
 
-    def __init__(self, scenario: Scenario, new_policy: NewPolicy, seed: int = 0, *, rounds: bool = False) -> None:
-        """`rounds`: as others have it. Steps wait for trees as deep as the plans say, and verify all of them."""
-        self.rounds = rounds
+    def __init__(self, scenario: Scenario, new_policy: NewPolicy, seed: int = 0) -> None:
         self.deployment = deployment = scenario.deployment
         self._kinds_by_name = {kind.name: kind for kind in scenario.kind}
         self._phases = scenario.phase

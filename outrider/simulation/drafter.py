@@ -42,9 +42,9 @@ class Drafter:
             return
         deployment = self._cluster.deployment
         seconds = (deployment.level_ms + (len(turn) - 1) * deployment.level_more_ms) / 1e3
-        waited_for = [it for it in turn if not it.ahead]
+        waited_for = [it for it in turn if not (it.ahead or it.rounds)]
         gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
-        if waited_for and not self._cluster.rounds and gain < seconds * sum(it.speed.per_second for it in waited_for):
+        if waited_for and gain < seconds * sum(it.speed.per_second for it in waited_for):
             for it in waited_for:  # the price of time: the level is not worth what it holds up
                 self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
             return

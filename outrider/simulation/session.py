@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.core.contract import Overlap
 from outrider.core.control import GammaPolicy
 from outrider.core.waiting import Arrivals
 from outrider.core.ways import Speed, Way
@@ -66,9 +67,18 @@ class Session:
         return self.way is Way.AHEAD
 
     @property
-    def ready(self) -> bool:
-        """Whether its tree is as deep as it may become."""
-        return not (self.drafter and self.committed_at) or self.levels >= min(self.plan.depth, self.left - 1)
+    def rounds(self) -> bool:
+        """Whether steps wait for all that its plan allows, and take all of it."""
+        return self.plan.overlap is Overlap.ROUNDS
+
+    @property
+    def lacking(self) -> bool:
+        """Whether its step waits for a deeper tree."""
+        return self.rounds and self.committed_at > 0.0 and self.levels < min(self.plan.depth, self.left - 1)
+
+    def follow(self, way: Way) -> None:
+        """Has its drafter work in this way, as far as the plan allows."""
+        self.way = Way.TURNS if self.rounds else way
 
     @property
     def awaited(self) -> bool:

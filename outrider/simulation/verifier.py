@@ -43,13 +43,9 @@ class Verifier:
         self._ended = 0.0
         self._committed = 0.0
 
-    @property
-    def _way(self) -> Way:
-        return Way.TURNS if self.cluster.rounds else self.pace.way
-
     def open(self, session: Session) -> None:
         """Takes a session."""
-        session.way = self._way
+        session.follow(self.pace.way)
         self.sessions.append(session)
         self.choose()
 
@@ -83,16 +79,13 @@ class Verifier:
                 reads += taken
             else:
                 deciding.append(session)
-        offers = sorted(((score, index) for index, it in enumerate(deciding) for score in it.scores()), reverse=True)[
-            : deployment.max_nodes
-        ]
-        base = len(deciding) + reads
+        nodes = [len(it.scores()) if it.rounds else 0 for it in deciding]
+        choosing = [(index, it) for index, it in enumerate(deciding) if not it.rounds]
+        offers = sorted(((score, index) for index, it in choosing for score in it.scores()), reverse=True)
+        offers = offers[: deployment.max_nodes]
+        base = len(deciding) + reads + sum(nodes)
         certain = len(deciding) + self._cost.in_tokens(len(deciding), reads)
         since = min(clock.now - self._ended, self._cost.seconds(max(1, base)))
-        if self.cluster.rounds:
-            if all(session.ready for session in deciding):
-                self._step(deciding, [len(session.scores()) for session in deciding], reading, 0.0)
-            return
         budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, since)
         hold = 0.0 if reads else self.pace.patience(deciding, budget, clock.now)
         if hold > LEAST_HOLD:
@@ -100,7 +93,6 @@ class Verifier:
             alarm = self._alarm
             clock.after(hold, lambda: self._woken(alarm))
             return
-        nodes = [0] * len(deciding)
         for _, index in offers[: budget.nodes]:
             nodes[index] += 1
         self._step(deciding, nodes, reading, budget.price)
@@ -144,7 +136,7 @@ class Verifier:
         outcome.tokens += committed
         outcome.steps += len(step.deciding)
         for session in self.sessions:
-            session.way = self._way
+            session.follow(self.pace.way)
         self._running = False
         self.choose()
 

@@ -12,6 +12,7 @@ class Overlap(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OVERLAP_MEASURED: _ClassVar[Overlap]
     OVERLAP_ALWAYS: _ClassVar[Overlap]
     OVERLAP_NEVER: _ClassVar[Overlap]
+    OVERLAP_ROUNDS: _ClassVar[Overlap]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,6 +26,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 OVERLAP_MEASURED: Overlap
 OVERLAP_ALWAYS: Overlap
 OVERLAP_NEVER: Overlap
+OVERLAP_ROUNDS: Overlap
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -92,6 +92,8 @@ def test_no_depth_or_no_nodes_is_no_speculation() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(InvalidRequest, match="'best', must be one of ema, fixed, goodput, heuristic, off") as caught:
+    with pytest.raises(
+        InvalidRequest, match="'best', must be one of ema, fixed, goodput, heuristic, off, rounds"
+    ) as caught:
         policy("best", CEILINGS)
     assert caught.value.field == "speculation.policy"

@@ -13,7 +13,7 @@ from tests.e2e.mini_router import described
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-@pytest.mark.parametrize("policy", ["off", "fixed", "heuristic", "ema", "goodput"])
+@pytest.mark.parametrize("policy", ["off", "fixed", "rounds", "heuristic", "ema", "goodput"])
 async def test_greedy_text_is_what_transformers_says_under_every_policy(
     cluster: LocalCluster, prompts: list[str], reference: list[int], tokenizer: Tokenizer, policy: str
 ) -> None:
@@ -31,6 +31,24 @@ async def test_greedy_text_is_what_transformers_says_under_every_policy(
             if verified:
                 break
     assert (verified > 0) == (policy != "off")
+
+
+async def test_rounds_verify_chains_of_just_that_depth(cluster: LocalCluster, prompts: list[str]) -> None:
+    async with outrider.AsyncClient(cluster.router_address) as client:
+        result = await client.generate(
+            prompts[1],
+            temperature=0.8,
+            seed=3,
+            max_tokens=128,
+            ignore_eos=True,
+            speculation="rounds",
+            depth=4,
+            timeout=60,
+        )
+    usage = result.usage
+    assert len(usage.tried_by_depth) == 4
+    # Of the first step there is no draft yet, and a chain that is too unlikely to be worth drafting is shorter.
+    assert 0.8 * 4 * (usage.steps - 2) <= usage.verified <= 4 * (usage.steps - 1)
 
 
 async def test_streamed_text_of_concurrent_seeded_sessions_is_that_of_each_alone(
