@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container
@@ -20,11 +21,11 @@ from outrider.v1 import drafter_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from router.background import Background
 from router.fleet import Fleet
-from router.placement import Placed, place
+from router.placement import Placed, apart, evens_out, place
 
 ANSWER_S = 2.0  # a drafter that takes longer to answer is taken for dead
 SHORT_S = 1.0  # how long drafters may be missing before something is done about it
-REVIEW_S = 2.0  # between two looks at where drafters of several tiers are
+REVIEW_S = 2.0  # between two looks at where drafters are
 SETTLING = 8  # steps after tiers have changed that tell nothing of them
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Drafters:
         self._direct = wanted  # drafters that the verifier is to have
         self._stretch = Stretch(frozenset(), frozenset())
         self._short_since: float | None = None
+        self._leaving: list[Worker] = []  # drafters whose place another has taken
         self._asked_again = False  # the last shortage ended with the same drafters, all of them answering
         self._reviewed = time.monotonic()
         self._work = background.spawn(self._fill())
@@ -116,9 +118,9 @@ class Drafters:
         elif now - self._short_since >= SHORT_S and self._work.done():
             self._short_since = now
             self._work = self._background.spawn(self._repair())
-        if len(self._stretch.present) > 1 and now - self._reviewed >= REVIEW_S and self._work.done():
+        if now - self._reviewed >= REVIEW_S and self._work.done():
             self._reviewed = now
-            self._work = self._background.spawn(self._review())
+            self._work = self._background.spawn(self._review() if len(self._stretch.present) > 1 else self._even_out())
 
     def dismiss(self) -> None:
         """Detaches all, in the background."""
@@ -194,6 +196,25 @@ class Drafters:
         for placed in [*self._attached.values()]:
             await self._attach(placed)
         await self._fill()
+
+    async def _even_out(self) -> None:
+        """Moves to a drafter that has fewer sessions, if there is one: they come and go while sessions run. The one
+        before goes on until the next look, for the new one has to read the text."""
+        while self._leaving:
+            await self._detach(self._leaving.pop())
+        if self._post.single:
+            return  # its verifier takes one drafter at a time
+        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream.zone)
+        mine = [worker for worker in known if worker.worker_id in self._attached]
+        others = [worker for worker in known if worker not in mine and worker.worker_id not in self._declined]
+        if not mine or not others:
+            return
+        here, other, zone = max(mine, key=self._fleet.sessions), others[0], self._post.upstream.zone
+        if self._fleet.suspected(other) or apart(other.zone, zone) > apart(here.zone, zone):
+            return
+        moves = evens_out(self._fleet.sessions(here), self._fleet.sessions(other), random.random())
+        if moves and await self._attach(Placed(other, self._post.upstream)):
+            self._leaving.append(here)
 
     async def _repair(self) -> None:
         """Replaces whoever is missing: who does not answer, or else, since a count does not tell, the oldest."""

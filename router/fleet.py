@@ -12,7 +12,7 @@ from outrider.errors import Moved, Overloaded
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Registry, Role, Worker
-from router.placement import Prospect, preferred
+from router.placement import Prospect, apart, preferred
 from router.rates import Stay
 
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
@@ -45,7 +45,7 @@ class Fleet:
     async def drafters(self, tokenizer_digest: bytes, near: str = "") -> list[Worker]:
         """Drafters of a tokenizer, best choice first; those in the zone `near` before others."""
         fitting = [worker for worker in await self._workers("drafter") if worker.tokenizer_digest == tokenizer_digest]
-        return sorted(fitting, key=lambda worker: (self.suspected(worker), _apart(worker.zone, near)))
+        return sorted(fitting, key=lambda worker: (self.suspected(worker), apart(worker.zone, near)))
 
     def drafting(self, tokenizer_digest: bytes) -> list[str]:
         """The models of the drafters of a tokenizer that were there when last seen."""
@@ -118,9 +118,13 @@ class Fleet:
     def _burden(self, worker: Worker) -> tuple[bool, float]:
         return self.suspected(worker), self._load(worker)
 
+    def sessions(self, worker: Worker) -> int:
+        """How many a worker has, as far as is known."""
+        return max(worker.sessions, self._placed[worker.address])
+
     def _load(self, worker: Worker) -> float:
         """Sessions there for each slot."""
-        return max(worker.sessions, self._placed[worker.address]) / max(1, worker.slots)
+        return self.sessions(worker) / max(1, worker.slots)
 
     def _room(self, worker: Worker) -> int:
         """Sessions of ours that a verifier can hold."""
@@ -137,7 +141,7 @@ class Fleet:
             load=self._load(worker),
             wait_s=((stay and stay.wait_s(0, worker.slots)) or 0.0) if full else 0.0,
             full=full,
-            near=not _apart(worker.zone, self._zone),
+            near=not apart(worker.zone, self._zone),
         )
 
     async def _forget(self, everyone: Sequence[Worker]) -> None:
@@ -152,8 +156,3 @@ class Fleet:
         unused = self._channels.keys() - {worker.address for worker in everyone} - self._placed.keys()
         for channel in [self._channels.pop(address) for address in unused]:
             await channel.close(None)
-
-
-def _apart(zone: str, other: str) -> bool:
-    """Whether two are in different zones, as far as they say."""
-    return bool(zone and other and zone != other)

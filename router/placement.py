@@ -42,6 +42,19 @@ def _read_s(prospect: Prospect, tokens: int) -> float:
     return prospect.wait_s + (tokens / prospect.worker.prefill if prospect.worker.prefill else 0.0)
 
 
+def apart(zone: str, other: str) -> bool:
+    """Whether two are in different zones, as far as they say."""
+    return bool(zone and other and zone != other)
+
+
+def evens_out(here: int, there: int, chance: float) -> bool:
+    """Whether a session should go from a drafter that has so many to another.
+
+    Sessions do not ask each other: with a `chance` drawn from 0 to 1 by each, as many go as even the two out.
+    """
+    return here - there >= 2 and chance < (here - there) / 2 / here
+
+
 class Placed(NamedTuple):
     """A drafter, and whom it drafts for."""
 

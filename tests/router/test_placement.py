@@ -1,7 +1,7 @@
 """Where sessions go, and drafters of several tiers."""
 
 from outrider.store.registry import TOP, Worker
-from router.placement import Prospect, place, preferred
+from router.placement import Prospect, evens_out, place, preferred
 
 
 def worker(name: str, tier: int = 0, above: int | None = None, *, serves: bool = True) -> Worker:
@@ -70,3 +70,11 @@ def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer
 
 def test_who_failed_lately_comes_last_even_with_the_kv() -> None:
     assert order(prospect("h", holds=True, suspected=True), prospect("a", 0.9), prospect("f", 1.0, full=True)) == "afh"
+
+
+def test_sessions_that_decide_by_themselves_even_two_drafters_out() -> None:
+    draws = [index / 100 for index in range(100)]
+    for here, there in ((10, 0), (7, 3), (2, 0)):
+        moved = here * sum(evens_out(here, there, chance) for chance in draws) / len(draws)
+        assert abs(moved - (here - there) / 2) <= 0.1
+    assert not any(evens_out(here, there, 0.0) for here, there in ((0, 0), (1, 0), (4, 4), (3, 5)))

@@ -1,0 +1,63 @@
+"""Drafters come and go while sessions run, and sessions move to where there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+import outrider
+from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.process import Process
+from outrider.rpc.channels import open_channel
+from outrider.store.embedded import EmbeddedRedis
+from outrider.v1 import types_pb2
+from outrider.v1.drafter_pb2_grpc import DrafterStub
+from tests.e2e.conftest import MODELS
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+SESSIONS = 6
+TOKENS = 800
+
+
+async def sessions_of(drafters: Sequence[Process]) -> list[int]:
+    counts = []
+    for drafter in drafters:
+        async with open_channel(drafter.address) as channel:
+            counts.append((await DrafterStub(channel).Describe(types_pb2.DescribeRequest())).sessions)
+    return counts
+
+
+async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: list[str]) -> None:
+    drafting = DrafterConfig(model=MODELS / "target", drafts="suffix", slots=16)
+    with EmbeddedRedis() as redis:
+        verifier = Process(
+            "verifier", "verifier", VerifierConfig(model=MODELS / "target", dtype="float32", slots=16), print
+        )
+        router = Process(
+            "router", "router", RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}), print
+        )
+        drafters = [Process("drafter", f"drafter-{number}", drafting, print) for number in range(2)]
+        try:
+            await asyncio.gather(*(each.start(redis.url) for each in (verifier, router, drafters[0])))
+            async with outrider.AsyncClient(router.address) as client:
+
+                async def speak(number: int, speculation: str) -> tuple[int, ...]:
+                    terms = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "timeout": 100}
+                    result = await client.generate(prompts[number % len(prompts)], speculation=speculation, **terms)
+                    return result.token_ids
+
+                alone = [await speak(number, "off") for number in range(SESSIONS)]
+                speaking = [asyncio.create_task(speak(number, "fixed")) for number in range(SESSIONS)]
+                await drafters[1].start(redis.url)
+                counts = [0, 0]
+                while min(counts) < 2 and not any(task.done() for task in speaking):
+                    counts = await sessions_of(drafters)
+                    await asyncio.sleep(0.1)
+                print(f"sessions of each: {counts}")
+                assert min(counts) >= 2
+                assert await asyncio.gather(*speaking) == alone
+        finally:
+            await asyncio.gather(*(each.stop() for each in (router, verifier, *drafters) if each.address))
