@@ -109,7 +109,7 @@ class Drafters:
         """
         now = time.monotonic()
         self._stretch.observe(tokens, now)
-        if owed:
+        if owed and not self._leaving:  # who has just come drafts what the one before does
             self._judge(owed)
         if subscribed >= self._direct:
             self._short_since, self._asked_again = None, False

@@ -19,7 +19,7 @@ from tests.e2e.conftest import MODELS
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
 SESSIONS = 6
-TOKENS = 800
+TOKENS = 600
 
 
 async def sessions_of(drafters: Sequence[Process]) -> list[int]:
@@ -33,12 +33,10 @@ async def sessions_of(drafters: Sequence[Process]) -> list[int]:
 async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: list[str]) -> None:
     drafting = DrafterConfig(model=MODELS / "target", drafts="suffix", slots=16)
     with EmbeddedRedis() as redis:
-        verifier = Process(
-            "verifier", "verifier", VerifierConfig(model=MODELS / "target", dtype="float32", slots=16), print
-        )
-        router = Process(
-            "router", "router", RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}), print
-        )
+        verifying = VerifierConfig(model=MODELS / "target", dtype="float32", numerics="invariant", slots=16)
+        verifier = Process("verifier", "verifier", verifying, print)
+        routing = RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"})
+        router = Process("router", "router", routing, print)
         drafters = [Process("drafter", f"drafter-{number}", drafting, print) for number in range(2)]
         try:
             await asyncio.gather(*(each.start(redis.url) for each in (verifier, router, drafters[0])))
@@ -49,7 +47,7 @@ async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: 
                     result = await client.generate(prompts[number % len(prompts)], speculation=speculation, **terms)
                     return result.token_ids
 
-                alone = [await speak(number, "off") for number in range(SESSIONS)]
+                alone = await asyncio.gather(*(speak(number, "off") for number in range(SESSIONS)))
                 speaking = [asyncio.create_task(speak(number, "fixed")) for number in range(SESSIONS)]
                 await drafters[1].start(redis.url)
                 counts = [0, 0]
