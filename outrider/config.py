@@ -81,6 +81,7 @@ class RouterConfig(ServerConfig):
     overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
     drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
     tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
+    standby: bool = False  # a second verifier keeps each session's KV, for when the first one dies
     max_sessions: int = Field(default=256, ge=1)  # generations at once; more wait
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # of one request, its prompt included
     queue: int = Field(default=256, ge=0)  # that may wait for a place, of each priority

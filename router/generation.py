@@ -29,6 +29,7 @@ from router.drafting import Drafters, Post
 from router.ledger import Ledger
 from router.opening import Cluster, Opened, suitable, take_over
 from router.requests import check_fits
+from router.standby import Standby
 from router.usage import Figures
 
 DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
@@ -81,6 +82,8 @@ class Generation:
         self._plan = opened.policy.plan()
         self._stream: DecodeStream | None = None
         self._drafters: Drafters
+        self._holder = opened.record.verifier  # worker id of who has its KV
+        self._standby = Standby(cluster, opened.model, self.tenant) if cluster.config.standby else None
         self._pause: asyncio.Task[None] | None = None  # what it waits for between two streams
         self._started = False
         self._last = opened.missing  # what was emitted last, once it has started
@@ -197,16 +200,21 @@ class Generation:
                     raise
                 before_that = partial(self._place.again, error)
             except Moved as error:
-                log.info("session %s moves to another verifier: %s", self.session_id, error)
-                await ledger.reacquire()
+                await self._elsewhere(ledger, error, logging.INFO)
                 before_that = self._other_verifier
             except Unavailable as error:
                 failures = 1 if self._answer.position > before else failures + 1
                 if before_that is not None or not self._started or self._stalled or failures >= ATTEMPTS:
                     raise
-                log.warning("session %s moves to another verifier: %s", self.session_id, error)
-                await ledger.reacquire()
+                await self._elsewhere(ledger, error, logging.WARNING)
         return self._answer.reason
+
+    async def _elsewhere(self, ledger: Ledger, error: OutriderError, level: int) -> None:
+        """The verifier is lost: the next one is another, if possible who has the KV."""
+        log.log(level, "session %s moves to another verifier: %s", self.session_id, error)
+        if self._standby is not None:
+            self._holder = self._standby.holder
+        await ledger.reacquire()
 
     async def _wait(self, work: Coroutine[None, None, None], ledger: Ledger) -> None:
         """Waits for it and keeps our lease; raises CancelledError after `cancel` and `move`."""
@@ -235,8 +243,14 @@ class Generation:
     async def _attempt(self, ledger: Ledger, emit: Emit) -> Reason:
         """The rest of the answer, from one verifier."""
         async with self._placed(ledger) as stream:
+            self._holder = stream.worker.worker_id
             self._drafters = self._draft(ledger, stream)
             try:
+                if self._started:
+                    log.info(
+                        "session %s goes on at %s, where the KV of %d of its %d tokens was",
+                        *(self.session_id, stream.worker.worker_id, stream.cached, len(ledger.tokens)),
+                    )
                 await self._start(emit, stream.cached)
                 return await self._follow(ledger, stream, emit)
             finally:
@@ -250,7 +264,7 @@ class Generation:
             ledger.tokens, contract, await suitable(self._cluster, self._opened.model), self._answer.start
         )
         refusal: OutriderError | None = None
-        for worker in fleet.best_first(workers, ledger.record.verifier, len(ledger.tokens)):
+        for worker in fleet.best_first(workers, self._holder, len(ledger.tokens)):
             fleet.take(worker)
             began = time.monotonic()
             self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._decode_start(ledger))
@@ -349,6 +363,8 @@ class Generation:
                 drafters=self._drafters.names,
             )
             await stream.durable(answer.position)
+            if self._standby is not None:
+                self._standby.follow(ledger.tokens, stream.worker)
             await self._emit_to_reader(part, ledger, emit)
             if answer.stopped:
                 return Reason.STOP

@@ -76,6 +76,14 @@ class Decoder(VerifierServicer):
                 return self._loop.open(start)
         return self._loop.open(start)
 
+    async def Warm(self, request: pb.WarmRequest, context: Context[Any, Any]) -> pb.WarmResponse:
+        """Reads a text for a session that may have to come here."""
+        async with translated(context):
+            self._check_text(request)
+            if len(request.tokens) > self._engine.context:
+                raise InvalidRequest("tokens", f"are more than the context of {self._engine.context}")
+            return pb.WarmResponse(cached=await self._loop.read(tuple(request.tokens), request.tenant))
+
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """What this verifier is and has."""
         times = self._loop.times.medians()
@@ -112,7 +120,7 @@ class Decoder(VerifierServicer):
             ranks=self._engine.ranks,
         )
 
-    def _check(self, start: pb.DecodeStart) -> Start:
+    def _check_text(self, start: pb.DecodeStart | pb.WarmRequest) -> None:
         if start.model != self._config.model_name:
             raise NotFound(f"model '{start.model}' is not here; this verifier holds '{self._config.model_name}'")
         if start.tokenizer_digest != self._engine.tokenizer_digest:
@@ -122,11 +130,14 @@ class Decoder(VerifierServicer):
             )
         if not start.tokens:
             raise InvalidRequest("tokens", "a session needs at least one token")
+        check_tokens(start.tokens, self._engine.vocabulary)
+
+    def _check(self, start: pb.DecodeStart) -> Start:
+        self._check_text(start)
         if not 1 <= start.window <= MAX_WINDOW:
             raise InvalidRequest("window", f"is {start.window}, must be 1 to {MAX_WINDOW}")
         if start.lease_ms not in LEASE_MS:
             raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
-        check_tokens(start.tokens, self._engine.vocabulary)
         contract = contract_from_pb(start.contract)
         contract.check_vocabulary(self._engine.vocabulary)
         if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from outrider.core.budget import Budget, CostModel, choose_budget
-from outrider.core.contract import Overlap, StepReport
+from outrider.core.contract import OFF, Contract, Overlap, StepReport
 from outrider.core.pace import Pace
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
@@ -30,11 +31,13 @@ from outrider.engine.slots import Slots
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.own import OwnDrafting
-from verifier_svc.session import Commit, Session, Start
+from verifier_svc.session import Commit, Reading, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
 from verifier_svc.timing import StepTime, StepTimes
 from verifier_svc.windows import advance, look_ahead, settle
 
+GOING_DOWN = "this verifier is going down; ask another one"
+READS = Contract(seed=0, max_tokens=1)  # of a text that is only read
 FAIR_SHARES = 2  # of a step's nodes that one session may have, where several compete: a boastful drafter starves nobody
 LEAST_SHARE = 4
 
@@ -84,7 +87,7 @@ class StepLoop:
         Superseded for an epoch that is not newer, Overloaded when slots are out, Moved when it is going down.
         """
         if self._left is not None:
-            raise Moved("this verifier is going down; ask another one")
+            raise Moved(GOING_DOWN)
         present = self.sessions.get(start.session_id)
         if present:
             if start.epoch <= present.epoch:
@@ -99,6 +102,23 @@ class StepLoop:
         self.sessions[session.id] = session
         self.wake()
         return session
+
+    async def read(self, tokens: Sequence[int], tenant: str) -> int:
+        """Reads a text; its KV stays in a free slot. Returns how many tokens' KV is there. Raises as `open`."""
+        if self._left is not None:
+            raise Moved(GOING_DOWN)
+        place = self.slots.take(tokens, tenant)
+        self._passes.fill(place)
+        start = Start(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), READS, OFF, 1)
+        reading = Reading(start, place, self._engine.vocabulary, self.pace.patterns(greedy=True), None)
+        self.sessions[reading.id] = reading
+        self.wake()
+        try:
+            if reading.ready:
+                await reading.commits.get()
+        finally:
+            self.close(reading)
+        return reading.cached
 
     def close(self, session: Session) -> None:
         """Ends a session: no new step starts for it, and its KV stays until memory is needed. Repeating it changes
@@ -155,7 +175,8 @@ class StepLoop:
             self._changed.clear()
             if self._left is not None:
                 self._let_go(self._left)
-            ready = [session for session in self.sessions.values() if session.ready]
+            everyone = self.sessions.values()
+            ready = sorted(filter(_is_ready, everyone), key=_reads)  # readers last: they take what is left of the chunk
             if not ready:
                 follows = False
                 await self._passes.rest(self._changed)
@@ -226,7 +247,7 @@ class StepLoop:
         """The roots of all sessions that decode, and a chunk of what others have to read first."""
         works, chunk = [], self._prefill_chunk
         for session in ready:
-            pending = len(session.tokens) - session.cached
+            pending = session.unread
             taken = pending if pending == 1 else min(pending, chunk)
             chunk -= taken if pending > 1 else 0
             if taken:
@@ -284,6 +305,8 @@ class StepLoop:
             if walked is None:
                 session.cached = work.end
                 session.draft_own()
+                if isinstance(session, Reading) and not session.ready:
+                    self.close(session)
                 continue
             choices = walked.choices[: session.end - len(session.tokens)]
             for count, choice in enumerate(choices, 1):
@@ -338,6 +361,14 @@ class StepLoop:
             target = session.cached + chain + np.arange(len(path))
             self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
+
+
+def _is_ready(session: Session) -> bool:
+    return session.ready
+
+
+def _reads(session: Session) -> bool:
+    return isinstance(session, Reading)
 
 
 def _rank(node: Node) -> int:

@@ -92,6 +92,11 @@ class Session(Drafted):
         return not self.finished and self.room > 0
 
     @property
+    def unread(self) -> int:
+        """Tokens whose KV the next steps have to write."""
+        return len(self.tokens) - self.cached
+
+    @property
     def ceilings(self) -> Plan:
         """The plan, cut to what the generation can still use."""
         left = self.end - len(self.tokens) - 1
@@ -238,3 +243,17 @@ class Session(Drafted):
         commit = Commit(position, list(choices), self.tree.digest, report, self.finished, owed)
         self.commits.put_nowait(commit)
         return commit
+
+
+class Reading(Session):
+    """A text that is only read, for a session elsewhere. It is over when the KV of all but its last token is there."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may serve it now."""
+        return not self.finished and self.unread > 0
+
+    @property
+    def unread(self) -> int:
+        """The last token is for the session that comes."""
+        return super().unread - 1

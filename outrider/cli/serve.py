@@ -97,6 +97,7 @@ def router(
     tiers: Annotated[
         str | None, typer.Option(help="all, or measured: leave out those that do not pay. [default: measured]")
     ] = None,
+    standby: Annotated[bool | None, typer.Option(help="Keep each session's KV on a second verifier, too.")] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Generations at once; more wait. [default: 256]")] = None,
     max_request_bytes: Annotated[
         int | None, typer.Option(help="Of one request, its prompt included. [default: 4194304]")

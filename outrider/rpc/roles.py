@@ -14,6 +14,7 @@ from outrider.rpc.tls import CLIENT, DRAFTER, ROUTER
 
 CALLERS = {
     "/outrider.v1.Verifier/Decode": {ROUTER},
+    "/outrider.v1.Verifier/Warm": {ROUTER},
     "/outrider.v1.Verifier/Describe": {ROUTER, CLIENT},
     "/outrider.v1.TreeSink/Draft": {DRAFTER},
     "/outrider.v1.Drafter/Attach": {ROUTER},

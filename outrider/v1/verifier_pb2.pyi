@@ -49,6 +49,24 @@ class DecodeStart(_message.Message):
     lease_ms: int
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
+class WarmRequest(_message.Message):
+    __slots__ = ("model", "tokenizer_digest", "tokens", "tenant")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tokenizer_digest: bytes
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("cached",)
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    cached: int
+    def __init__(self, cached: _Optional[int] = ...) -> None: ...
+
 class CancelDecode(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

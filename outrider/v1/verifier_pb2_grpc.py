@@ -41,6 +41,11 @@ class VerifierStub:
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/outrider.v1.Verifier/Warm',
+                request_serializer=outrider_dot_v1_dot_verifier__pb2.WarmRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_verifier__pb2.WarmResponse.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/outrider.v1.Verifier/Describe',
                 request_serializer=outrider_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
@@ -60,6 +65,14 @@ class VerifierServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Reads a text into the KV cache, so that a session over it that comes here later finds it. It takes a slot for as long
+        as it reads, after all that read their prompts; RESOURCE_EXHAUSTED where none is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """What this verifier is and has.
         """
@@ -74,6 +87,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.DecodeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=outrider_dot_v1_dot_verifier__pb2.WarmRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_verifier__pb2.WarmResponse.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -109,6 +127,33 @@ class Verifier:
             '/outrider.v1.Verifier/Decode',
             outrider_dot_v1_dot_verifier__pb2.DecodeRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Verifier/Warm',
+            outrider_dot_v1_dot_verifier__pb2.WarmRequest.SerializeToString,
+            outrider_dot_v1_dot_verifier__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,6 +33,7 @@ SECTIONS: dict[str, Section] = {
         overlap=True,
         drafters_per_session=2,
         tiers="all",
+        standby=True,
         zone="here",
         max_sessions=4,
         max_request_bytes=77,

@@ -6,12 +6,15 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
+from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import types_pb2, verifier_pb2
+from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, start_of
@@ -226,3 +229,32 @@ async def test_a_start_waits_a_moment_for_a_slot_that_is_about_to_be_given_back(
         late = await stack.enter_async_context(calling(verifier, await start_of(verifier)))
         routers[0].finish()
         await late.inbox.take("started")
+
+
+async def test_a_text_that_was_read_beforehand_is_found_by_the_session_that_comes(verifier: str, text: Text) -> None:
+    there = await described(verifier)
+    request = verifier_pb2.WarmRequest(
+        model=there.model, tokenizer_digest=there.tokenizer_digest, tokens=text.whole, tenant=new_name()
+    )
+    async with open_channel(verifier) as channel:
+        warm = VerifierStub(channel).Warm
+        assert (await warm(request)).cached == len(text.whole) - 1
+        steps = (await described(verifier)).steps
+        assert (await warm(request)).cached == len(text.whole) - 1  # repeating it reads nothing
+        assert (await described(verifier)).steps == steps
+        assert (await described(verifier)).sessions == there.sessions
+        for tenant, cached in ((request.tenant, len(text.prompt) - 1), (new_name(), 0)):  # nor is it shared with others
+            async with decoding(verifier, tokens=text.prompt, contract=text.contract, tenant=tenant) as router:
+                assert (await router.inbox.take("started")).cached == cached
+        for changes, code in (
+            ({"model": "gpt"}, grpc.StatusCode.NOT_FOUND),
+            ({"tokens": []}, grpc.StatusCode.INVALID_ARGUMENT),
+            ({"tokens": [4096]}, grpc.StatusCode.INVALID_ARGUMENT),
+            ({"tokens": [5] * 1025}, grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            wrong = verifier_pb2.WarmRequest(
+                **{"model": there.model, "tokenizer_digest": there.tokenizer_digest, "tokens": [5], **changes}
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await warm(wrong)
+            assert caught.value.code() is code

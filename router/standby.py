@@ -1,0 +1,65 @@
+"""A second verifier that has a session's KV, so that little is to be read when the first one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc.aio
+
+from outrider.errors import OutriderError
+from outrider.rpc.status import from_rpc_error
+from outrider.store.registry import Worker
+from outrider.v1 import verifier_pb2
+from outrider.v1.verifier_pb2_grpc import VerifierStub
+from router.models import ServedModel
+from router.opening import Cluster, suitable
+
+LEAST, SHARE = 64, 1 / 16  # tokens, and share of the text, that may be missing there before it reads on
+ANSWER_S = 30.0  # a verifier that takes longer to read has other things to do
+
+log = logging.getLogger(__name__)
+
+
+class Standby:
+    """One session's. It reads in the background what is durable; nothing here blocks or fails the session."""
+
+    def __init__(self, cluster: Cluster, model: ServedModel, tenant: str) -> None:
+        self.holder = ""  # worker id of who has the KV; "": nobody yet
+        self._cluster = cluster
+        self._model = model
+        self._tenant = tenant
+        self._read = 0  # tokens that it has read
+        self._work: asyncio.Task[None] | None = None
+
+    def follow(self, tokens: Sequence[int], serving: Worker) -> None:
+        """The session has so many tokens, on that verifier."""
+        if serving.worker_id == self.holder:  # it has moved there
+            self.holder, self._read = "", 0
+        behind = len(tokens) - self._read
+        if behind >= max(LEAST, len(tokens) * SHARE) and (self._work is None or self._work.done()):
+            self._work = self._cluster.background.spawn(self._warm(tuple(tokens), serving))
+
+    async def _warm(self, tokens: tuple[int, ...], serving: Worker) -> None:
+        self._read = len(tokens)  # where that fails, it is tried again when as much more is missing
+        try:
+            worker = self._chosen(await suitable(self._cluster, self._model), serving)
+            if worker is None:
+                return
+            model = self._model
+            request = verifier_pb2.WarmRequest(
+                model=model.name, tokenizer_digest=model.digest, tokens=tokens, tenant=self._tenant
+            )
+            await VerifierStub(self._cluster.fleet.channel(worker)).Warm(request, timeout=ANSWER_S)
+            self.holder = worker.worker_id
+        except (OutriderError, grpc.aio.AioRpcError) as error:
+            self.holder = ""
+            known = error if isinstance(error, OutriderError) else from_rpc_error(error)
+            log.debug("no other verifier keeps a session's KV: %s", known)
+
+    def _chosen(self, workers: Sequence[Worker], serving: Worker) -> Worker | None:
+        """Who has it already, else the least loaded; None where nobody else is there."""
+        fleet = self._cluster.fleet
+        others = [it for it in workers if it.worker_id != serving.worker_id and not fleet.suspected(it)]
+        return next((it for it in others if it.worker_id == self.holder), others[0] if others else None)

@@ -1,0 +1,66 @@
+"""A verifier dies, and another one that stood by has the KV of its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+
+import pytest
+
+import outrider
+from outrider.config import RouterConfig, VerifierConfig
+from outrider.fleet.process import Process
+from outrider.store.embedded import EmbeddedRedis
+from tests.e2e.conftest import MODELS
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
+
+MODEL = MODELS / "target"
+SESSIONS = 4
+TOKENS = 400
+WENT_ON = re.compile(r"session \w+ goes on at (\S+), where the KV of (\d+) of its (\d+) tokens was")
+
+
+async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str]) -> None:
+    lines: list[str] = []
+
+    def listen(name: str, line: str) -> None:
+        print(name, line)
+        lines.append(line)
+
+    verifying = VerifierConfig(model=MODEL, dtype="float32", numerics="invariant", slots=2 * SESSIONS)
+    routing = RouterConfig(listen="127.0.0.1:0", models={"target": MODEL}, standby=True)
+    with EmbeddedRedis() as redis:
+        verifiers = [Process("verifier", f"verifier-{number}", verifying, listen) for number in range(2)]
+        router = Process("router", "router", routing, listen)
+        try:
+            await asyncio.gather(*(each.start(redis.url) for each in (*verifiers, router)))
+            async with outrider.AsyncClient(router.address) as client:
+
+                async def speak(number: int, seen: asyncio.Event | None = None) -> tuple[int, ...]:
+                    stream = client.stream(
+                        prompts[number % len(prompts)],
+                        seed=number,
+                        max_tokens=TOKENS,
+                        ignore_eos=True,
+                        speculation="off",
+                        timeout=100,
+                    )
+                    async for chunk in stream:
+                        if seen is not None and chunk.next_position > TOKENS // 2:
+                            seen.set()
+                    return stream.result.token_ids
+
+                alone = [await speak(number) for number in range(SESSIONS)]
+                seen = [asyncio.Event() for _ in range(SESSIONS)]
+                speaking = [asyncio.create_task(speak(number, seen[number])) for number in range(SESSIONS)]
+                await asyncio.gather(*(event.wait() for event in seen))
+                os.kill(verifiers[0].pid, signal.SIGKILL)
+                assert await asyncio.gather(*speaking) == alone
+        finally:
+            await asyncio.gather(*(each.stop() for each in (router, *verifiers) if each.address))
+    moved = [(int(read), int(tokens)) for _, read, tokens in WENT_ON.findall("\n".join(lines))]
+    assert moved, "no session was at the verifier that died"
+    assert all(tokens - read <= 64 + 2 * 64 for read, tokens in moved), moved
