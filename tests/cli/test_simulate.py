@@ -10,9 +10,11 @@ from outrider.cli.main import app
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulations" / "shifting_load.toml"
 
 
-def test_it_compares_policies_on_the_example() -> None:
+def test_it_compares_policies(tmp_path: Path) -> None:
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(EXAMPLE.read_text().replace("seconds = 30", "seconds = 3"))
     flags = ["--policy", "off", "--policy", "rounds:4", "--policy", "fixed:4", "--policy", "goodput"]
-    done = CliRunner().invoke(app, ["simulate", str(EXAMPLE), *flags])
+    done = CliRunner().invoke(app, ["simulate", str(scenario), *flags])
     assert done.exit_code == 0, done.output
     assert re.search(r"^goodput +\d+ ", done.output, re.MULTILINE)
     last = done.output.strip().splitlines()[-1]
