@@ -73,7 +73,7 @@ class RouterConfig(ServerConfig):
     listen: Address = "127.0.0.1:7070"
     zone: str = ""  # where it is: verifiers of the same zone are near
     models: dict[str, Path] = Field(min_length=1)  # model name -> checkpoint; its tokenizer.json is enough
-    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "ema"  # as core.contract.PolicyName
+    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # as core.contract.PolicyName
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
     width: int = Field(default=4, ge=1, le=64)
     nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on one session's nodes in a step

@@ -84,7 +84,7 @@ def router(
     key: PrivateKey = None,
     zone: Zone = None,
     policy: Annotated[
-        str | None, typer.Option(help="goodput, ema, heuristic, fixed, rounds or off. [default: ema]")
+        str | None, typer.Option(help="goodput, ema, heuristic, fixed, rounds or off. [default: goodput]")
     ] = None,
     depth: Annotated[int | None, typer.Option(help="Ceiling on gamma, 0 to 64. [default: 24]")] = None,
     width: Annotated[int | None, typer.Option(help="Most children of one node. [default: 4]")] = None,
