@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +21,8 @@ from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 BEATS = 4  # heartbeats in a lease
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class DecodeStream:
         self.opened = False
         self.cached = 0  # tokens whose KV was there, once it is open
         self._start = start
+        self._began = time.monotonic()
+        self._goes_on = len(start.tokens) > start.answer_position  # with an answer that another one began
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
         self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
@@ -98,6 +104,8 @@ class DecodeStream:
         response = await self._read()
         match response.WhichOneof("event"):
             case "commit":
+                if self._goes_on:
+                    self._say_how_long()
                 return self._commit(response.commit)
             case "finished":
                 return End(response.finished.reason == types_pb2.FINISH_REASON_STOP)
@@ -127,6 +135,12 @@ class DecodeStream:
         while True:
             await asyncio.sleep(self._start.lease_s / BEATS)
             await self._send(verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat()))
+
+    def _say_how_long(self) -> None:
+        self._goes_on = False
+        again, took = len(self._start.tokens) - self.cached, time.monotonic() - self._began
+        where = self.worker.worker_id
+        log.info("session %s goes on at %s: %d tokens read again, %.3f s", self._start.session_id, where, again, took)
 
     def _commit(self, commit: verifier_pb2.DecodeCommit) -> Commit:
         if len(commit.gaps) != len(commit.tokens):

@@ -84,6 +84,7 @@ class Process:
 
     async def start(self, redis_url: str) -> None:
         self._ready.clear()
+        self._last_lines.clear()
         limit = start_limit(self.section)
         # -P: what lies in the current directory must not shadow our modules.
         command = [sys.executable, "-P", "-m", "outrider.cli", self.role, *flags(self.section)]

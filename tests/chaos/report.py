@@ -1,0 +1,110 @@
+"""The figures of a run: a table by what struck, the bounds, and the line that scripts read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from tests.chaos.load import Tally, commonest
+from tests.chaos.striking import Struck
+
+# Seconds from a blow to the session's next token, for 99 of 100. What freezes or is cut off has to be noticed first.
+KILLED = {"drafter": 0.5, "router": 2.0, "redis": 3.0, "verifier": 3.0}
+NOTICED_S = 2.5
+COLUMNS = ("blow", "blows", "sessions", "median", "p99", "worst", "of it re-reading", "stranded", "bound", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All blows of one kind."""
+
+    what: str
+    blows: int
+    sessions: int
+    times: tuple[float, ...]  # s, sorted
+    reading: tuple[float, ...]  # likewise
+    stranded: int
+
+    @property
+    def p99(self) -> float:
+        """The time that 99 of 100 stay below; the worst of fewer."""
+        return quantile(self.times, 0.99)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bound was kept; None: there is none, or nothing was measured."""
+        if self.bound is None or not self.times:
+            return None
+        return self.p99 <= self.bound and not self.stranded
+
+    @property
+    def bound(self) -> float | None:
+        """Seconds; None: nothing was promised."""
+        kind, _, role = self.what.partition(" ")
+        if role == "redis" or kind == "kill":  # what is frozen is counted from its thawing if it is Redis
+            return KILLED.get(role) if kind in ("kill", "freeze") else None
+        return NOTICED_S + KILLED[role] if kind in ("freeze", "black-hole") and role in KILLED else None
+
+    def cells(self) -> tuple[str, ...]:
+        """As the table shows it."""
+        times = _median(self.times), self.p99, max(self.times, default=0.0)
+        return (
+            self.what,
+            str(self.blows),
+            str(self.sessions),
+            *(f"{time:.2f} s" if self.times else "-" for time in times),
+            f"{_median(self.reading):.2f} s, {max(self.reading):.2f} s" if self.reading else "-",
+            str(self.stranded),
+            f"{self.bound:g} s" if self.bound else "-",
+            {None: "", True: "met", False: "not met"}[self.met],
+        )
+
+
+def rows(done: Iterable[Struck]) -> list[Row]:
+    """One for each kind of blow, in the order in which they first came."""
+    kinds: dict[str, list[Struck]] = {}
+    for struck in done:
+        kinds.setdefault(str(struck.blow), []).append(struck)
+    return [
+        Row(
+            what,
+            len(some),
+            sum(len(struck.sessions) for struck in some),
+            tuple(sorted(time for struck in some for time in struck.recoveries)),
+            tuple(sorted(time for struck in some for time in struck.read_again)),
+            sum(struck.stranded for struck in some),
+        )
+        for what, some in kinds.items()
+    ]
+
+
+def table(done: Sequence[Struck], tally: Tally) -> str:
+    """For people; in Markdown, so that it can go into docs/reliability.md as it is."""
+    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in rows(done))]
+    said = [
+        f"{tally.answers} answers of {tally.tokens} tokens, {tally.cancelled} cancelled, {tally.resumes} calls resumed",
+        f"lost={tally.lost} repeated={tally.repeated} changed={tally.changed} near_ties={tally.near_ties} "
+        f"errors={len(tally.errors)}",
+        *commonest(tally.errors),
+    ]
+    return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", *said])
+
+
+def last_line(done: Sequence[Struck], tally: Tally) -> str:
+    """The line that scripts read."""
+    kills = sum(struck.blow.kind == "kill" for struck in done)
+    worst = max((time for struck in done if struck.blow.kind == "kill" for time in struck.recoveries), default=0.0)
+    return (
+        f"chaos: kills={kills} lost={tally.lost} repeated={tally.repeated} changed={tally.changed} "
+        f"worst_recovery_s={worst:.2f}"
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of the figures that a share of them does not exceed; 0 of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _median(ordered: Sequence[float]) -> float:
+    return median(ordered) if ordered else 0.0

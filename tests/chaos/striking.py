@@ -1,0 +1,187 @@
+"""Strikes blows under a load and measures how long each session that was struck took to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from tests.chaos.blows import FLAPS, Blow
+from tests.chaos.load import Heard, Load
+from tests.chaos.servers import Server, Servers
+
+UNDER_WAY_S = 0.1  # tokens that arrive so soon after a blow had been sent before it
+PATIENCE_S = 20.0  # for a session to go on
+BETWEEN_S = 10.0  # at most between two blows, if hardly a token comes
+LOOK_S = 0.02
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Struck:
+    """One blow and what it did."""
+
+    blow: Blow
+    server: str
+    at: float  # monotonic
+    sessions: list[Heard]  # that depended on the server
+    recoveries: list[float] = field(default_factory=list)  # s, from the blow to each one's next token
+    read_again: list[float] = field(default_factory=list)  # s of these, from asking a verifier to its first token
+    stranded: int = 0  # sessions that did not go on in time
+    busy: dict[str, float] = field(
+        default_factory=dict
+    )  # s of processor time until all went on, by role; "clients": us
+
+    @property
+    def worst(self) -> float:
+        """The longest recovery, in seconds."""
+        return max(self.recoveries, default=0.0)
+
+
+class Striker:
+    """Has a cluster struck. `say` hears of each blow."""
+
+    def __init__(self, servers: Servers, load: Load, say: Say) -> None:
+        self.done: list[Struck] = []
+        self._servers = servers
+        self._load = load
+        self._say = say
+        self._reviving: dict[str, asyncio.Task[None]] = {}  # by name of the server
+        self._before: dict[int, tuple[str, float]] = {}  # pid -> role and processor time when the blow fell
+
+    async def run(self, blows: Sequence[Blow], within_s: float) -> None:
+        """Strikes them one after the other, and none after `within_s`.
+
+        A blow waits for all servers of its role; and, as far as the time allows it, for all others: a start takes
+        seconds of processor time, which recovery would be measured with. In the end all are there.
+        """
+        until = time.monotonic() + within_s
+        for number, blow in enumerate(blows, 1):
+            began, left = time.monotonic(), len(blows) - number + 1
+            if began > until:
+                self._say(f"out of time: {left} of {len(blows)} blows were not struck")
+                break
+            await self._whole(blow, until - (until - began) * (left - 1) / left)
+            await self._load.more(blow.after, BETWEEN_S)
+            struck = await self._strike(blow)
+            self.done.append(struck)
+            self._say(
+                f"{number}/{len(blows)} {blow} ({struck.server}): {len(struck.sessions)} sessions struck, worst "
+                f"{struck.worst:.2f} s, stranded {struck.stranded}; {self._load.tally.answers} answers, "
+                f"{len(self._load.tally.errors)} errors; processor "
+                + " ".join(f"{role}={spent:.1f}" for role, spent in struck.busy.items())
+            )
+        await asyncio.gather(*self._reviving.values())
+
+    async def _whole(self, blow: Blow, until: float) -> None:
+        """Waits for the servers of the blow's role, and until then for all."""
+        mine = [server.name for server in self._servers.of(blow.role)]
+        await asyncio.gather(*(task for name, task in self._reviving.items() if name in mine))
+        others = [task for task in self._reviving.values() if not task.done()]
+        if others and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(others, timeout=left)
+
+    async def _strike(self, blow: Blow) -> Struck:
+        server, sessions = await self._choose(blow)
+        self._before = self._processor_times()
+        struck = Struck(blow, server.name, time.monotonic(), sessions)
+        match blow.kind:
+            case "kill":
+                await self._kill(server, struck)
+            case "flap":
+                for _ in range(FLAPS):
+                    await self._kill(server, struck)
+                    await self._reviving[server.name]
+            case "restart":
+                await server.child.stop()
+                self._revive(server)
+            case "freeze":
+                server.freeze()
+                await asyncio.sleep(blow.lasts_s)
+                server.thaw()
+            case "black-hole":
+                link = self._servers.links[server.name if blow.link == server.role else blow.link]
+                link.freeze()
+                await asyncio.sleep(blow.lasts_s)
+                link.thaw()
+        if blow.lasts_s and server.role == "redis":  # nobody can go on without it
+            struck.at = time.monotonic()
+        await self._recovered(struck)
+        self._measure(struck)
+        return struck
+
+    async def _kill(self, server: Server, struck: Struck) -> None:
+        """Kills it; a Redis is started again at once, and others once the sessions have gone on without them."""
+        server.kill()
+        struck.at = time.monotonic()
+        if server.role != "redis":
+            await self._recovered(struck)
+        self._revive(server)
+
+    def _revive(self, server: Server) -> None:
+        self._reviving[server.name] = asyncio.create_task(self._servers.revive(server))
+
+    async def _choose(self, blow: Blow) -> tuple[Server, list[Heard]]:
+        """The server to strike, and the sessions that depend on it."""
+        running = {heard.session_id: heard for heard in self._load.running}
+        records = await self._servers.records(running)
+        depending = {
+            server.name: [running[name] for name, record in records.items() if server.serves(record)]
+            for server in self._servers.of(blow.role)
+        }
+        name = (max if blow.which == "busiest" else min)(depending, key=lambda name: len(depending[name]))
+        return self._servers.named(name), depending[name]
+
+    async def _recovered(self, struck: Struck) -> None:
+        """Waits until all have gone on, or ended."""
+        give_up = struck.at + PATIENCE_S
+        while time.monotonic() < give_up and not all(went_on(heard, struck.at) for heard in struck.sessions):
+            await asyncio.sleep(LOOK_S)
+
+    def _measure(self, struck: Struck) -> None:
+        for heard in struck.sessions:
+            if (took := recovery(heard, struck.at)) is not None:
+                struck.recoveries.append(took)
+            elif heard.ended is None:
+                struck.stranded += 1
+        names = {heard.session_id for heard in struck.sessions}
+        since = [reading for reading in self._servers.readings if reading.at > struck.at]
+        struck.read_again = [reading.seconds for reading in since if reading.tokens > 1 and reading.session_id in names]
+        busy: dict[str, float] = defaultdict(float)
+        for pid, (role, spent) in self._processor_times().items():
+            if pid in self._before:
+                busy[role] += spent - self._before[pid][1]
+        struck.busy = dict(busy)
+
+    def _processor_times(self) -> dict[int, tuple[str, float]]:
+        """By pid, the role and the seconds that a process has taken of a processor."""
+        alive = [server for server in self._servers.all if server.child.status is None]
+        times = {server.child.pid: (str(server.role), processor_s(server.child.pid)) for server in alive}
+        return {**times, os.getpid(): ("clients", time.process_time())}
+
+
+def went_on(heard: Heard, at: float) -> bool:
+    """Whether a session has said something since, beyond what was under way; or has ended."""
+    return heard.ended is not None or bool(heard.times and heard.times[-1] > at + UNDER_WAY_S)
+
+
+def recovery(heard: Heard, at: float) -> float | None:
+    """Seconds from a blow to the token after the longest silence that it began; None if no token came since."""
+    since = [at, *(moment for moment in heard.times if moment > at)]
+    silences = [(end - begin, end - at) for begin, end in pairwise(since) if begin <= at + UNDER_WAY_S]
+    return max(silences)[1] if silences else None
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that a process has taken of a processor; 0 when it has gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,102 @@
+"""A short run of the tool, and what it measures with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import ConfigError
+from tests.chaos.blows import SCENARIOS, read, scenario, write
+from tests.chaos.load import Case, Heard, Load, Tally, cases
+from tests.chaos.report import last_line, rows, table
+from tests.chaos.servers import ROLES, Servers, Shape
+from tests.chaos.striking import Striker, Struck, recovery, went_on
+
+SESSIONS = 6
+CONTEXT = 256
+CASE = Case(0, (1, 2), 0.0, 4)
+
+
+@pytest.mark.asyncio
+async def test_one_kill_of_each_role_costs_no_session_a_token() -> None:
+    lines: list[str] = []
+    async with (
+        Servers(Shape(slots=SESSIONS), lambda name, line: print(name, line)) as servers,
+        Load(servers, cases(SESSIONS, CONTEXT), seed=5, leaving=0.1) as load,
+    ):
+        await load.undisturbed()
+        load.begin()
+        await load.more(50, 10.0)
+        striker = Striker(servers, load, lines.append)
+        await striker.run([replace(blow, which="busiest") for blow in scenario("kill", 5, 1)], within_s=60.0)
+        await load.end()
+    print("\n".join(lines), table(striker.done, load.tally), sep="\n")
+    assert not load.tally.wrong
+    assert load.tally.answers >= SESSIONS
+    assert {struck.blow.role for struck in striker.done} == set(ROLES)
+    assert all(struck.sessions and not struck.stranded for struck in striker.done)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_seed_says_what_strikes_and_when(name: str, tmp_path: Path) -> None:
+    blows = scenario(name, 7, 3)
+    assert blows == scenario(name, 7, 3)
+    assert blows != scenario(name, 8, 3)
+    write(blows, tmp_path / "blows")
+    assert read(tmp_path / "blows") == blows
+
+
+def test_what_is_no_scenario_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no 'flood'"):
+        scenario("flood", 7, 1)
+    (tmp_path / "blows").write_text('{"kind": "kill"}\n')
+    with pytest.raises(ConfigError, match="is not what `--write` writes"):
+        read(tmp_path / "blows")
+
+
+def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
+    def heard(*times: float) -> Heard:
+        return Heard(CASE, "s", times=list(times))
+
+    assert recovery(heard(9.0, 10.05, 12.0, 12.1, 15.0), 10.0) == pytest.approx(2.0)  # one token was under way
+    assert recovery(heard(9.0, 10.2, 14.0), 10.0) == pytest.approx(0.2)  # a later silence is not of this blow
+    assert recovery(heard(9.0), 10.0) is None
+    assert not went_on(heard(9.0, 10.05), 10.0)
+    assert went_on(heard(9.0, 10.2), 10.0)
+
+
+def test_every_way_to_go_wrong_is_counted_as_what_it_is() -> None:
+    whole = Heard(CASE, "s", [5, 6, 7, 8], [1.0, 1.0, 1e-5, 1.0])
+
+    def judged(**changes: object) -> Tally:
+        tally = Tally()
+        tally.judge(replace(whole, **changes), whole)  # type: ignore[arg-type]
+        return tally
+
+    assert not judged().wrong
+    assert not judged(tokens=[5], left=True).wrong
+    assert judged(tokens=[5]).lost == 3
+    assert judged(skipped=2).lost == 2
+    assert judged(repeated=1).repeated == 1
+    assert judged(tokens=[5, 9, 7, 8]).changed == 1
+    near = judged(tokens=[5, 6, 9, 9])
+    assert (near.near_ties, near.changed, near.wrong) == (1, 0, False)
+
+
+def test_the_table_says_which_bounds_were_kept_and_the_last_line_is_for_scripts() -> None:
+    def struck(name: str, *recoveries: float, stranded: int = 0) -> Struck:
+        blow = scenario(name, 1, 1)[0]
+        return Struck(blow, "x", 0.0, [], recoveries=list(recoveries), stranded=stranded)
+
+    done = [struck("kill-router", 0.5, 1.25), struck("kill-drafter", 0.75), struck("flap", 9.0)]
+    assert [(row.what, row.met) for row in rows(done)] == [
+        ("kill router", True),
+        ("kill drafter", False),
+        ("flap redis", None),
+    ]
+    assert rows([struck("kill-router", 0.5, stranded=1)])[0].met is False
+    tally = Tally(lost=1, changed=2)
+    assert "not met" in table(done, tally)
+    assert last_line(done, tally) == "chaos: kills=2 lost=1 repeated=0 changed=2 worst_recovery_s=1.25"
