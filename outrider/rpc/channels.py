@@ -11,9 +11,9 @@ Options = tuple[tuple[str, int | str], ...]
 MESSAGE_BYTES = 16 * 2**20  # no message of ours is near it; it bounds what a peer can make us hold
 
 LIVENESS: Options = (
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),  # without it a frozen peer takes 60 s to notice
+    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for so long is asked
+    ("grpc.keepalive_timeout_ms", 1_000),  # and taken for dead when it does not answer in so long
+    ("grpc.http2.ping_timeout_ms", 1_000),  # without it a frozen peer takes 60 s to notice
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -38,7 +38,7 @@ def open_channel(address: str, tls: Tls | None = None, server_name: str = "") ->
     With `tls` it believes none but a server whose certificate has the `server_name`, or if that is empty the address's
     host. Without, it is plain.
 
-    A peer that stops answering is noticed within about four seconds. The caller closes the channel. Must be
+    A peer that stops answering is noticed within about two seconds. The caller closes the channel. Must be
     called on the event loop that will use it.
     """
     if tls is None:

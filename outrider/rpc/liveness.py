@@ -47,16 +47,30 @@ class Progress:
 async def heard(
     messages: AsyncIterator[MessageT], who: str, within_s: float = SILENCE_S
 ) -> AsyncGenerator[MessageT, None]:
-    """The messages of a peer. Raises Unavailable, naming `who`, when it is silent for `within_s` seconds."""
+    """The messages of a peer. Raises Unavailable, naming `who`, when it is silent for `within_s` seconds.
+
+    Whoever stood still itself has not heard that the peer was silent: it listens for so long once more.
+    """
+    loop = asyncio.get_running_loop()
     while True:
+        due = loop.time() + within_s
         try:
-            async with asyncio.timeout(within_s):
-                message = await anext(messages)
+            async with asyncio.timeout(None) as limit:
+                expiry = loop.call_at(due, _expire, limit, due, within_s)
+                try:
+                    message = await anext(messages)
+                finally:
+                    expiry.cancel()
         except StopAsyncIteration:
             return
         except TimeoutError:
             raise Unavailable(f"{who} has been silent for {within_s:g} s; it is taken for dead") from None
         yield message
+
+
+def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
+    now = asyncio.get_running_loop().time()
+    limit.reschedule(now + within_s if now - due > HEARTBEAT_S else now)
 
 
 def check(heartbeat: types_pb2.Heartbeat, who: str) -> None:

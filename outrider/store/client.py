@@ -112,7 +112,8 @@ def loads(blob: bytes, what: str) -> dict[str, Any]:
 
 
 def _retry() -> Retry:
-    return Retry(ConstantBackoff(0.01), 1)
+    """Once more after a connection was lost. A server that does not answer is not asked again: it takes as long."""
+    return Retry(ConstantBackoff(0.01), 1, (redis.exceptions.ConnectionError,))
 
 
 def _diagnosis(error: Exception) -> str:

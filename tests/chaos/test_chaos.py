@@ -14,8 +14,8 @@ from tests.chaos.report import last_line, rows, table
 from tests.chaos.servers import ROLES, Servers, Shape
 from tests.chaos.striking import Striker, Struck, recovery, went_on
 
-SESSIONS = 6
-CONTEXT = 256
+SESSIONS = 4
+CONTEXT = 160
 CASE = Case(0, (1, 2), 0.0, 4)
 
 

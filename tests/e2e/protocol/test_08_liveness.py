@@ -141,7 +141,7 @@ async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
             assert there.levels > 0
 
     async def downwards() -> None:
-        # A keepalive ping every tenth of a second, where ours come every two seconds, is nobody's undoing.
+        # A keepalive ping every tenth of a second, where ours come every second, is nobody's undoing.
         impatient = (("grpc.keepalive_time_ms", 100), ("grpc.http2.min_time_between_pings_ms", 100))
         async with (
             decoding(verifier, tokens=text.prompt, contract=text.contract, window=2) as router,
@@ -156,7 +156,7 @@ async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
             assert peer.inbox.open
 
     await asyncio.gather(upwards(), downwards())
-    wanted = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 2000, "grpc.http2.ping_timeout_ms": 2000}
+    wanted = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     assert wanted.items() <= dict(LIVENESS).items()
 
 
