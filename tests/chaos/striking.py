@@ -15,7 +15,7 @@ from tests.chaos.blows import FLAPS, Blow
 from tests.chaos.load import Heard, Load
 from tests.chaos.servers import Server, Servers
 
-UNDER_WAY_S = 0.1  # tokens that arrive so soon after a blow had been sent before it
+UNDER_WAY_S = 0.3  # tokens that arrive so soon after a blow may have been sent before it
 PATIENCE_S = 20.0  # for a session to go on
 BETWEEN_S = 10.0  # at most between two blows, if hardly a token comes
 LOOK_S = 0.02
@@ -145,8 +145,9 @@ class Striker:
             await asyncio.sleep(LOOK_S)
 
     def _measure(self, struck: Struck) -> None:
+        under_way_s = 0.0 if struck.blow.role == "drafter" else UNDER_WAY_S  # tokens do not come by way of drafters
         for heard in struck.sessions:
-            if (took := recovery(heard, struck.at)) is not None:
+            if (took := recovery(heard, struck.at, under_way_s)) is not None:
                 struck.recoveries.append(took)
             elif heard.ended is None:
                 struck.stranded += 1
@@ -171,10 +172,10 @@ def went_on(heard: Heard, at: float) -> bool:
     return heard.ended is not None or bool(heard.times and heard.times[-1] > at + UNDER_WAY_S)
 
 
-def recovery(heard: Heard, at: float) -> float | None:
+def recovery(heard: Heard, at: float, under_way_s: float = UNDER_WAY_S) -> float | None:
     """Seconds from a blow to the token after the longest silence that it began; None if no token came since."""
     since = [at, *(moment for moment in heard.times if moment > at)]
-    silences = [(end - begin, end - at) for begin, end in pairwise(since) if begin <= at + UNDER_WAY_S]
+    silences = [(end - begin, end - at) for begin, end in pairwise(since) if begin <= at + under_way_s]
     return max(silences)[1] if silences else None
 
 
