@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests test-long bench bench-quick bench-trees bench-gpu lint proto clean
+.PHONY: demo test tests test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -19,6 +19,14 @@ tests: $(STAMP)
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
+
+# Kills, freezes, black holes and restarts under 32 sessions: at most half an hour. ARGS adds flags: ARGS='--seed 8'.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --whole $(ARGS)
+
+# A little of it: three minutes.
+chaos-quick: $(STAMP)
+	$(BIN)/python -m tests.chaos --quick $(ARGS)
 
 # All suites: about an hour and a half on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
 bench: $(STAMP)

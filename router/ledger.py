@@ -13,7 +13,7 @@ from outrider.core.contract import Plan
 from outrider.errors import Conflict, NotFound, Unavailable
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
 
-FIRST_RETRY_S, LAST_RETRY_S = 0.05, 1.0  # between attempts while Redis is away
+FIRST_RETRY_S, LAST_RETRY_S = 0.05, 0.5  # between attempts while Redis is away
 
 MOST_RESTORED = 4  # times that one write has to wait for what Redis lost
 
