@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 import outrider
 from bench.faults import FaultProxy
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
-from outrider.errors import Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.fleet.process import Process
 from outrider.store.client import connect
 from outrider.store.embedded import find_server
@@ -38,6 +38,7 @@ Forward = Callable[[str, str], None]
 
 GOES_ON = re.compile(r"session (\w+) goes on at \S+: (\d+) tokens read again, ([\d.]+) s")
 READY_S = 60.0  # for a server to be there for the others
+AGAIN_S = 0.5  # between two attempts to start one
 LOOK_S = 0.02
 
 
@@ -162,7 +163,7 @@ class Shape:
     routers: int = 2
     verifiers: int = 2
     drafters: int = 2
-    slots: int = 32
+    slots: int = 48  # of each worker: room for all sessions, and for what has yet to be let go
     lease_s: float = 10.0
     proxied: bool = False  # whether they reach each other through proxies alone, for black holes
 
@@ -213,9 +214,17 @@ class Servers:
             server.known_as = await self._announced(server)
 
     async def revive(self, server: Server) -> None:
-        """What a supervisor does for one that has been killed."""
+        """What a supervisor does for one that has ended: starts it, and again if it finds no Redis. Raises
+        OutriderError when that is of no use for long."""
         await server.child.wait()
-        await self.start(server)
+        give_up = time.monotonic() + READY_S
+        while True:
+            try:
+                return await self.start(server)
+            except OutriderError:
+                if time.monotonic() > give_up:
+                    raise
+            await asyncio.sleep(AGAIN_S)
 
     async def records(self, session_ids: Iterable[str]) -> dict[str, SessionRecord]:
         """What Redis holds of sessions, past all proxies."""

@@ -33,7 +33,9 @@ class Struck:
     sessions: list[Heard]  # that depended on the server
     recoveries: list[float] = field(default_factory=list)  # s, from the blow to each one's next token
     read_again: list[float] = field(default_factory=list)  # s of these, from asking a verifier to its first token
+    besides: list[float] = field(default_factory=list)  # s of each recovery that were not spent on that
     stranded: int = 0  # sessions that did not go on in time
+    back_s: float = 0.0  # until a Redis that was killed answered again; its log takes a while to load
     busy: dict[str, float] = field(
         default_factory=dict
     )  # s of processor time until all went on, by role; "clients": us
@@ -74,7 +76,9 @@ class Striker:
             self._say(
                 f"{number}/{len(blows)} {blow} ({struck.server}): {len(struck.sessions)} sessions struck, worst "
                 f"{struck.worst:.2f} s, stranded {struck.stranded}; {self._load.tally.answers} answers, "
-                f"{len(self._load.tally.errors)} errors; processor "
+                f"{len(self._load.tally.errors)} errors; "
+                + (f"back after {struck.back_s:.2f} s; " if struck.back_s else "")
+                + "processor "
                 + " ".join(f"{role}={spent:.1f}" for role, spent in struck.busy.items())
             )
         await asyncio.gather(*self._reviving.values())
@@ -97,7 +101,6 @@ class Striker:
             case "flap":
                 for _ in range(FLAPS):
                     await self._kill(server, struck)
-                    await self._reviving[server.name]
             case "restart":
                 await server.child.stop()
                 self._revive(server)
@@ -122,7 +125,11 @@ class Striker:
         struck.at = time.monotonic()
         if server.role != "redis":
             await self._recovered(struck)
-        self._revive(server)
+            self._revive(server)
+        else:
+            self._revive(server)
+            await self._reviving[server.name]
+            struck.back_s = time.monotonic() - struck.at
 
     def _revive(self, server: Server) -> None:
         self._reviving[server.name] = asyncio.create_task(self._servers.revive(server))
@@ -146,17 +153,18 @@ class Striker:
 
     def _measure(self, struck: Struck) -> None:
         under_way_s = 0.0 if struck.blow.role == "drafter" else UNDER_WAY_S  # tokens do not come by way of drafters
+        since = [reading for reading in self._servers.readings if reading.at > struck.at and reading.tokens > 1]
+        again = {reading.session_id: reading.seconds for reading in reversed(since)}
         for heard in struck.sessions:
             if (took := recovery(heard, struck.at, under_way_s)) is not None:
                 struck.recoveries.append(took)
+                struck.read_again += [again[heard.session_id]] if heard.session_id in again else []
+                struck.besides.append(max(0.0, took - again.get(heard.session_id, 0.0)))
             elif heard.ended is None:
                 struck.stranded += 1
-        names = {heard.session_id for heard in struck.sessions}
-        since = [reading for reading in self._servers.readings if reading.at > struck.at]
-        struck.read_again = [reading.seconds for reading in since if reading.tokens > 1 and reading.session_id in names]
         busy: dict[str, float] = defaultdict(float)
         for pid, (role, spent) in self._processor_times().items():
-            if pid in self._before:
+            if pid in self._before and spent:  # it is still there
                 busy[role] += spent - self._before[pid][1]
         struck.busy = dict(busy)
 
