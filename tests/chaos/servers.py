@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -28,7 +30,6 @@ from outrider.store.embedded import find_server
 from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from tests.e2e.conftest import MODELS
-from tests.e2e.test_faults import free_port
 
 Role = Literal["drafter", "router", "verifier", "redis"]
 Worker = Literal["drafter", "router", "verifier"]
@@ -38,8 +39,18 @@ Forward = Callable[[str, str], None]
 
 GOES_ON = re.compile(r"session (\w+) goes on at \S+: (\d+) tokens read again, ([\d.]+) s")
 READY_S = 60.0  # for a server to be there for the others
+PORTS = 18_000, 30_000
 AGAIN_S = 0.5  # between two attempts to start one
 LOOK_S = 0.02
+
+
+def steady_port() -> int:
+    """A free port that no connection is given by chance while its server is down: the kernel takes those from above."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("127.0.0.1", port))
+            return port
 
 
 class Child(Protocol):
@@ -237,7 +248,7 @@ class Servers:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-            port = free_port()
+            port = steady_port()
             redis = Server("redis", "redis", RedisProcess(port, folder), f"127.0.0.1:{port}")
             self.redis_url = f"redis://{redis.address}"
             self.all.append(redis)
@@ -258,7 +269,7 @@ class Servers:
         await self._stack.aclose()
 
     async def _server(self, stack: AsyncExitStack, role: Worker, name: str) -> Server:
-        listen = f"127.0.0.1:{free_port()}"
+        listen = f"127.0.0.1:{steady_port()}"
         address = await self._link(stack, name, listen)
         section = self._section(role, listen, address)
         return Server(role, name, Process(role, name, section, self._hear), address)
