@@ -29,13 +29,16 @@ class Part(NamedTuple):
 
     scenarios: tuple[tuple[str, int], ...]  # names and rounds
     minutes: float
-    proxied: bool = False
+
+    def blows(self, seed: int) -> list[Blow]:
+        """Its blows, in order."""
+        return [blow for name, count in self.scenarios for blow in making.scenario(name, seed, count)]
 
 
 WHOLE = (
     Part((("freeze", 1), ("restart", 1), ("flap", 3)), 3.0),
     Part((("kill", 50),), 19.5),
-    Part((("black-hole", 1),), 2.5, proxied=True),
+    Part((("black-hole", 1),), 2.5),
 )
 QUICK = (Part((("kill", 3), ("freeze-router", 1)), 1.6),)
 
@@ -49,9 +52,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7, help="the same seed strikes the same blows in the same order")
     parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's blows")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="at once")
+    parser.add_argument("--standby", action="store_true", help="a second verifier keeps each session's KV")
     parser.add_argument("--minutes", type=float, default=28.0, help="no blow falls later")
     parser.add_argument("--write", type=Path, help="write the blows to a file, and strike none")
-    parser.add_argument("--blows", type=Path, help="strike those of such a file")
+    parser.add_argument("--blows", type=Path, help="strike those of such a file, in --minutes")
     parser.add_argument("--log", type=Path, help="what the servers say")
     options = parser.parse_args()
     try:
@@ -74,41 +78,46 @@ async def run(options: argparse.Namespace) -> int:
             if log is not None:
                 print(f"{time.monotonic() - began:8.3f} {name} {line}", file=log, flush=True)
 
-        proxied = options.scenario == "black-hole"
-        chosen = (Part(((options.scenario, options.count),), options.minutes, proxied),)
-        parts = WHOLE if options.whole else QUICK if options.quick else chosen
+        parts = WHOLE if options.whole else QUICK if options.quick else None
+        parts = parts or (Part(((options.scenario, options.count),), options.minutes),)
+        work = [(part.blows(options.seed), part.minutes) for part in parts]
+        if options.blows:
+            work = [(making.read(options.blows), options.minutes)]
+        if options.write:
+            making.write([blow for blows, _ in work for blow in blows], options.write)
+            return 0
         done: list[Struck] = []
         tally = Tally()
-        for part in parts:
-            blows = [blow for name, count in part.scenarios for blow in making.scenario(name, options.seed, count)]
-            if options.blows:
-                blows = making.read(options.blows)
-            if options.write:
-                making.write(blows, options.write)
-                continue
-            done += await strike(part, blows, options, tally, say, forward)
-        if not options.write:
+        try:
+            for blows, minutes in work:
+                await strike(blows, minutes, options, done, tally, say, forward)
+        finally:  # what was measured counts, whatever became of the run
             print(table(done, tally))
             print(last_line(done, tally))
     return int(tally.wrong)
 
 
 async def strike(
-    part: Part, blows: Sequence[Blow], options: argparse.Namespace, tally: Tally, say: Say, forward: Forward
-) -> list[Struck]:
-    """One part, on a cluster of its own. What came of the answers goes into the tally."""
-    async with Servers(Shape(proxied=part.proxied), forward) as servers:
+    blows: Sequence[Blow],
+    minutes: float,
+    options: argparse.Namespace,
+    done: list[Struck],
+    tally: Tally,
+    say: Say,
+    forward: Forward,
+) -> None:
+    """Strikes a cluster of its own. What came of the blows is put into `done`, and of the answers into the tally."""
+    proxied = any(blow.kind == "black-hole" for blow in blows)
+    async with Servers(Shape(proxied=proxied, standby=options.standby), forward) as servers:
         say("all servers are there")
         async with Load(servers, cases(options.sessions), options.seed, LEAVING, tally) as load:
             await load.undisturbed()
             say(f"the undisturbed answers: {load.said} tokens")
             load.begin()
             await load.more(UP_TO_SPEED, 10.0)
-            striker = Striker(servers, load, say)
-            await striker.run(blows, 60 * part.minutes)
+            await Striker(servers, load, say, done).run(blows, 60 * minutes)
             await load.end()
             say(f"{tally.answers} answers, as they must be: {not tally.wrong}")
-            return striker.done
 
 
 if __name__ == "__main__":

@@ -176,6 +176,7 @@ class Shape:
     drafters: int = 2
     slots: int = 48  # of each worker: room for all sessions, and for what has yet to be let go
     lease_s: float = 10.0
+    standby: bool = False  # whether a second verifier keeps each session's KV
     proxied: bool = False  # whether they reach each other through proxies alone, for black holes
 
 
@@ -279,7 +280,12 @@ class Servers:
         match role:
             case "router":
                 return RouterConfig(
-                    listen=listen, models={"target": MODELS / "target"}, policy="fixed", depth=4, lease_s=shape.lease_s
+                    listen=listen,
+                    models={"target": MODELS / "target"},
+                    policy="fixed",
+                    depth=4,
+                    lease_s=shape.lease_s,
+                    standby=shape.standby,
                 )
             case "verifier":
                 return VerifierConfig(

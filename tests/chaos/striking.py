@@ -47,10 +47,10 @@ class Struck:
 
 
 class Striker:
-    """Has a cluster struck. `say` hears of each blow."""
+    """Has a cluster struck. `say` hears of each blow; `done` gets them, behind what it holds."""
 
-    def __init__(self, servers: Servers, load: Load, say: Say) -> None:
-        self.done: list[Struck] = []
+    def __init__(self, servers: Servers, load: Load, say: Say, done: list[Struck] | None = None) -> None:
+        self.done = [] if done is None else done
         self._servers = servers
         self._load = load
         self._say = say
