@@ -52,7 +52,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7, help="the same seed strikes the same blows in the same order")
     parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's blows")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="at once")
-    parser.add_argument("--standby", action="store_true", help="a second verifier keeps each session's KV")
+    parser.add_argument(
+        "--standby",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a second verifier keeps each session's KV",
+    )
     parser.add_argument("--minutes", type=float, default=28.0, help="no blow falls later")
     parser.add_argument("--write", type=Path, help="write the blows to a file, and strike none")
     parser.add_argument("--blows", type=Path, help="strike those of such a file, in --minutes")

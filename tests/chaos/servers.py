@@ -174,7 +174,7 @@ class Shape:
     routers: int = 2
     verifiers: int = 2
     drafters: int = 2
-    slots: int = 48  # of each worker: room for all sessions, and for what has yet to be let go
+    slots: int = 80  # of each worker: room for all sessions, for those it stands by for, and what has yet to be let go
     lease_s: float = 10.0
     standby: bool = False  # whether a second verifier keeps each session's KV
     proxied: bool = False  # whether they reach each other through proxies alone, for black holes
