@@ -19,6 +19,7 @@ from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 BEATS = 4  # heartbeats in a lease
+ACKNOWLEDGEMENTS = 4  # in a window: each costs as much as a chunk to the client, and the verifier needs few
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class DecodeStream:
         self.opened = False
         self.cached = 0  # tokens whose KV was there, once it is open
         self._start = start
+        self._acknowledged = len(start.tokens)
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
         self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
@@ -110,8 +112,10 @@ class DecodeStream:
                 raise self._broken(f"sent {event!r} in the middle of a session")
 
     async def durable(self, position: int) -> None:
-        """Tells that every token below `position` is in the log."""
-        await self._send(verifier_pb2.DecodeRequest(durable=position))
+        """Every token below `position` is in the log. The verifier is told a few times in each window."""
+        if position - self._acknowledged >= self._start.window // ACKNOWLEDGEMENTS:
+            self._acknowledged = position
+            await self._send(verifier_pb2.DecodeRequest(durable=position))
 
     async def plan(self, plan: Plan) -> None:
         """Sends new ceilings."""

@@ -38,6 +38,7 @@ from outrider.store.records import (
     unpack,
 )
 from outrider.store.restoring import pieces, restored
+from outrider.store.together import Together
 
 __all__ = ["ABANDONED", "CANCELLED", "Log", "OwnedSession", "SessionRecord", "Sessions", "Turn"]
 
@@ -47,7 +48,8 @@ CANCELLED = "cancelled"
 _PAGE = 1024  # entries read from Redis at once, so that a long log holds nobody up
 _ATTEMPTS = 4  # at a compare-and-set that somebody else keeps getting ahead of
 _TOMBSTONE_S = 60.0  # at least; longer than anybody goes without hearing of a close
-_SCRIPTS = ("create", "acquire", "begin", "append", "renew", "release", "finish", "close", "restore", "abandon")
+_TOGETHER = ("append", "renew", "release", "finish")  # scripts of owners, who are many and write all the time
+_SCRIPTS = (*_TOGETHER, "create", "acquire", "begin", "close", "restore", "abandon")
 
 
 class Sessions:
@@ -64,6 +66,7 @@ class Sessions:
         self._tombstone_ms = round(max(2 * lease_s, _TOMBSTONE_S) * 1000)
         prelude = _source("prelude")
         self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
+        self._together = Together(redis)
 
     async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
         """Stores a new session without tokens that nobody owns.
@@ -232,8 +235,12 @@ class Sessions:
     async def _run(self, script: str, session_id: str, *arguments: Any) -> Any:
         """What a script replied after "ok"; its refusals as errors."""
         keys = [_record_key(session_id), _log_key(session_id)]
+        args = [*self._times, *arguments]
         with translated(self._redis):
-            reply = await self._scripts[script](keys=keys, args=[*self._times, *arguments])
+            if script in _TOGETHER:
+                reply = await self._together.run(self._scripts[script], keys, args)
+            else:
+                reply = await self._scripts[script](keys=keys, args=args)
         match reply:
             case [b"ok", *values]:
                 return values
