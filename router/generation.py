@@ -112,9 +112,13 @@ class Generation:
 
     async def cancel(self) -> None:
         """Ends the generation: no new step is started for it, and `run` finishes. Returns when it has."""
+        self.stop()
+        await self.ended.wait()
+
+    def stop(self) -> None:
+        """The same, without waiting for the end."""
         self._cancelled = True
         self._interrupt()
-        await self.ended.wait()
 
     def move(self) -> None:
         """Has it stop where it stands, and go on at another router."""

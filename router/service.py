@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from router import opening
 from router.admission import OUTPUT_WEIGHT, Admission, Place
 from router.answer import Part, Reason
 from router.background import Background
+from router.beginnings import Beginning, Beginnings
 from router.callers import Anybody, Callers, Keyholders
 from router.chores import sweep, watch
 from router.fair_queue import Claim, Priority
@@ -66,6 +67,7 @@ class Inference(InferenceServicer):
         self._cluster = cluster
         self._callers = callers
         self._leaving = False
+        self._beginnings = Beginnings()
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
@@ -79,13 +81,16 @@ class Inference(InferenceServicer):
             ask = parse(
                 request, self._cluster.models, self._cluster.config, held, self._cluster.lessons.of, tenant=tenant
             )
-            async with self._cluster.admission.place(self._claim(ask, remaining)) as place:
+            async with AsyncExitStack() as stack:
+                beginning = stack.enter_context(self._beginnings.of(tenant, request.session_id))
+                claimed = stack.enter_async_context(self._cluster.admission.place(self._claim(ask, remaining)))
+                place = await beginning.wait_for(claimed)
                 if held is not None and time.monotonic() - arrived > STALE_S:
                     held = await self._held(tenant, request)
                 opened = await opening.begin(self._cluster, ask, held, deadline)
                 opened.answer.figures.waited(place.since - arrived)
                 place.spend(read=opened.answer.start)
-                await self._run(opened, place, context)
+                await self._run(opened, place, context, beginning)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
@@ -148,7 +153,8 @@ class Inference(InferenceServicer):
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
 
     async def _cancel(self, tenant: str, session_id: str) -> None:
-        """Cancels the generation of a tenant's session, if it runs here."""
+        """Cancels the generation of a tenant's session, if it runs here or is about to."""
+        await self._beginnings.cancel(tenant, session_id)
         generation = self.running.get(session_id)
         if generation is not None and generation.tenant == tenant:
             await generation.cancel()
@@ -172,11 +178,17 @@ class Inference(InferenceServicer):
         """A deadline by the clock of admission."""
         return None if remaining is None else self._cluster.admission.clock() + remaining
 
-    async def _run(self, opened: Opened, place: Place, context: Context[Any, Any]) -> None:
+    async def _run(
+        self, opened: Opened, place: Place, context: Context[Any, Any], beginning: Beginning | None = None
+    ) -> None:
         generation = Generation(self._cluster, opened, place)
         if self._leaving:
             generation.move()
         self.running[generation.session_id] = generation  # one that we took it over from ends by itself
+        if beginning is not None:
+            beginning.over.set()
+            if beginning.cancelled:
+                generation.stop()
         try:
             await generation.run(partial(_send, context, opened.turn.contract))
         finally:

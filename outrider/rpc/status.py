@@ -77,6 +77,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
     return kind(details)
 
 
+def is_from_outrider(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a server of ours said it, and not gRPC."""
+    return CLASS_KEY in _texts(error.trailing_metadata())
+
+
 def _from_code(code: grpc.StatusCode, details: str) -> OutriderError:
     kind = _BY_CODE.get(code, errors.InternalError)
     if kind is errors.Overloaded and "larger than max" in details:  # gRPC's own code for an oversized message
