@@ -10,7 +10,7 @@ import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.credit import Credit
-from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Unavailable
+from outrider.errors import Cancelled, InternalError, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
@@ -137,6 +137,10 @@ class DecodeStream:
             raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
         if commit.epoch != self._start.epoch:
             raise self._broken(f"committed under epoch {commit.epoch}, not {self._start.epoch}")
+        try:
+            report = report_from_pb(commit.report)
+        except InvalidRequest as error:
+            raise self._broken(f"sent a malformed commit ({error})") from None
         return Commit(
             epoch=commit.epoch,
             position=commit.position,
@@ -144,7 +148,7 @@ class DecodeStream:
             gaps=tuple(commit.gaps),
             logprobs=commit.logprobs,
             digest=commit.digest,
-            report=report_from_pb(commit.report),
+            report=report,
             owed=tuple(
                 Credit(credit.drafter_id, credit.verified, credit.accepted, credit.alone) for credit in commit.credits
             ),

@@ -102,7 +102,8 @@ def _texts(metadata: Any) -> dict[str, str]:
 
 
 def _milliseconds(text: str) -> float:
-    return int(text) / 1000 if text.isdigit() else 1.0
+    """Of a header, in seconds; what nobody can mean is a second."""
+    return int(text) / 1000 if text.isascii() and text.isdigit() and len(text) < 10 else 1.0
 
 
 @asynccontextmanager
