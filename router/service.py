@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from outrider.errors import Cancelled, NotFound
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
-from outrider.rpc.tls import Tls
+from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.client import connect, ping
 from outrider.store.keys import Keys
 from outrider.store.lessons import share
@@ -56,6 +57,8 @@ _REASONS = {
     Reason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
     Reason.FAILED: types_pb2.FINISH_REASON_FAILED,
 }
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext
 
@@ -231,6 +234,12 @@ async def _serve(
 ) -> None:
     client = connect(redis_url)
     tls = Tls.read(config.ca, config.cert, config.key)
+    if config.auth == "keys" and tls is None and not is_loopback(config.listen.rpartition(":")[0]):
+        log.warning(
+            "API keys cross the network in the clear on %s: give this router a certificate (ca, cert and key), or "
+            "listen on 127.0.0.1 behind something that speaks TLS",
+            config.listen,
+        )
     fleet = Fleet(Registry(client), config.zone, tls)
     background = Background()
     admission = Admission(config, fleet.places)
