@@ -397,7 +397,10 @@ async def test_speculation_off_attaches_nobody_and_says_so_in_the_plan(redis_url
 
 async def test_plans_follow_acceptance(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)  # nothing is ever accepted
-    async with running_router(redis_url, window=2, policy="ema") as rig, announced(verifier, rig.registry, MODEL.digest):
+    async with (
+        running_router(redis_url, window=2, policy="ema") as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+    ):
         started, _, _ = await collect(rig.stub.Generate(ask("x", max_tokens=CONTEXT - 1)))
         first = verifier.starts[0].plan
         assert first.depth == 24
