@@ -15,7 +15,6 @@ import grpc.aio
 
 from outrider.config import RouterConfig
 from outrider.core.contract import Contract
-from outrider.core.logprobs import unpack
 from outrider.core.tiers import TierChoice
 from outrider.errors import Cancelled, NotFound
 from outrider.rpc.lifecycle import alongside
@@ -29,34 +28,24 @@ from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from outrider.store.tickets import ticket_key
 from outrider.v1 import inference_pb2 as pb
-from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
 from router.admission import OUTPUT_WEIGHT, Admission, Place
-from router.answer import Part, Reason
 from router.background import Background
 from router.beginnings import Beginning, Beginnings
 from router.callers import Anybody, Callers, Keyholders
 from router.chores import sweep, watch
 from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
-from router.generation import Event, Finished, Generation, Started
+from router.generation import Event, Generation
 from router.lessons import Lessonbook
+from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
 from router.requests import Ask, parse, served
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
 STALE_S = 0.05  # after so long in the queue a session is looked at again
-
-_REASONS = {
-    Reason.STOP: types_pb2.FINISH_REASON_STOP,
-    Reason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    Reason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-    Reason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
-    Reason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
-    Reason.FAILED: types_pb2.FINISH_REASON_FAILED,
-}
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +117,13 @@ class Inference(InferenceServicer):
             model = served(request.model, self._cluster.models)
             session_id = secrets.token_hex(16)
             await self._cluster.sessions.create(session_id, tenant, model.name, model.digest)
-            return _session_to_pb(await self._cluster.sessions.get(session_id))
+            return session_to_pb(await self._cluster.sessions.get(session_id))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """What is known of a session."""
         async with translated(context):
             tenant = await self._callers.tenant(context)
-            return _session_to_pb(await opening.open_record(self._cluster.sessions, tenant, request.session_id))
+            return session_to_pb(await opening.open_record(self._cluster.sessions, tenant, request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
@@ -284,83 +273,6 @@ async def _serve(
 
 async def _send(context: Context[Any, Any], contract: Contract, event: Event) -> None:
     try:
-        await context.write(_event_to_pb(event, contract))
+        await context.write(event_to_pb(event, contract))
     except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None
-
-
-def _event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
-    match event:
-        case Started():
-            return pb.GenerateResponse(
-                started=pb.Started(
-                    session_id=event.session_id,
-                    model=event.model,
-                    seed=event.seed,
-                    prompt_tokens=event.prompt_tokens,
-                    generation=event.generation,
-                    cached_tokens=event.cached_tokens,
-                    forked_from=event.forked_from,
-                    rule=contract.rule,
-                    lossy=contract.lossy,
-                )
-            )
-        case Part():
-            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract))
-        case Finished():
-            return pb.GenerateResponse(finished=_finished_to_pb(event))
-
-
-def _chunk_to_pb(part: Part, contract: Contract) -> pb.Chunk:
-    entries = [] if contract.logprobs is None else unpack(part.logprobs, contract.logprobs)
-    return pb.Chunk(
-        text=part.text,
-        token_ids=part.tokens,
-        gaps=part.gaps,
-        next_position=part.position + len(part.tokens),
-        text_offset=part.text_offset,
-        logprobs=[
-            pb.TokenLogprobs(
-                logprob=entry.logprob,
-                top_ids=[token for token, _ in entry.top],
-                top_logprobs=[logprob for _, logprob in entry.top],
-            )
-            for entry in entries
-        ],
-    )
-
-
-def _session_to_pb(record: SessionRecord) -> pb.Session:
-    return pb.Session(
-        session_id=record.session_id,
-        model=record.model,
-        length=record.length,
-        digest=record.digest,
-        generation=record.generation,
-        running=record.generation > 0 and not record.finished,
-        reason=_REASONS[Reason(record.finished)] if record.finished else None,
-        answer_position=record.turn.answer_position if record.turn else 0,
-        epoch=record.epoch,
-        verifier=record.verifier,
-        drafters=record.drafters,
-    )
-
-
-def _finished_to_pb(event: Finished) -> pb.Finished:
-    figures = event.figures
-    return pb.Finished(
-        reason=_REASONS[event.reason],
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=figures.completion_tokens,
-            steps=figures.steps,
-            verified=figures.verified,
-            accepted=figures.accepted,
-            reached_by_depth=figures.reached_by_depth,
-            tried_by_depth=figures.tried_by_depth,
-            wire_bytes=figures.wire_bytes,
-            first_token_us=figures.first_token_us,
-            total_us=figures.elapsed_us(),
-            decode_us=figures.last_token_us - figures.first_token_us,
-        ),
-    )
