@@ -25,6 +25,7 @@ SLOTS = 4
 AT_ONCE = 12  # so that most wait
 TOKENS = 100  # of an answer
 LONGEST_S = 0.4  # that one lives
+LEVEL = 1_000  # after so many heaps have filled, as much as they do
 MORE_MB = 25  # that a process may hold over what it held after a fifth of them
 COUNTS = [
     pytest.param(200, id="200"),
@@ -107,5 +108,5 @@ async def test_nobody_computes_for_what_was_cancelled_and_nothing_is_left_of_it(
         for when in ("midway", "before its first token"):
             assert ends[f"{way} {when}"] > count / 100, ends
     assert ends["whole"] < count / 4
-    for name, first in held[len(held) // 5].items():
+    for name, first in held[len(held) // 5].items() if count > LEVEL else ():
         assert held[-1][name] <= first + MORE_MB, (name, [round(some[name]) for some in held])
