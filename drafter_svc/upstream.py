@@ -156,6 +156,7 @@ class Upstream:
 
     async def _run(self) -> None:
         reachable = True
+        self._tls = self._tls and self._tls.renewed()
         async with open_channel(self.address, self._tls, SERVER) as channel:
             while True:
                 await self._wanted.wait()

@@ -12,7 +12,7 @@ import grpc.aio
 
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.credit import Credit
-from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Unavailable
+from outrider.errors import Cancelled, InternalError, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
@@ -21,6 +21,7 @@ from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 BEATS = 4  # heartbeats in a lease
+ACKNOWLEDGEMENTS = 4  # in a window: each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class DecodeStream:
         self._start = start
         self._began = time.monotonic()
         self._goes_on = len(start.tokens) > start.answer_position  # with an answer that another one began
+        self._acknowledged = len(start.tokens)
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
         self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
@@ -118,8 +120,10 @@ class DecodeStream:
                 raise self._broken(f"sent {event!r} in the middle of a session")
 
     async def durable(self, position: int) -> None:
-        """Tells that every token below `position` is in the log."""
-        await self._send(verifier_pb2.DecodeRequest(durable=position))
+        """Every token below `position` is in the log. The verifier is told a few times in each window."""
+        if position - self._acknowledged >= self._start.window // ACKNOWLEDGEMENTS:
+            self._acknowledged = position
+            await self._send(verifier_pb2.DecodeRequest(durable=position))
 
     async def plan(self, plan: Plan) -> None:
         """Sends new ceilings."""
@@ -147,6 +151,10 @@ class DecodeStream:
             raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
         if commit.epoch != self._start.epoch:
             raise self._broken(f"committed under epoch {commit.epoch}, not {self._start.epoch}")
+        try:
+            report = report_from_pb(commit.report)
+        except InvalidRequest as error:
+            raise self._broken(f"sent a malformed commit ({error})") from None
         return Commit(
             epoch=commit.epoch,
             position=commit.position,
@@ -154,7 +162,7 @@ class DecodeStream:
             gaps=tuple(commit.gaps),
             logprobs=commit.logprobs,
             digest=commit.digest,
-            report=report_from_pb(commit.report),
+            report=report,
             owed=tuple(
                 Credit(credit.drafter_id, credit.verified, credit.accepted, credit.alone) for credit in commit.credits
             ),

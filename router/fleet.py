@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from outrider.store.registry import Registry, Role, Worker
 from router.placement import Prospect, apart, preferred
 from router.rates import Stay
 
+_LONGEST_CALL_S = 3600.0  # that a channel is kept for its calls after certificates were renewed
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
 _RETRY_S = 0.25  # after a verifier refused us for want of room, one more is tried there each time that this has passed
 
@@ -32,6 +34,7 @@ class Fleet:
         self._tls = tls
         self._listed: list[Worker] = []  # as last seen
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._retired: set[asyncio.Task[None]] = set()  # close channels once their calls have ended
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker address
         self._suspects: dict[str, float] = {}  # worker address -> until when
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours that it held, and when
@@ -53,7 +56,11 @@ class Fleet:
         return sorted({worker.model for worker in listed if worker.tokenizer_digest == tokenizer_digest})
 
     async def refresh(self) -> None:
-        """Looks at the registry."""
+        """Looks at the registry, and whether our certificate was renewed: calls from then on show the new one."""
+        latest = self._tls and self._tls.renewed()
+        if latest is not self._tls:
+            self._tls = latest
+            self._retire()
         await self._workers("verifier")
 
     def places(self, model: str) -> int | None:
@@ -105,9 +112,19 @@ class Fleet:
 
     async def close(self) -> None:
         """Closes all channels."""
+        for retired in self._retired:
+            retired.cancel()
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close(None)
+
+    def _retire(self) -> None:
+        """Has the channels take no further calls; those that run go on."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            task = asyncio.create_task(channel.close(_LONGEST_CALL_S))
+            self._retired.add(task)
+            task.add_done_callback(self._retired.discard)
 
     async def _workers(self, role: Role) -> list[Worker]:
         everyone = await self._registry.workers()

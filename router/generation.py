@@ -112,9 +112,13 @@ class Generation:
 
     async def cancel(self) -> None:
         """Ends the generation: no new step is started for it, and `run` finishes. Returns when it has."""
+        self.stop()
+        await self.ended.wait()
+
+    def stop(self) -> None:
+        """The same, without waiting for the end."""
         self._cancelled = True
         self._interrupt()
-        await self.ended.wait()
 
     def move(self) -> None:
         """Has it stop where it stands, and go on at another router."""
@@ -246,11 +250,6 @@ class Generation:
             self._holder = stream.worker.worker_id
             self._drafters = self._draft(ledger, stream)
             try:
-                if self._started:
-                    log.info(
-                        "session %s goes on at %s, where the KV of %d of its %d tokens was",
-                        *(self.session_id, stream.worker.worker_id, stream.cached, len(ledger.tokens)),
-                    )
                 await self._start(emit, stream.cached)
                 return await self._follow(ledger, stream, emit)
             finally:

@@ -62,7 +62,8 @@ class Ledger:
     ) -> None:
         """Makes the next tokens durable; `digest` is over the session with them. The rest is put on record."""
         start, before = len(self.tokens), self.record
-        self.record = replace(before, plan=plan, verifier=verifier, drafters=drafters)
+        if (plan, verifier, drafters) != (before.plan, before.verifier, before.drafters):
+            self.record = replace(before, plan=plan, verifier=verifier, drafters=drafters)
 
         async def write() -> int:
             return await self._owned.append(

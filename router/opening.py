@@ -13,6 +13,7 @@ from outrider.core.control import GammaPolicy, policy
 from outrider.core.digest import EMPTY, extend
 from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
+from outrider.store.client import ours
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, Turn
 from router.admission import Admission
@@ -89,8 +90,10 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
     if ask.key:
         place = f"{history.session_id}/{history.generation}"
         first = await cluster.sessions.claim(ask.tenant, ask.key, ask.fingerprint, place)
-        session_id, _, generation = first.rpartition("/")
-        if record := await _begun(cluster, ask, session_id, int(generation)):
+        session_id, _, number = first.rpartition("/")
+        with ours("an idempotency key's entry"):
+            generation = int(number)
+        if record := await _begun(cluster, ask, session_id, generation):
             return await take_over(cluster, ask.tenant, session_id, record.generation, 0, 0)
         if session_id != history.session_id:  # whoever claimed the key first has died before it began
             history = replace(history, session_id=session_id, expected=0)

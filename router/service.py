@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,12 @@ import grpc.aio
 
 from outrider.config import RouterConfig
 from outrider.core.contract import Contract
-from outrider.core.logprobs import unpack
 from outrider.core.tiers import TierChoice
 from outrider.errors import Cancelled, NotFound
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.status import translated
-from outrider.rpc.tls import Tls
+from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.client import connect, ping
 from outrider.store.keys import Keys
 from outrider.store.lessons import share
@@ -28,18 +28,18 @@ from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from outrider.store.tickets import ticket_key
 from outrider.v1 import inference_pb2 as pb
-from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
 from router.admission import OUTPUT_WEIGHT, Admission, Place
-from router.answer import Part, Reason
 from router.background import Background
+from router.beginnings import Beginning, Beginnings
 from router.callers import Anybody, Callers, Keyholders
 from router.chores import sweep, watch
 from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
-from router.generation import Event, Finished, Generation, Started
+from router.generation import Event, Generation
 from router.lessons import Lessonbook
+from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
 from router.requests import Ask, parse, served
@@ -47,14 +47,7 @@ from router.requests import Ask, parse, served
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
 STALE_S = 0.05  # after so long in the queue a session is looked at again
 
-_REASONS = {
-    Reason.STOP: types_pb2.FINISH_REASON_STOP,
-    Reason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    Reason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-    Reason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
-    Reason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
-    Reason.FAILED: types_pb2.FINISH_REASON_FAILED,
-}
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext
 
@@ -66,6 +59,7 @@ class Inference(InferenceServicer):
         self._cluster = cluster
         self._callers = callers
         self._leaving = False
+        self._beginnings = Beginnings()
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
@@ -79,13 +73,16 @@ class Inference(InferenceServicer):
             ask = parse(
                 request, self._cluster.models, self._cluster.config, held, self._cluster.lessons.of, tenant=tenant
             )
-            async with self._cluster.admission.place(self._claim(ask, remaining)) as place:
+            async with AsyncExitStack() as stack:
+                beginning = stack.enter_context(self._beginnings.of(tenant, request.session_id))
+                claimed = stack.enter_async_context(self._cluster.admission.place(self._claim(ask, remaining)))
+                place = await beginning.wait_for(claimed)
                 if held is not None and time.monotonic() - arrived > STALE_S:
                     held = await self._held(tenant, request)
                 opened = await opening.begin(self._cluster, ask, held, deadline)
                 opened.answer.figures.waited(place.since - arrived)
                 place.spend(read=opened.answer.start)
-                await self._run(opened, place, context)
+                await self._run(opened, place, context, beginning)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
@@ -120,13 +117,13 @@ class Inference(InferenceServicer):
             model = served(request.model, self._cluster.models)
             session_id = secrets.token_hex(16)
             await self._cluster.sessions.create(session_id, tenant, model.name, model.digest)
-            return _session_to_pb(await self._cluster.sessions.get(session_id))
+            return session_to_pb(await self._cluster.sessions.get(session_id))
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """What is known of a session."""
         async with translated(context):
             tenant = await self._callers.tenant(context)
-            return _session_to_pb(await opening.open_record(self._cluster.sessions, tenant, request.session_id))
+            return session_to_pb(await opening.open_record(self._cluster.sessions, tenant, request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Context[Any, Any]
@@ -148,7 +145,8 @@ class Inference(InferenceServicer):
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
 
     async def _cancel(self, tenant: str, session_id: str) -> None:
-        """Cancels the generation of a tenant's session, if it runs here."""
+        """Cancels the generation of a tenant's session, if it runs here or is about to."""
+        await self._beginnings.cancel(tenant, session_id)
         generation = self.running.get(session_id)
         if generation is not None and generation.tenant == tenant:
             await generation.cancel()
@@ -172,11 +170,17 @@ class Inference(InferenceServicer):
         """A deadline by the clock of admission."""
         return None if remaining is None else self._cluster.admission.clock() + remaining
 
-    async def _run(self, opened: Opened, place: Place, context: Context[Any, Any]) -> None:
+    async def _run(
+        self, opened: Opened, place: Place, context: Context[Any, Any], beginning: Beginning | None = None
+    ) -> None:
         generation = Generation(self._cluster, opened, place)
         if self._leaving:
             generation.move()
         self.running[generation.session_id] = generation  # one that we took it over from ends by itself
+        if beginning is not None:
+            beginning.over.set()
+            if beginning.cancelled:
+                generation.stop()
         try:
             await generation.run(partial(_send, context, opened.turn.contract))
         finally:
@@ -219,6 +223,12 @@ async def _serve(
 ) -> None:
     client = connect(redis_url)
     tls = Tls.read(config.ca, config.cert, config.key)
+    if config.auth == "keys" and tls is None and not is_loopback(config.listen.rpartition(":")[0]):
+        log.warning(
+            "API keys cross the network in the clear on %s: give this router a certificate (ca, cert and key), or "
+            "listen on 127.0.0.1 behind something that speaks TLS",
+            config.listen,
+        )
     fleet = Fleet(Registry(client), config.zone, tls)
     background = Background()
     admission = Admission(config, fleet.places)
@@ -263,83 +273,6 @@ async def _serve(
 
 async def _send(context: Context[Any, Any], contract: Contract, event: Event) -> None:
     try:
-        await context.write(_event_to_pb(event, contract))
+        await context.write(event_to_pb(event, contract))
     except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None
-
-
-def _event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
-    match event:
-        case Started():
-            return pb.GenerateResponse(
-                started=pb.Started(
-                    session_id=event.session_id,
-                    model=event.model,
-                    seed=event.seed,
-                    prompt_tokens=event.prompt_tokens,
-                    generation=event.generation,
-                    cached_tokens=event.cached_tokens,
-                    forked_from=event.forked_from,
-                    rule=contract.rule,
-                    lossy=contract.lossy,
-                )
-            )
-        case Part():
-            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract))
-        case Finished():
-            return pb.GenerateResponse(finished=_finished_to_pb(event))
-
-
-def _chunk_to_pb(part: Part, contract: Contract) -> pb.Chunk:
-    entries = [] if contract.logprobs is None else unpack(part.logprobs, contract.logprobs)
-    return pb.Chunk(
-        text=part.text,
-        token_ids=part.tokens,
-        gaps=part.gaps,
-        next_position=part.position + len(part.tokens),
-        text_offset=part.text_offset,
-        logprobs=[
-            pb.TokenLogprobs(
-                logprob=entry.logprob,
-                top_ids=[token for token, _ in entry.top],
-                top_logprobs=[logprob for _, logprob in entry.top],
-            )
-            for entry in entries
-        ],
-    )
-
-
-def _session_to_pb(record: SessionRecord) -> pb.Session:
-    return pb.Session(
-        session_id=record.session_id,
-        model=record.model,
-        length=record.length,
-        digest=record.digest,
-        generation=record.generation,
-        running=record.generation > 0 and not record.finished,
-        reason=_REASONS[Reason(record.finished)] if record.finished else None,
-        answer_position=record.turn.answer_position if record.turn else 0,
-        epoch=record.epoch,
-        verifier=record.verifier,
-        drafters=record.drafters,
-    )
-
-
-def _finished_to_pb(event: Finished) -> pb.Finished:
-    figures = event.figures
-    return pb.Finished(
-        reason=_REASONS[event.reason],
-        usage=pb.Usage(
-            prompt_tokens=event.prompt_tokens,
-            completion_tokens=figures.completion_tokens,
-            steps=figures.steps,
-            verified=figures.verified,
-            accepted=figures.accepted,
-            reached_by_depth=figures.reached_by_depth,
-            tried_by_depth=figures.tried_by_depth,
-            wire_bytes=figures.wire_bytes,
-            first_token_us=figures.first_token_us,
-            total_us=figures.elapsed_us(),
-            decode_us=figures.last_token_us - figures.first_token_us,
-        ),
-    )

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from outrider.core.contract import StepReport
+from outrider.store.client import ours
 
 _COUNTERS = ("steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes")
 _TIMES = ("first_token_us", "last_token_us")
@@ -31,10 +32,11 @@ class Figures:
         self.first_token_us = 0
         self.last_token_us = 0
         if record:
-            values: dict[str, Any] = json.loads(record)
-            self._arrival -= values["elapsed_us"] / 1e6
-            for name in (*_COUNTERS, *_TIMES):
-                setattr(self, name, values[name])
+            with ours("a generation's usage"):
+                values: dict[str, Any] = json.loads(record)
+                self._arrival -= values["elapsed_us"] / 1e6
+                for name in (*_COUNTERS, *_TIMES):
+                    setattr(self, name, values[name])
 
     def waited(self, seconds: float) -> None:
         """The request had arrived so long before."""

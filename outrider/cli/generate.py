@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.reporting import INTERRUPTED, reported
-from outrider.core.contract import PolicyName, RuleName
+from outrider.core.contract import PolicyName, Priority, RuleName
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -52,6 +52,7 @@ def generate(
     whole_history: Annotated[
         bool, typer.Option("--whole-history", help="The text is all of the session; another past forks it.")
     ] = False,
+    priority: Annotated[Priority, typer.Option(help="batch: it can wait while all places are taken.")] = "interactive",
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole call.")] = None,
 ) -> None:
     """Continue a text, shown as it comes. Figures follow on stderr; the session in them can be continued."""
@@ -88,6 +89,7 @@ def generate(
             logprobs=logprobs,
             session=session,
             whole_history=whole_history,
+            priority=priority,
         )
         try:
             with stream:

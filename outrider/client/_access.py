@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
 
 from outrider.errors import ConfigError
-from outrider.rpc.tls import Tls
+from outrider.rpc.tls import Tls, is_loopback
 
 API_KEY = "OUTRIDER_API_KEY"
 CA = "OUTRIDER_CA"
@@ -50,11 +49,4 @@ class Access:
 def _is_local(address: str) -> bool:
     """Whether an address, or all of several, are this machine's own."""
     listed = address.removeprefix("ipv4:").removeprefix("ipv6:").split(",")
-    return all(_is_loopback(one.rpartition(":")[0].strip("[]")) for one in listed)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return all(is_loopback(one.rpartition(":")[0]) for one in listed)

@@ -16,6 +16,7 @@ from outrider.client import _wire
 from outrider.client._router import CLOSED, Router, check_timeout, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
+from outrider.rpc.status import is_from_outrider
 from outrider.v1 import inference_pb2 as pb
 
 CANCEL_TIMEOUT_S = 2.0
@@ -124,7 +125,7 @@ class AsyncStream:
             event = await anext(self._events, None)
         except grpc.aio.AioRpcError as error:
             known = self._router.failure(error)
-            if isinstance(known, Cancelled):  # not by us; so a router ends its calls when it goes down
+            if isinstance(known, Cancelled) and not is_from_outrider(error):  # so calls end when a router does
                 known = Unavailable(f"the router broke the call off: {known}")
             raise known from None
         self._router.was_reached = True

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
-from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, RuleName
+from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, Priority, RuleName
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-
-Priority = Literal["interactive", "batch"]
 
 _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: FinishReason.STOP,

@@ -20,6 +20,7 @@ RuleName = Literal[  # of acceptance; see outrider.core.rules
     "lenient-speculative-sampling",
     "typical-acceptance",
 ]
+Priority = Literal["interactive", "batch"]  # batch can wait where all places are taken
 PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  # of gamma; see outrider.core.control
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"

@@ -53,7 +53,9 @@ def report_to_pb(report: StepReport) -> types_pb2.StepReport:
 
 
 def report_from_pb(message: types_pb2.StepReport) -> StepReport:
-    """The report."""
+    """The report. Raises InvalidRequest for a step that is deeper than a tree can be."""
+    if max(message.accepted, message.verified_depth) > MAX_DELTA_NODES:
+        raise InvalidRequest("report", f"accepts {message.accepted} nodes, at most {MAX_DELTA_NODES} can be")
     return StepReport(**{name: getattr(message, name) for name in _REPORT})
 
 

@@ -53,7 +53,7 @@ async def serving(
 
     With `tls` nothing else is spoken; if it is `mutual`, callers must show a certificate of the CA, whose role says
     what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
-    does not ask.
+    does not ask. Certificates that are renewed in their files are taken up; connections that are open stay.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -77,9 +77,17 @@ async def serving(
 
 
 def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:
+    """Ours. Each new connection gets what the files hold by then."""
     if tls is None:
         return None
-    return grpc.ssl_server_credentials([(tls.key, tls.cert)], tls.ca if mutual else None, mutual)
+    used = tls
+
+    def latest() -> grpc.ServerCertificateConfiguration:
+        nonlocal used
+        used = used.renewed()
+        return grpc.ssl_server_certificate_configuration([(used.key, used.cert)], used.ca if mutual else None)
+
+    return grpc.dynamic_ssl_server_credentials(latest(), latest, mutual)
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:

@@ -77,6 +77,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
     return kind(details)
 
 
+def is_from_outrider(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a server of ours said it, and not gRPC."""
+    return CLASS_KEY in _texts(error.trailing_metadata())
+
+
 def _from_code(code: grpc.StatusCode, details: str) -> OutriderError:
     kind = _BY_CODE.get(code, errors.InternalError)
     if kind is errors.Overloaded and "larger than max" in details:  # gRPC's own code for an oversized message
@@ -97,7 +102,8 @@ def _texts(metadata: Any) -> dict[str, str]:
 
 
 def _milliseconds(text: str) -> float:
-    return int(text) / 1000 if text.isdigit() else 1.0
+    """Of a header, in seconds; what nobody can mean is a second."""
+    return int(text) / 1000 if text.isascii() and text.isdigit() and len(text) < 10 else 1.0
 
 
 @asynccontextmanager

@@ -8,8 +8,10 @@ Clients know a router by its host's name, as the web does.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +27,9 @@ NAMES: dict[str, tuple[str, ...]] = {  # what a role's certificate must hold
 }
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """What one side of a connection holds, in PEM. Without a certificate it can only be a client of the router."""
@@ -32,6 +37,7 @@ class Tls:
     ca: bytes | None = None  # whom it believes; None: whom gRPC does, which is the web's own
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
+    files: tuple[Path, Path, Path] | None = field(default=None, repr=False)  # where ca, cert and key came from
 
     @classmethod
     def read(cls, ca: Path | None, cert: Path | None, key: Path | None) -> Self | None:
@@ -41,7 +47,7 @@ class Tls:
         if ca is None or cert is None or key is None:
             raise ConfigError("tls: ca, cert and key go together; `outrider certs` makes all three for each role")
         _check_authority(ca)
-        read = cls(_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key))
+        read = cls(_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key), (ca, cert, key))
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")  # or it would ask
         except (ssl.SSLError, OSError):
@@ -50,12 +56,39 @@ class Tls:
             ) from None
         return read
 
+    def renewed(self) -> Self:
+        """What its files hold by now, for connections from here on; itself where nothing has changed.
+
+        Where they do not fit each other, as while they are being replaced, it stays what it was.
+        """
+        if self.files is None:
+            return self
+        try:
+            ca, cert, key = self.files
+            if (_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key)) == (self.ca, self.cert, self.key):
+                return self
+            read = type(self).read(ca, cert, key)
+        except ConfigError as error:
+            log.warning("the certificate in use stays: %s", error)
+            return self
+        assert read is not None
+        log.info("certificates are renewed: %s", cert)
+        return read
+
     @classmethod
     def client(cls, ca: Path | None) -> Self:
         """A client's, which has no certificate. Raises ConfigError."""
         if ca is not None:
             _check_authority(ca)
         return cls(None if ca is None else _bytes("ca", ca))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, for nobody else to listen to."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 _REFUSED = (

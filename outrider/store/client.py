@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -15,11 +16,21 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
-from outrider.errors import ConfigError, InternalError, Unavailable
+from outrider.errors import ConfigError, InternalError, InvalidRequest, Unavailable
 
 TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
 CONNECTIONS = 32  # of one process; more callers than that take turns
 _CLUSTER = "+cluster://"
+_MISREAD = (  # what decoding foreign bytes raises
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    struct.error,
+    InvalidRequest,
+)
 
 Client: TypeAlias = Redis | RedisCluster
 
@@ -100,14 +111,21 @@ def shown(redis_url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
+@contextmanager
+def ours(what: str) -> Iterator[None]:
+    """Around the decoding of what one of us stored: whatever fails there becomes InternalError, which names it."""
+    try:
+        yield
+    except _MISREAD:
+        raise InternalError(f"{what} in Redis is not what Outrider writes there; is the database shared?") from None
+
+
 def loads(blob: bytes, what: str) -> dict[str, Any]:
     """A JSON object that one of us stored. Raises InternalError, naming `what`, when it is none."""
-    try:
+    with ours(what):
         value = json.loads(blob)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise InternalError(f"{what} in Redis is not what Outrider writes there; is the database shared?")
+        if not isinstance(value, dict):
+            raise TypeError("no object")
     return value
 
 

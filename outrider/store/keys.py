@@ -17,8 +17,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.errors import InternalError, InvalidRequest, NotFound, Unauthenticated
-from outrider.store.client import Client, loads, translated
+from outrider.errors import InvalidRequest, NotFound, Unauthenticated
+from outrider.store.client import Client, loads, ours, translated
 
 PREFIX = "outrider_"  # by which scanners for secrets can find one
 KEY_BYTES = 32
@@ -116,7 +116,13 @@ def _digest(secret: str) -> str:
 
 
 def _loaded(blob: bytes) -> ApiKey:
-    try:
-        return ApiKey(**loads(blob, "an API key's entry"))
-    except TypeError:
-        raise InternalError("an API key's entry in Redis is not what this version writes") from None
+    values = loads(blob, what := "an API key's entry")
+    with ours(what):
+        expires = values["expires"]
+        return ApiKey(
+            str(values["key_id"]),
+            str(values["tenant"]),
+            str(values["name"]),
+            float(values["created"]),
+            None if expires is None else float(expires),
+        )

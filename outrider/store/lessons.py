@@ -58,6 +58,6 @@ def _load(name: str, stored: bytes | str | None) -> tuple[Counts, dict[str, floa
         if not all(math.isfinite(seconds) and seconds >= 0.0 for seconds in times.values()):
             raise ValueError("times are positive")
         return Counts(held["counts"]), times
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         log.warning("%s%s in Redis is not what Outrider writes there and is replaced: %s", _KEY, name, error)
         return Counts(), {}

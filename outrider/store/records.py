@@ -11,7 +11,7 @@ from typing import Any
 from outrider.core.contract import OFF, Contract, Plan
 from outrider.core.digest import EMPTY
 from outrider.errors import InternalError
-from outrider.store.client import loads
+from outrider.store.client import loads, ours
 
 TOKEN_BYTES = 4
 
@@ -72,8 +72,9 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 
 def unpack(blob: bytes) -> tuple[int, ...]:
-    """Undoes `pack`."""
-    return struct.unpack(f"<{len(blob) // TOKEN_BYTES}I", blob)
+    """Undoes `pack`. Raises InternalError for what is none."""
+    with ours("a session's tokens"):
+        return struct.unpack(f"<{len(blob) // TOKEN_BYTES}I", blob)
 
 
 def stride(tokens: int, logprobs: bytes) -> int:
@@ -96,17 +97,18 @@ def dump_turn(turn: Turn | None) -> str:
 
 
 def load_turn(blob: bytes) -> Turn | None:
-    """Undoes `dump_turn`."""
+    """Undoes `dump_turn`. Raises InternalError for what is none."""
     if not blob:
         return None
-    values = loads(blob, "a session's turn")
-    return Turn(
-        contract=Contract(**values["contract"]),
-        stops=tuple(values["stops"]),
-        answer_position=values["answer_position"],
-        deadline=values["deadline"],
-        request=values["request"],
-    )
+    values = loads(blob, what := "a session's turn")
+    with ours(what):
+        return Turn(
+            contract=Contract(**values["contract"]),
+            stops=tuple(map(str, values["stops"])),
+            answer_position=int(values["answer_position"]),
+            deadline=None if values["deadline"] is None else float(values["deadline"]),
+            request=str(values["request"]),
+        )
 
 
 def dump(record: SessionRecord) -> dict[str, str | bytes]:
@@ -133,7 +135,12 @@ def dump(record: SessionRecord) -> dict[str, str | bytes]:
 
 
 def load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
-    """Undoes `dump`. Of a closed session the fields about its text are missing."""
+    """Undoes `dump`. Of a closed session fields about its text are missing. Raises InternalError for what is none."""
+    with ours("a session's record"):
+        return _load(session_id, fields)
+
+
+def _load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
     plan: Any = fields.get("plan")
     return SessionRecord(
         session_id=session_id,
@@ -144,7 +151,7 @@ def load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
         turn=load_turn(fields.get("turn", b"")),
         plan=Plan(**loads(plan, "a session's plan")) if plan else OFF,
         verifier=fields.get("verifier", b"").decode(),
-        drafters=tuple(json.loads(fields.get("drafters", b"[]"))),
+        drafters=tuple(map(str, json.loads(fields.get("drafters", b"[]")))),
         usage=fields.get("usage", b"").decode(),
         epoch=int(fields["epoch"]),
         owner=fields["owner"].decode(),

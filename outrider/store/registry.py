@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import reprlib
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 from outrider.errors import InternalError, Unavailable
 from outrider.store.client import Client, connect, loads, translated
@@ -45,6 +46,9 @@ class Worker:
     zone: str = ""  # where it is; "": not said
     draining: bool = False  # it is going down: nothing new is to be placed there
     prefill: float = 0.0  # tokens of a prompt that a verifier reads in a second; 0: not known
+
+
+_KINDS = get_type_hints(Worker) | {"role": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,13 @@ def _load(blob: bytes) -> _Entry | None:
         # A newer worker may say more than we know, an older one less.
         known = {field.name: values[field.name] for field in fields(Worker) if field.name in values}
         worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
+        if worker.role not in get_args(Role):
+            raise ValueError(f"{worker.role!r} is no role")
+        for name, value in known.items():
+            kind = _KINDS[name]
+            if name != "tokenizer_digest" and not isinstance(value, (int, float) if kind is float else kind):
+                raise TypeError(f"{name} is {reprlib.repr(value)}")
         return _Entry(worker, float(values["ttl_s"]))
-    except (InternalError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, InternalError, KeyError, RecursionError, TypeError, ValueError) as error:
         log.warning("skipped a worker's entry: %s", error)
         return None

@@ -23,7 +23,7 @@ from typing import Any
 from outrider.core.contract import OFF, Plan
 from outrider.core.digest import EMPTY
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
-from outrider.store.client import Client, loads, translated
+from outrider.store.client import Client, loads, ours, translated
 from outrider.store.records import (
     Log,
     SessionRecord,
@@ -38,6 +38,7 @@ from outrider.store.records import (
     unpack,
 )
 from outrider.store.restoring import pieces, restored
+from outrider.store.together import Together
 
 __all__ = ["ABANDONED", "CANCELLED", "Log", "OwnedSession", "SessionRecord", "Sessions", "Turn"]
 
@@ -47,7 +48,8 @@ CANCELLED = "cancelled"
 _PAGE = 1024  # entries read from Redis at once, so that a long log holds nobody up
 _ATTEMPTS = 4  # at a compare-and-set that somebody else keeps getting ahead of
 _TOMBSTONE_S = 60.0  # at least; longer than anybody goes without hearing of a close
-_SCRIPTS = ("create", "acquire", "begin", "append", "renew", "release", "finish", "close", "restore", "abandon")
+_TOGETHER = ("append", "renew", "release", "finish")  # scripts of owners, who are many and write all the time
+_SCRIPTS = (*_TOGETHER, "create", "acquire", "begin", "close", "restore", "abandon")
 
 
 class Sessions:
@@ -64,6 +66,7 @@ class Sessions:
         self._tombstone_ms = round(max(2 * lease_s, _TOMBSTONE_S) * 1000)
         prelude = _source("prelude")
         self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
+        self._together = Together(redis)
 
     async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
         """Stores a new session without tokens that nobody owns.
@@ -148,9 +151,11 @@ class Sessions:
             held: Any = await self._redis.hmget(_record_key(session_id), names)
             if held[0] is None or held[4]:
                 raise _missing(session_id)
-            length, turn = int(held[2]), load_turn(held[3])
+            with ours("a session's record"):
+                length, generation, finished = int(held[2]), int(held[0]), held[1].decode()
+            turn = load_turn(held[3])
             answer = turn.answer_position if turn is not None else length
-            last = f"{length}-{int(held[0])}"  # what is written from now on comes behind it
+            last = f"{length}-{generation}"  # what is written from now on comes behind it
             # The entry that holds `start` may begin before it.
             first: Any = await self._redis.xrevrange(key, f"{start + 1}-0", "-", count=1)
             low = first[0][0].decode() if first else "-"
@@ -166,7 +171,7 @@ class Sessions:
                 low = "(" + entries[-1][0].decode()
         if start + len(tokens) < length:
             raise Unavailable(f"session {session_id} was closed or lost tokens while it was read; try again")
-        return Log(start, tuple(tokens), bytes(logprobs), held[1].decode())
+        return Log(start, tuple(tokens), bytes(logprobs), finished)
 
     async def close(self, session_id: str) -> None:
         """Ends a session and drops its log; a running generation ends as "cancelled". Repeating it changes nothing.
@@ -201,16 +206,18 @@ class Sessions:
         """
         secret = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()  # keys are the callers' own affair
         name = f"outrider:idempotency:{secret}"
-        ours = json.dumps({"session_id": session_id, "fingerprint": fingerprint.hex()})
+        claim = json.dumps({"session_id": session_id, "fingerprint": fingerprint.hex()})
         blob: Any = None
         with translated(self._redis):
             while blob is None:  # it may expire between the two
-                await self._redis.set(name, ours, nx=True, px=self._ttl_ms)
+                await self._redis.set(name, claim, nx=True, px=self._ttl_ms)
                 blob = await self._redis.get(name)
-        earlier = loads(blob, "an idempotency key's entry")
-        if earlier["fingerprint"] != fingerprint.hex():
+        earlier = loads(blob, what := "an idempotency key's entry")
+        with ours(what):
+            holder, its = str(earlier["session_id"]), earlier["fingerprint"]
+        if its != fingerprint.hex():
             raise InvalidRequest("idempotency_key", "came with another request before; use a new key for a new request")
-        return str(earlier["session_id"])
+        return holder
 
     async def _restore(
         self, owned: OwnedSession, record: SessionRecord, tokens: Sequence[int], logprobs: bytes
@@ -232,8 +239,12 @@ class Sessions:
     async def _run(self, script: str, session_id: str, *arguments: Any) -> Any:
         """What a script replied after "ok"; its refusals as errors."""
         keys = [_record_key(session_id), _log_key(session_id)]
+        args = [*self._times, *arguments]
         with translated(self._redis):
-            reply = await self._scripts[script](keys=keys, args=[*self._times, *arguments])
+            if script in _TOGETHER:
+                reply = await self._together.run(self._scripts[script], keys, args)
+            else:
+                reply = await self._scripts[script](keys=keys, args=args)
         match reply:
             case [b"ok", *values]:
                 return values

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.errors import InternalError
+from outrider.v1 import inference_pb2
 from tests.client.conftest import WORDS, Fault, ScriptedRouter, router
 
 __all__ = ["router"]  # the fixture
@@ -28,6 +29,12 @@ def test_text_goes_to_stdout_and_figures_to_stderr(router: ScriptedRouter) -> No
     sampling = router.requests[0].sampling
     assert (list(sampling.stop), sampling.temperature) == (["a", "b"], 0.0)
     assert router.requests[0].speculation.policy == "off"
+
+
+def test_work_that_can_wait_says_so(router: ScriptedRouter) -> None:
+    result = CliRunner().invoke(app, ["generate", "hello", "--address", router.address, "--priority", "batch"])
+    assert result.exit_code == 0
+    assert router.requests[0].priority == inference_pb2.PRIORITY_BATCH
 
 
 def test_the_prompt_may_come_from_stdin(router: ScriptedRouter) -> None:

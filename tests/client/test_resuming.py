@@ -47,7 +47,6 @@ def quickly(short_pauses: None) -> None:
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.CANCELLED,
         errors.Unavailable("no verifier right now"),
-        errors.Cancelled("the router is going down"),
     ],
     ids=str,
 )
@@ -62,6 +61,15 @@ async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
     assert (stream.result.seed, stream.result.session_id, stream.result.resumes) == (7, "session-1", 1)
     assert (len(router.requests), len(router.resumes)) == ((1, 1) if after else (2, 0))
     assert router.cancelled_sessions == []
+
+
+@pytest.mark.parametrize("after", [0, 3])
+async def test_what_somebody_cancelled_is_not_asked_for_again(router: ScriptedRouter, after: int) -> None:
+    router.faults = iter([Fault(after, errors.Cancelled("the generation was cancelled while it waited for a place"))])
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Cancelled, match="while it waited"):
+            await client.generate("hello", timeout=5)
+    assert (len(router.requests), len(router.resumes)) == (1, 0)
 
 
 async def test_a_call_that_breaks_after_its_result_has_one(router: ScriptedRouter) -> None:

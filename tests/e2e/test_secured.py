@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -143,6 +144,36 @@ async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secur
         for answer in said:
             assert not any(piece in text for piece in pieces(answer.text)), text
             assert not any(ids in text for ids in runs(answer.token_ids)), text
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_certificates_are_replaced_while_sessions_run(
+    secured: Secured, prompts: list[str], tmp_path: Path
+) -> None:
+    """By those of another CA, even, for which there is a moment in which parts do not believe each other."""
+    old = tmp_path / "old.pem"
+    old.write_bytes(secured.ca.read_bytes())
+    async with secured.client(secured.one) as client:
+        plain = await client.generate(prompts[0], max_tokens=200, seed=5)
+        stream, heard = client.stream(prompts[0], max_tokens=200, seed=5), 0
+        async for chunk in stream:
+            if heard < 20 <= (heard := heard + len(chunk.token_ids)):
+                make(secured.ca.parent, force=True)
+        assert stream.result.token_ids == plain.token_ids
+        assert stream.result.resumes == 0
+        await asyncio.sleep(0.5)  # until the router has looked
+    address = secured.cluster.router_address
+    async with outrider.AsyncClient(address, api_key=secured.one, ca=old) as client:
+        with pytest.raises(Unavailable, match="one CA"):
+            await client.models()
+    drafter = secured.cluster.processes["drafter-0"]
+    await drafter.stop()
+    await drafter.start(secured.cluster.redis_url)  # it comes with its new certificate
+    async with secured.client(secured.one) as client:
+        async with asyncio.timeout(30):
+            while (again := await client.generate(prompts[0], max_tokens=200, seed=5)).usage.acceptance_length <= 1.2:
+                await asyncio.sleep(0.2)
+        assert again.token_ids == plain.token_ids
 
 
 def pieces(text: str) -> list[str]:

@@ -13,6 +13,7 @@ import outrider
 from outrider.config import RouterConfig, VerifierConfig
 from outrider.fleet.process import Process
 from outrider.store.embedded import EmbeddedRedis
+from router.standby import LEAST
 from tests.e2e.conftest import MODELS
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 MODEL = MODELS / "target"
 SESSIONS = 4
 TOKENS = 400
-WENT_ON = re.compile(r"session \w+ goes on at (\S+), where the KV of (\d+) of its (\d+) tokens was")
+WENT_ON = re.compile(r"session \w+ goes on at \S+: (\d+) tokens read again")
 
 
 async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str]) -> None:
@@ -61,6 +62,6 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
                 assert await asyncio.gather(*speaking) == alone
         finally:
             await asyncio.gather(*(each.stop() for each in (router, *verifiers) if each.address))
-    moved = [(int(read), int(tokens)) for _, read, tokens in WENT_ON.findall("\n".join(lines))]
-    assert moved, "no session was at the verifier that died"
-    assert all(tokens - read <= 64 + 2 * 64 for read, tokens in moved), moved
+    again = list(map(int, WENT_ON.findall("\n".join(lines))))
+    assert again, "no session was at the verifier that died"
+    assert max(again) <= LEAST + routing.window, again

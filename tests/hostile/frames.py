@@ -200,4 +200,63 @@ resume_requests = messages(
     inference_pb2.ResumeRequest, session_id=names, generation=unsigned, next_position=huge, text_offset=huge
 )
 
+reports = messages(
+    types_pb2.StepReport,
+    verified=unsigned,
+    accepted=unsigned,
+    verified_depth=unsigned,
+    forward_us=unsigned,
+    elapsed_us=unsigned,
+    plan_version=huge,
+    ranks=st.binary(max_size=4),
+)
+decode_commits = st.one_of(st.integers(0, 3), st.just(0)).flatmap(
+    lambda count: messages(
+        verifier_pb2.DecodeCommit,
+        epoch=st.one_of(st.just(1), st.just(1), huge),
+        position=st.one_of(small, huge),
+        tokens=st.lists(tokens, min_size=count, max_size=count),
+        gaps=st.lists(floats, min_size=count, max_size=count),
+        logprobs=st.binary(max_size=8),
+        digest=huge,
+        report=reports,
+    )
+)
+reasons = st.sampled_from(types_pb2.FinishReason.values())
+decode_responses = st.one_of(
+    decode_commits.map(lambda commit: verifier_pb2.DecodeResponse(commit=commit)),
+    reasons.map(
+        lambda reason: verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason))  # type: ignore[arg-type]
+    ),
+    heartbeats.map(lambda heartbeat: verifier_pb2.DecodeResponse(heartbeat=heartbeat)),
+    st.just(verifier_pb2.DecodeResponse()),
+    st.just(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted())),
+)
+
+token_logprobs = messages(
+    inference_pb2.TokenLogprobs,
+    logprob=floats,
+    top_ids=st.lists(tokens, max_size=3),
+    top_logprobs=st.lists(floats, max_size=3),
+)
+chunks = messages(
+    inference_pb2.Chunk,
+    text=st.text(max_size=4),
+    token_ids=st.lists(tokens, max_size=4),
+    gaps=st.lists(floats, max_size=4),
+    next_position=huge,
+    text_offset=huge,
+    logprobs=st.lists(token_logprobs, max_size=4),
+)
+generate_responses = st.one_of(
+    messages(
+        inference_pb2.Started, session_id=names, model=names, seed=huge, prompt_tokens=unsigned, generation=unsigned
+    ).map(lambda started: inference_pb2.GenerateResponse(started=started)),
+    chunks.map(lambda chunk: inference_pb2.GenerateResponse(chunk=chunk)),
+    messages(
+        inference_pb2.Finished, reason=reasons, usage=messages(inference_pb2.Usage, steps=unsigned, total_us=huge)
+    ).map(lambda finished: inference_pb2.GenerateResponse(finished=finished)),
+    st.just(inference_pb2.GenerateResponse()),
+)
+
 assert len(PROMPT) < 12  # so that positions drawn from 0 to 12 are often right

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,27 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+import outrider
 from drafter_svc.service import run as run_drafter
 from outrider.core.digest import EMPTY, extend
 from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.rpc.status import CLASS_KEY
 from outrider.rpc.tickets import Permit, sign
 from outrider.store.client import connect
+from outrider.store.registry import Worker
 from outrider.store.tickets import ticket_key
-from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
+from outrider.v1 import drafter_pb2, inference_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import (
     DrafterStub,
     TreeSinkServicer,
     TreeSinkStub,
     add_TreeSinkServicer_to_server,
 )
-from outrider.v1.verifier_pb2_grpc import VerifierStub
+from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from outrider.v1.verifier_pb2_grpc import VerifierServicer, VerifierStub, add_VerifierServicer_to_server
 from tests.engine.checkpoints import make_checkpoint
 from tests.hostile import frames
 from tests.hostile.rig import (
@@ -61,6 +65,9 @@ REFUSALS = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+
+
+OUTCOMES = REFUSALS | {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}  # of what lied to us
 
 
 @pytest.fixture(scope="session")
@@ -313,6 +320,90 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
                 method = rig.stub.Resume if hasattr(request, "next_position") else rig.stub.Generate
                 status = await converse(method(request))
                 assert status in REFUSALS | {grpc.StatusCode.OK}, (status, request)
+
+        await run
+        assert resident_bytes() - before < GROWTH
+
+
+class LyingVerifier(VerifierServicer):
+    """Begins as it should, then says what it is told to, and ends the call."""
+
+    def __init__(self) -> None:
+        self.script: list[verifier_pb2.DecodeResponse] = []
+
+    async def Decode(self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: Any) -> None:
+        first = await anext(requests, None)
+        if first is None or not self.script:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no more lies")
+        await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
+        await context.write(self.script.pop())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_commits_of_a_verifier(redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    liar = LyingVerifier()
+    monkeypatch.setattr("router.fleet._SUSPECTED_S", 0.0)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_VerifierServicer_to_server(liar, server)
+        return []
+
+    async with (
+        watched(),
+        running_router(redis_url, queue_s=0.01) as rig,
+        serving_grpc("127.0.0.1:0", register, drain_s=0) as lies,
+    ):
+        worker = Worker("v1", "verifier", lies, "target", MODEL.digest, 4096, 64, 8, 0, 1)
+        await rig.registry.announce(worker, ttl_s=3600)
+        before = resident_bytes()
+
+        @fuzz(frames.decode_responses, min(count, 40_000))
+        async def run(batch: list[verifier_pb2.DecodeResponse]) -> None:
+            for response in batch:
+                liar.script = [response]
+                call = rig.stub.Generate(inference_pb2.GenerateRequest(text="a"), timeout=20)
+                status = await converse(call)
+                assert status in OUTCOMES, (status, response)
+
+        await run
+        assert resident_bytes() - before < GROWTH
+
+
+class LyingRouter(InferenceServicer):
+    """Says what it is told to."""
+
+    def __init__(self) -> None:
+        self.script: list[inference_pb2.GenerateResponse] = []
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        for response in self.script:
+            await context.write(response)
+        await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # which the SDK does not try again
+
+    Resume = Generate  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_events_of_a_router(count: int) -> None:
+    liar = LyingRouter()
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_InferenceServicer_to_server(liar, server)
+        return []
+
+    async with (
+        watched(),
+        serving_grpc("127.0.0.1:0", register, drain_s=0) as lies,
+        outrider.AsyncClient(lies) as client,
+    ):
+        before = resident_bytes()
+
+        @fuzz(frames.generate_responses, count)
+        async def run(batch: list[inference_pb2.GenerateResponse]) -> None:
+            for first in range(0, BATCH, 4):
+                liar.script = batch[first : first + 4]
+                with suppress(OutriderError):
+                    await client.generate("a", timeout=20)
 
         await run
         assert resident_bytes() - before < GROWTH

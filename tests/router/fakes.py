@@ -39,6 +39,7 @@ class FakeVerifier(VerifierServicer):
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
         self.durable: dict[str, int] = {}  # session id -> position
+        self.acknowledged: list[int] = []  # durable positions of all sessions, as they were told
         self.steps = 0
         self.open = 0
         self.silent = False  # no heartbeats
@@ -72,6 +73,7 @@ class FakeVerifier(VerifierServicer):
         async for request in requests:
             if request.WhichOneof("command") == "durable":
                 self.durable[session_id] = request.durable
+                self.acknowledged.append(request.durable)
             elif request.WhichOneof("command") == "heartbeat":
                 self.heartbeats += 1
             else:

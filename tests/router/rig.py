@@ -36,7 +36,8 @@ SCRIPT = MODEL.tokenizer.encode(SAID).ids
 class Rig:
     """A router with its Redis, and a client."""
 
-    def __init__(self, stub: InferenceStub, client: Redis) -> None:
+    def __init__(self, address: str, stub: InferenceStub, client: Redis) -> None:
+        self.address = address
         self.stub = stub
         self.client = client
         self.registry = Registry(client)
@@ -86,7 +87,7 @@ async def running_router(redis_url: str, **options: Any) -> AsyncIterator[Rig]:
     client = connect(redis_url)
     channel = open_channel(await bound)
     try:
-        yield Rig(InferenceStub(channel), client)
+        yield Rig(bound.result(), InferenceStub(channel), client)
     finally:
         await channel.close()
         server.cancel()

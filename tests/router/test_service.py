@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -59,6 +60,15 @@ async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis
         assert (record.epoch, record.length, record.finished) == (1, len(log.tokens), "length")
         assert record.turn is not None
         assert record.turn.deadline is None
+
+
+async def test_the_verifier_hears_a_few_times_in_a_window_what_is_durable(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT)
+    async with running_router(redis_url, window=8) as rig, announced(verifier, rig.registry, MODEL.digest):
+        started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=41)))
+        told = [started.prompt_tokens, *verifier.acknowledged]
+        assert {after - before for before, after in pairwise(told)} == {2}
+        assert len(told) > 10  # the end of the call may overtake the last one
 
 
 async def test_a_seed_is_drawn_when_there_is_none(redis_url: str) -> None:

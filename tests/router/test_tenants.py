@@ -55,6 +55,14 @@ def test_every_method_is_here() -> None:
     assert set(REQUESTS) == set(pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name)
 
 
+@pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", False), ("0.0.0.0:0", True)])
+async def test_keys_that_would_cross_the_network_in_the_clear_are_warned_of(
+    redis_url: str, caplog: pytest.LogCaptureFixture, listen: str, warned: bool
+) -> None:
+    async with running_router(redis_url, auth="keys", listen=listen):
+        assert ("in the clear" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("method", REQUESTS)
 async def test_no_method_is_for_callers_without_a_key(redis_url: str, method: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
@@ -71,6 +79,16 @@ async def test_no_method_is_for_callers_without_a_key(redis_url: str, method: st
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert "outrider keys add" in details
             assert good not in details
+
+
+@pytest.mark.parametrize("method", REQUESTS)
+async def test_an_expired_key_answers_as_one_that_never_was(redis_url: str, method: str) -> None:
+    async with running_router(redis_url, auth="keys") as rig:
+        expired, _ = await Keys(rig.client).add("one", valid_s=0.001)
+        await asyncio.sleep(0.01)
+        code, details, trailers = await outcome(rig, method, REQUESTS[method], bearer(expired))
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        assert (code, details, trailers) == await outcome(rig, method, REQUESTS[method], bearer("outrider_never"))
 
 
 async def test_another_tenants_session_answers_as_one_that_does_not_exist(redis_url: str) -> None:

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,13 +15,13 @@ import pytest
 
 import outrider
 from outrider.client import _stream
-from outrider.errors import Moved
+from outrider.errors import Cancelled, Moved
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router import chores
+from router import chores, opening
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SAID, SCRIPT, Rig, ask, collect, drain, finished_reason, running_router, until
 
@@ -53,6 +54,62 @@ async def test_what_waits_is_nowhere_but_in_the_queue_and_leaves_it_with_its_cal
         verifier.pace_s = 0
         await collect(rig.stub.Generate(ask(max_tokens=2)))
         assert len(verifier.starts) == 2  # no step was started for the others
+
+
+async def test_a_cancel_ends_what_waits_and_no_step_is_started_for_it(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=10)
+    async with (
+        running_router(redis_url, max_sessions=1) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        outrider.AsyncClient(rig.address) as client,
+    ):
+        first = rig.stub.Generate(ask(max_tokens=2))
+        await first.read()
+        session, other = [(await client.create_session()).session_id for _ in range(2)]
+        waiting = asyncio.create_task(client.generate("a", session=session, max_tokens=2))
+        another = asyncio.create_task(client.generate("a", session=other, max_tokens=2))
+        await asyncio.sleep(0.1)
+        await client.cancel(session)
+        with pytest.raises(Cancelled, match="while it waited"):
+            await asyncio.wait_for(waiting, 1)
+        assert not another.done()
+        assert not (await client.get_session(session)).running
+        first.cancel()
+        verifier.pace_s = 0
+        assert (await asyncio.wait_for(another, 3)).finish_reason == "length"
+        assert (await client.generate("a", session=session, max_tokens=2)).finish_reason == "length"
+        assert len(verifier.starts) == 3  # the first one's, the other's, and that of the turn after the cancel
+
+
+async def test_a_cancel_in_the_moment_in_which_a_generation_begins_ends_it(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beginning, go_on = asyncio.Event(), asyncio.Event()
+    real = opening.begin
+
+    async def held_up(*arguments: Any) -> opening.Opened:
+        beginning.set()
+        await go_on.wait()
+        return await real(*arguments)
+
+    monkeypatch.setattr(opening, "begin", held_up)
+    verifier = FakeVerifier(SCRIPT)
+    async with (
+        running_router(redis_url) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        outrider.AsyncClient(rig.address) as client,
+    ):
+        session = (await client.create_session()).session_id
+        answer = asyncio.create_task(client.generate("a", session=session, max_tokens=20))
+        await beginning.wait()
+        cancel = asyncio.create_task(client.cancel(session))
+        await asyncio.sleep(0.05)
+        assert not cancel.done()
+        go_on.set()
+        assert (await asyncio.wait_for(answer, 3)).finish_reason == "cancelled"
+        await cancel
+        assert (await client.get_session(session)).finish_reason == "cancelled"
+        assert verifier.steps == 0
 
 
 async def test_batch_goes_behind_those_who_wait_in_person_and_a_wrong_priority_is_named(redis_url: str) -> None:

@@ -42,7 +42,12 @@ plans = st.builds(
     wait_us=st.integers(0, 10_000_000),
     overlap=st.sampled_from(Overlap),
 )
-reports = st.builds(StepReport, *[st.integers(0, 2**32 - 1)] * 8)
+reports = st.builds(
+    StepReport,
+    st.integers(0, 2**32 - 1),
+    *[st.integers(0, codec.MAX_DELTA_NODES)] * 2,
+    *[st.integers(0, 2**32 - 1)] * 5,
+)
 
 
 @st.composite

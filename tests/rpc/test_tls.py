@@ -172,6 +172,27 @@ async def test_clients_of_a_router_need_no_certificate_and_know_it_by_its_host(f
             await greeted(address, client, "elsewhere.example")
 
 
+async def test_a_server_takes_up_renewed_files_and_keeps_what_it_has_while_they_do_not_fit(tmp_path: Path) -> None:
+    make(tmp_path)
+    before = certificate(tmp_path, "router")
+    async with (
+        parts(certificate(tmp_path, "verifier")) as address,
+        open_channel(address, before, VERIFIER) as connected,
+    ):
+        stub = health_pb2_grpc.HealthStub(connected)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        good = (tmp_path / "verifier.pem").read_bytes()
+        for damaged in (b"", b"half a certifi", (tmp_path / "drafter.pem").read_bytes()):  # the last is not its key's
+            (tmp_path / "verifier.pem").write_bytes(damaged)
+            await greeted(address, before, VERIFIER)
+        (tmp_path / "verifier.pem").write_bytes(good)
+        make(tmp_path, force=True)
+        with pytest.raises(Unavailable, match="one CA"):
+            await greeted(address, before, VERIFIER)
+        await greeted(address, before.renewed(), VERIFIER)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # what is open stays open
+
+
 async def test_metadata_beyond_its_limit_is_refused(folders: dict[str, Path]) -> None:
     async with parts(None) as address, open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

@@ -103,6 +103,21 @@ async def test_scripts_survive_nodes_that_forgot_them(client: RedisCluster) -> N
         await owned.append(9, [1], 1)
 
 
+async def test_writes_of_one_moment_reach_their_nodes(ports: list[int], client: RedisCluster) -> None:
+    sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
+    names = [f"s{index}" for index in range(24)]
+    for name in names:
+        await sessions.create(name, "tenant", "target", b"digest")
+    owned = [await sessions.begin(name, 0, "r1", TURN, 0, TOKENS[:4], 1) for name in names]
+    await client.script_flush()  # and the nodes get them again
+    for length in (5, 6):
+        assert await asyncio.gather(*(one.append(length - 1, [length], 1) for one in owned)) == [length] * len(names)
+    await sessions.acquire("s3", 1, "somebody else")
+    results = await asyncio.gather(*(one.append(6, [7], 1) for one in owned), return_exceptions=True)
+    assert isinstance(results.pop(3), Superseded)
+    assert results == [7] * (len(names) - 1)
+
+
 async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     for index in range(8):

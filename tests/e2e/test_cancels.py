@@ -1,0 +1,112 @@
+"""Sessions that are cancelled at any moment, in a queue and before the first token too: nobody computes for them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+import pytest_asyncio
+
+import outrider
+from outrider.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
+from outrider.fleet.local import LocalCluster
+from router.service import run
+from tests.e2e.leaks import forgetful, nothing_left, resident
+from tests.e2e.tiny import make_tiny
+from tests.hostile.rig import resident_bytes, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SLOTS = 4
+AT_ONCE = 12  # so that most wait
+TOKENS = 100  # of an answer
+LONGEST_S = 0.4  # that one lives
+LEVEL = 1_000  # after so many heaps have filled, as much as they do
+MORE_MB = 25  # that a process may hold over what it held after a fifth of them
+COUNTS = [
+    pytest.param(200, id="200"),
+    pytest.param(10_000, id="10000", marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+]
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def tiny(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """A tiny target that drafts for itself."""
+    model = make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
+    config = forgetful(model, "tiny", SLOTS)
+    async with LocalCluster(config, forward=lambda name, line: print(name, line)) as running:
+        yield running
+
+
+async def cancelled(client: outrider.AsyncClient, number: int) -> str:
+    """One that does not come to its end, as a rule: how, and how far it got."""
+    dice = random.Random(number)
+    moment = dice.uniform(0, LONGEST_S)
+    way = ("closed", "left", "by name", "deadline")[number % 4]
+    session = (await client.create_session()).session_id if way == "by name" else ""
+    stream = client.stream(
+        "w1 w2 w3",
+        session=session,
+        max_tokens=TOKENS,
+        seed=number,
+        ignore_eos=True,
+        timeout=max(moment, 0.001) if way == "deadline" else 30,
+    )
+    heard = 0
+
+    async def read() -> None:
+        nonlocal heard
+        async for chunk in stream:
+            heard += len(chunk.token_ids)
+
+    reading = asyncio.create_task(read())
+    if way != "deadline":
+        await asyncio.sleep(moment)
+    match way:
+        case "closed":
+            await stream.cancel()
+        case "left":
+            reading.cancel()
+        case "by name":
+            with suppress(NotFound):  # it may have been forgotten already
+                await client.cancel(session)
+                assert not (await client.get_session(session)).running
+    with suppress(Cancelled, DeadlineExceeded, Overloaded, Unavailable, asyncio.CancelledError):
+        await asyncio.wait_for(reading, 10)
+    if heard == TOKENS:
+        return "whole"
+    return f"{way} {'midway' if heard else 'before its first token'}"
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_nobody_computes_for_what_was_cancelled_and_nothing_is_left_of_it(tiny: LocalCluster, count: int) -> None:
+    router = tiny.processes["router"].section.model_copy(update={"listen": "127.0.0.1:0"})
+    ends, held = Counter[str](), list[dict[str, float]]()
+    # One router more, in this process, so that its tasks can be counted.
+    async with serving(run, router, tiny.redis_url) as address, outrider.AsyncClient(address) as client:
+        numbers = iter(range(10**9))
+
+        async def caller(end: int) -> None:
+            while (number := next(numbers)) < end:
+                ends[await cancelled(client, number)] += 1
+                if number % max(1, count // 20) == 0:
+                    held.append(resident(tiny) | {"the router in here": resident_bytes() / 1e6})
+
+        async def callers(end: int) -> None:
+            await asyncio.gather(*(caller(end) for _ in range(AT_ONCE)))
+
+        async with nothing_left(tiny, lambda: callers(50)):
+            await callers(50 + count)
+        await asyncio.gather(*(client.generate("w1", max_tokens=4, timeout=30) for _ in range(SLOTS)))
+    print(dict(ends), [{name: round(mb) for name, mb in some.items()} for some in (held[0], held[-1])])
+    ways = ("closed", "left", "by name", "deadline")
+    for way in ways:
+        for when in ("midway", "before its first token"):
+            assert ends[f"{way} {when}"] > count / 100, ends
+    assert ends["whole"] < count / 4
+    for name, first in held[len(held) // 5].items() if count > LEVEL else ():
+        assert held[-1][name] <= first + MORE_MB, (name, [round(some[name]) for some in held])
