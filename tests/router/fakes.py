@@ -51,11 +51,11 @@ class FakeVerifier(VerifierServicer):
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with translated(context):
-            if self.full or self.open == self.slots:
-                raise Overloaded("all slots are in use")
             first = await anext(requests, None)
             if first is None:  # the call was broken off before it said anything
                 return
+            if self.full or self.open == self.slots:
+                raise Overloaded("all slots are in use")
             start = first.start
             self.starts.append(start)
             self.open += 1
