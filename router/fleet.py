@@ -55,6 +55,10 @@ class Fleet:
         listed = (worker for worker in self._listed if worker.role == "drafter")
         return sorted({worker.model for worker in listed if worker.tokenizer_digest == tokenizer_digest})
 
+    def lists(self, worker_id: str) -> bool:
+        """Whether a worker was there when last seen, and has not failed lately."""
+        return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
+
     async def refresh(self) -> None:
         """Looks at the registry, and whether our certificate was renewed: calls from then on show the new one."""
         latest = self._tls and self._tls.renewed()

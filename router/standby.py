@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 import grpc.aio
@@ -17,6 +18,7 @@ from router.models import ServedModel
 from router.opening import Cluster, suitable
 
 LEAST, SHARE = 64, 1 / 16  # tokens, and share of the text, that may be missing there before it reads on
+RETRY_S = 1.0  # after there was nobody, or he did not
 ANSWER_S = 30.0  # a verifier that takes longer to read has other things to do
 
 log = logging.getLogger(__name__)
@@ -31,18 +33,22 @@ class Standby:
         self._model = model
         self._tenant = tenant
         self._read = 0  # tokens that it has read
+        self._again_at = 0.0
         self._work: asyncio.Task[None] | None = None
 
     def follow(self, tokens: Sequence[int], serving: Worker) -> None:
         """The session has so many tokens, on that verifier."""
-        if serving.worker_id == self.holder:  # it has moved there
+        moved, gone = serving.worker_id == self.holder, not self._cluster.fleet.lists(self.holder)
+        if moved or gone:
             self.holder, self._read = "", 0
         behind = len(tokens) - self._read
-        if behind >= max(LEAST, len(tokens) * SHARE) and (self._work is None or self._work.done()):
+        if behind < max(LEAST, len(tokens) * SHARE) or time.monotonic() < self._again_at:
+            return
+        if self._work is None or self._work.done():
             self._work = self._cluster.background.spawn(self._warm(tuple(tokens), serving))
 
     async def _warm(self, tokens: tuple[int, ...], serving: Worker) -> None:
-        self._read = len(tokens)  # where that fails, it is tried again when as much more is missing
+        self._again_at = time.monotonic() + RETRY_S
         try:
             worker = self._chosen(await suitable(self._cluster, self._model), serving)
             if worker is None:
@@ -52,9 +58,9 @@ class Standby:
                 model=model.name, tokenizer_digest=model.digest, tokens=tokens, tenant=self._tenant
             )
             await VerifierStub(self._cluster.fleet.channel(worker)).Warm(request, timeout=ANSWER_S)
-            self.holder = worker.worker_id
+            self.holder, self._read, self._again_at = worker.worker_id, len(tokens), 0.0
         except (OutriderError, grpc.aio.AioRpcError) as error:
-            self.holder = ""
+            self.holder, self._read = "", 0
             known = error if isinstance(error, OutriderError) else from_rpc_error(error)
             log.debug("no other verifier keeps a session's KV: %s", known)
 

@@ -220,10 +220,16 @@ class Servers:
         """Starts a server, be it again, and waits until the others know it."""
         await server.child.start(self._ways.get(server.role, ""))
         server.frozen = False
-        if server.role == "router":
-            server.known_as = await self._introduced(server)
-        elif server.role != "redis":
-            server.known_as = await self._announced(server)
+        give_up = time.monotonic() + READY_S
+        while server.role != "redis":
+            try:
+                name = self._introduced if server.role == "router" else self._announced
+                server.known_as = await name(server)
+                return
+            except OutriderError:  # Redis was struck meanwhile
+                if time.monotonic() > give_up or server.child.status is not None:
+                    raise
+            await asyncio.sleep(AGAIN_S)
 
     async def revive(self, server: Server) -> None:
         """What a supervisor does for one that has ended: starts it, and again if it finds no Redis. Raises

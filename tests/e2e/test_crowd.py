@@ -79,6 +79,7 @@ class Crowd:
         return heard
 
 
+@pytest.mark.long
 async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
     roomy: LocalCluster, prompts: list[str]
 ) -> None:

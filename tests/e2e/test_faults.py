@@ -132,6 +132,9 @@ async def half_open(proxy: FaultProxy, rng: random.Random) -> None:
 Fault = Callable[[FaultProxy, random.Random], Awaitable[None]]
 
 
+FAULTS = [pytest.param(slow, marks=pytest.mark.long), cut, half_open]  # the mildest takes the longest
+
+
 async def during(
     work: Awaitable[outrider.Generation], fault: Fault, proxies: list[FaultProxy], seed: int
 ) -> outrider.Generation:
@@ -151,7 +154,7 @@ async def during(
     return await task
 
 
-@pytest.mark.parametrize("fault", [slow, cut, half_open], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("where", ["client", "verifier", "drafter", "redis"])
 async def test_the_text_survives_a_bad_network(faulty: Faulty, prompts: list[str], where: str, fault: Fault) -> None:
     quiet = await faulty.text(prompts[0], seed=41, speculation="off")
@@ -167,7 +170,7 @@ async def test_the_text_survives_everything_at_once(faulty: Faulty, prompts: lis
     assert (result.token_ids, result.text) == (quiet.token_ids, quiet.text)
 
 
-@pytest.mark.parametrize("fault", [slow, cut, half_open], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_drafting_over_a_bad_network_changes_nothing_and_the_session_does_not_notice(
     faulty: Faulty, tokenizer: object, prompts: list[str], fault: Fault
 ) -> None:

@@ -30,7 +30,7 @@ AT_ONCE = 8
 SLOTS = 12
 WAYS = 7
 SOAKS = [  # seconds
-    pytest.param(60.0, id="minute", marks=pytest.mark.timeout(180)),
+    pytest.param(60.0, id="minute", marks=[pytest.mark.long, pytest.mark.timeout(180)]),
     pytest.param(600.0, id="ten-minutes", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
 ]
 # That a process may hold in a soak's last third, over the end of its first: heaps that fill took 15 (levelling off

@@ -56,8 +56,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, promp
     return path
 
 
-@pytest.mark.parametrize("way", ["prompt-lookup", "suffix", "retrieval"])
-@pytest.mark.parametrize("place", ["drafter", "verifier"])
+QUICK = ("drafter", "retrieval"), ("verifier", "suffix")
+WAYS = [
+    pytest.param(place, way, marks=[] if (place, way) in QUICK else [pytest.mark.long])
+    for place in ("drafter", "verifier")
+    for way in ("prompt-lookup", "suffix", "retrieval")
+]
+
+
+@pytest.mark.parametrize(("place", "way"), WAYS)
 async def test_what_followed_before_is_drafted_and_the_text_is_the_target_s(
     prompts: list[str], corpus: Path, place: str, way: str
 ) -> None:

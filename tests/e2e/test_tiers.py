@@ -85,7 +85,7 @@ async def attach_below(drafter: str, upstream: str, session: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.long), 0.8, 1.0])
 async def test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s(
     tiered: LocalCluster, tokenizer: Tokenizer, prompts: list[str], temperature: float
 ) -> None:

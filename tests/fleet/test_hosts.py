@@ -17,7 +17,7 @@ import outrider
 from tests.fleet.conftest import DRAFTER, RAY, TARGET, assert_same, say
 from tests.fleet.hosts import Host, network, permitted
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
 
 PORT = 6379
 CLUSTER = f"""

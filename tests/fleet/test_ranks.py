@@ -62,6 +62,7 @@ async def test_two_ranks_on_a_ray_of_their_own_say_what_one_says_and_come_back(
     assert not [pid for pid in again if os.path.exists(f"/proc/{pid}")]  # noqa: ASYNC240
 
 
+@pytest.mark.long
 async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
     expected: list[outrider.Generation], ray_address: str
 ) -> None:

@@ -43,6 +43,11 @@ count = COUNT
 cpus = 0.1
 """
 Make = Callable[[ClusterConfig], Cluster[Any]]
+SLOW = ("ray", "tensor_parallel")  # examples that start a Ray
+EXAMPLES = [
+    pytest.param(path.stem, marks=[pytest.mark.long] if path.stem in SLOW else [])
+    for path in sorted((ROOT / "examples").glob("*.toml"))
+]
 
 
 @pytest.fixture(params=["here", pytest.param("ray", marks=pytest.mark.long)])
@@ -118,7 +123,7 @@ async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:
             await asyncio.wait_for(keeping, 10)
 
 
-@pytest.mark.parametrize("example", sorted(path.stem for path in (ROOT / "examples").glob("*.toml")))
+@pytest.mark.parametrize("example", EXAMPLES)
 async def test_every_example_says_with_speculation_what_it_says_without(
     example: str, request: pytest.FixtureRequest
 ) -> None:
