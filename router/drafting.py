@@ -42,6 +42,7 @@ class Post:
     tokenizer_digest: bytes
     greedy: bool
     single: bool  # whether it takes one drafter, and no tiers
+    before: tuple[str, ...] = ()  # worker ids of those who drafted for it last: they have read the text
 
 
 class Stretch:
@@ -83,6 +84,7 @@ class Drafters:
         self._wanted = wanted
         self._tiers = tiers
         self._ticket_key = ticket_key
+        self._before = post.before  # preferred, the first time
         self._attached: dict[str, Placed] = {}
         self._worths: dict[int, Worth] = {}  # by tier
         self._declined: set[str] = set()  # worker ids of those that did not help
@@ -165,7 +167,8 @@ class Drafters:
                     failed.add(placed.drafter.worker_id)
                     break
             else:
-                return
+                break
+        self._before = ()
 
     async def _places(self, failed: Container[str] = ()) -> list[Placed]:
         """Where all should be. Those whose tier is not to draft now are let go."""
@@ -184,7 +187,8 @@ class Drafters:
         if len(used) > 1:  # a tier that failed lately is skipped, so that those below it go on
             drafters = [worker for worker in drafters if not self._fleet.suspected(worker)]
         each = {tier: self._wanted - self._lost[tier] for tier in used}
-        places = place(self._post.upstream, drafters, each, self._attached)
+        readers = {it.worker_id for it in drafters if it.worker_id in self._before and not self._fleet.suspected(it)}
+        places = place(self._post.upstream, drafters, each, readers | self._attached.keys())
         first = {placed.drafter.tier for placed in places if placed.upstream is self._post.upstream}
         self._direct = sum(each[tier] for tier in first) or self._wanted
         return places

@@ -316,6 +316,7 @@ class Generation:
             tokenizer_digest=self._opened.model.digest,
             greedy=contract.greedy,
             single=single,
+            before=ledger.record.drafters,
         )
         cluster = self._cluster
         wanted = min(wanted, 1) if single else wanted
