@@ -47,8 +47,9 @@ async def test_rounds_verify_chains_of_just_that_depth(cluster: LocalCluster, pr
         )
     usage = result.usage
     assert len(usage.tried_by_depth) == 4
-    # Of the first step there is no draft yet, and a chain that is too unlikely to be worth drafting is shorter.
-    assert 0.8 * 4 * (usage.steps - 2) <= usage.verified <= 4 * (usage.steps - 1)
+    # A chain that is too unlikely to be worth drafting is shorter; a drafter that is late has none.
+    assert usage.tried_by_depth[3] >= 0.8 * usage.tried_by_depth[0] > 0
+    assert usage.verified <= 4 * (usage.steps - 1)
 
 
 async def test_streamed_text_of_concurrent_seeded_sessions_is_that_of_each_alone(
