@@ -131,10 +131,16 @@ class Fleet:
             task.add_done_callback(self._retired.discard)
 
     async def _workers(self, role: Role) -> list[Worker]:
-        everyone = await self._registry.workers()
+        everyone = self._alive(await self._registry.workers())
         self._listed = [worker for worker in everyone if not worker.draining and worker.worker_id not in self._gone]
         await self._forget(everyone)
         return sorted((worker for worker in self._listed if worker.role == role), key=self._burden)
+
+    def _alive(self, announced: Sequence[Worker]) -> list[Worker]:
+        """Who is announced; and verifiers that are not any more, yet serve sessions of ours: they have lost Redis."""
+        addresses = {worker.address for worker in announced}
+        lost = (worker for worker in self._listed if worker.role == "verifier" and worker.address not in addresses)
+        return [*announced, *(it for it in lost if self._placed[it.address] > 0 and not self.suspected(it))]
 
     def _burden(self, worker: Worker) -> tuple[bool, float]:
         return self.suspected(worker), self._load(worker)

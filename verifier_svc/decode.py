@@ -208,7 +208,8 @@ class Decoder(VerifierServicer):
         await context.write(message)
         # The router closes its side first: a write of its own that met the end of the call would fail the call.
         try:
-            return await asyncio.wait_for(commands, HALF_CLOSE_S)
+            async with asyncio.timeout(HALF_CLOSE_S):
+                return await commands
         except TimeoutError:
             raise Unavailable(f"the router did not close its side of Decode within {HALF_CLOSE_S:g} s") from None
 

@@ -105,7 +105,8 @@ class RayServer:
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whether or not it is heard
         self._life = asyncio.create_task(self._follow(redis_url))
         try:
-            await asyncio.wait_for(asyncio.shield(self._ready), limit)
+            async with asyncio.timeout(limit):
+                await asyncio.shield(self._ready)
         except TimeoutError:
             await self.stop()
             raise Unavailable(f"{self.name}: did not start within {limit:g} s; is there room for it on Ray?") from None
@@ -127,7 +128,8 @@ class RayServer:
         if self.status is None and self._life is not None:
             drain = float(getattr(self.section, "drain_s", 0.0))
             with suppress(ray.exceptions.RayError, TimeoutError):
-                await asyncio.wait_for(_result(self._seat.stop.remote()), drain + 2 * GRACE_S)
+                async with asyncio.timeout(drain + 2 * GRACE_S):
+                    await _result(self._seat.stop.remote())
             await asyncio.wait([self._life], timeout=GRACE_S)
             self._life.cancel()
         ray.kill(self._seat)

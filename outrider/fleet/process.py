@@ -124,7 +124,8 @@ class Process:
             self._child.terminate()
         try:
             drain = float(getattr(self.section, "drain_s", 0.0))
-            await asyncio.wait_for(self._child.wait(), drain + GRACE_S)
+            async with asyncio.timeout(drain + GRACE_S):
+                await self._child.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._child.kill()

@@ -134,7 +134,8 @@ class RankGroup:
             [bundle] * config.tensor_parallel, strategy="SPREAD" if config.spread else "PACK"
         )
         try:
-            await asyncio.wait_for(asyncio.wrap_future(place.ready().future()), PLACE_S)
+            async with asyncio.timeout(PLACE_S):
+                await asyncio.wrap_future(place.ready().future())
         except TimeoutError:
             ray.util.remove_placement_group(place)
             raise Unavailable(

@@ -90,11 +90,22 @@ async def ping(client: Client) -> None:
 
 @contextmanager
 def translated(client: Client) -> Iterator[None]:
-    """Around Redis commands: an unreachable or refusing server becomes Unavailable with what to do."""
+    """Around a task's Redis commands: an unreachable or refusing server becomes Unavailable with what to do.
+
+    A cancellation that redis-py lost is made good: it sends with `asyncio.wait_for`, which before Python 3.12 forgets
+    one that comes just when it is done.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    failure: Unavailable | None = None
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:
-        raise Unavailable(f"Redis at {address(client)} {_diagnosis(error)}") from None
+        failure = Unavailable(f"Redis at {address(client)} {_diagnosis(error)}")
+    if task and task.cancelling() > before:
+        raise asyncio.CancelledError
+    if failure is not None:
+        raise failure
 
 
 def address(client: Client) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -87,6 +88,15 @@ def interrupt(after: threading.Event) -> threading.Thread:
     return thread
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a shell's background jobs ignore interrupts, and so would we with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("call", ["stream", "generate"])
 def test_an_interrupt_cancels_on_the_server_before_the_client_is_closed(router: ScriptedRouter, call: str) -> None:
     thread = interrupt(router.under_way)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,6 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-from router import drafting
 from tests.router.fakes import CONTEXT, FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (
     MODEL,
@@ -230,82 +229,6 @@ async def test_a_deadline_ends_the_call_and_is_stored_absolute(redis_url: str) -
         assert await finished_reason(rig, session_id) == "deadline"
 
 
-async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_goes_on(redis_url: str) -> None:
-    dying, steady = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT, pace_s=0.02)
-    async with running_router(redis_url) as rig, AsyncExitStack() as stack:
-        async with announced(dying, rig.registry, MODEL.digest):
-            moved = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
-            session_id = (await moved.read()).started.session_id
-            await moved.read()
-            await stack.enter_async_context(announced(steady, rig.registry, MODEL.digest))
-            spared = rig.stub.Generate(ask(max_tokens=10))
-            await spared.read()
-            assert (dying.open, steady.open) == (1, 1)
-        tail = await drain(moved)
-        assert tail[-1].finished.usage.completion_tokens == len(SCRIPT)
-        log = await rig.sessions.read(session_id)
-        assert list(log.tokens[-len(SCRIPT) :]) == SCRIPT
-        again = steady.starts[-1]
-        assert (again.epoch, len(again.tokens) > again.answer_position) == (2, True)
-        assert (await drain(spared))[-1].finished.usage.completion_tokens == 10
-        # The dead one is still listed; the next generation passes it over.
-        _, _, finished = await collect(rig.stub.Generate(ask(max_tokens=4)))
-        assert finished.usage.completion_tokens == 4
-
-
-@pytest.mark.parametrize("script", [SCRIPT[:9], [*SCRIPT[:4], 0, *SCRIPT[4:]]], ids=["length", "stop"])
-async def test_nothing_follows_the_end_when_the_verifier_dies_before_it_says_so(
-    redis_url: str, script: list[int]
-) -> None:
-    dying, steady = FakeVerifier(script), FakeVerifier(script)
-    dying.dies_at_the_end = True
-    async with (
-        running_router(redis_url) as rig,
-        announced(dying, rig.registry, MODEL.digest),
-        announced(steady, rig.registry, MODEL.digest, sessions=5),
-    ):
-        _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=9)))
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        assert tokens == script[: script.index(0) + 1 if 0 in script else 9]
-        assert not steady.starts
-
-
-async def test_a_verifier_that_falls_silent_is_taken_for_dead(redis_url: str) -> None:
-    frozen, steady = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
-    frozen.silent, frozen.pace_s = True, 60
-    async with (
-        running_router(redis_url) as rig,
-        announced(frozen, rig.registry, MODEL.digest),
-        announced(steady, rig.registry, MODEL.digest, sessions=5),
-    ):
-        began = time.monotonic()
-        started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
-        assert 2.0 < time.monotonic() - began < 4.0
-        assert (await rig.sessions.get(started.session_id)).epoch == 2
-
-
-async def test_when_all_verifiers_are_gone_the_client_hears_it_and_can_resume(redis_url: str) -> None:
-    first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
-    async with running_router(redis_url) as rig:
-        async with announced(first, rig.registry, MODEL.digest) as worker:
-            call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
-            session_id = (await call.read()).started.session_id
-            chunk = (await call.read()).chunk
-        await rig.registry.withdraw(worker.worker_id)
-        events: list[pb.GenerateResponse] = []
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await drain(call, events)
-        chunk = events[-1].chunk if events else chunk
-        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        await released(rig, session_id)
-        async with announced(second, rig.registry, MODEL.digest):
-            rest = pb.ResumeRequest(
-                session_id=session_id, next_position=chunk.next_position, text_offset=chunk.text_offset
-            )
-            _, chunks, _ = await collect(rig.stub.Resume(rest))
-            assert SAID[: chunk.text_offset] + "".join(part.text for part in chunks) == SAID
-
-
 async def test_a_router_that_lost_the_session_stops_at_once(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
@@ -317,68 +240,6 @@ async def test_a_router_that_lost_the_session_stops_at_once(redis_url: str) -> N
         assert caught.value.code() == grpc.StatusCode.ABORTED
         await until(lambda: verifier.open == 0, within_s=0.5)
         assert not (await rig.sessions.get(session_id)).finished  # it is the other one's to finish
-
-
-async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url: str) -> None:
-    full, free = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
-    full.full = True
-    async with (
-        running_router(redis_url, queue=0) as rig,
-        announced(full, rig.registry, MODEL.digest),
-        announced(free, rig.registry, MODEL.digest, sessions=5) as second,
-    ):
-        started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=2)))
-        assert (await rig.sessions.get(started.session_id)).verifier == second.worker_id
-        free.full = True
-        with pytest.raises(grpc.aio.AioRpcError, match="all slots") as caught:
-            await collect(rig.stub.Generate(ask(max_tokens=2)))
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drafting, "ANSWER_S", 0.2)
-    monkeypatch.setattr(drafting, "SHORT_S", 0.1)
-    verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.01), FakeDrafter(frozen=True), FakeDrafter()
-    async with AsyncExitStack() as stack:
-        rig = await stack.enter_async_context(running_router(redis_url))
-        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
-        await stack.enter_async_context(announced(frozen, rig.registry, MODEL.digest))
-        second = await stack.enter_async_context(announced(good, rig.registry, MODEL.digest, sessions=3))
-        began = time.monotonic()
-        call = rig.stub.Generate(ask(max_tokens=50))
-        session_id = (await call.read()).started.session_id
-        await call.read()
-        assert not good.attached  # the text did not wait for the drafters
-        assert time.monotonic() - began < 2.0
-        await until(lambda: session_id in good.attached)
-        async with asyncio.timeout(3):  # with one of the next commits
-            while (await rig.sessions.get(session_id)).drafters != (second.worker_id,):
-                await call.read()
-        call.cancel()
-        await until(lambda: not good.attached)
-
-
-async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "SHORT_S", 0.05)
-    verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter(), FakeDrafter()
-    async with AsyncExitStack() as stack:
-        rig = await stack.enter_async_context(running_router(redis_url))
-        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
-        await stack.enter_async_context(announced(first, rig.registry, MODEL.digest))
-        await stack.enter_async_context(announced(second, rig.registry, MODEL.digest, sessions=3))
-        call = rig.stub.Generate(ask(max_tokens=50))
-        reader = asyncio.create_task(drain(call))
-        await until(lambda: bool(second.attached))
-        assert not first.attached
-        verifier.drafters = 1  # the second one has subscribed: it stays
-        asked = second.asked
-        await asyncio.sleep(0.3)
-        assert (second.asked, bool(second.attached)) == (asked, True)
-        call.cancel()
-        with suppress(asyncio.CancelledError):
-            await reader
 
 
 async def test_speculation_off_attaches_nobody_and_says_so_in_the_plan(redis_url: str) -> None:

@@ -1,0 +1,66 @@
+"""The drafters of a router: whoever is of no use is replaced, and no text waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+
+from router import drafting
+from tests.router.fakes import FakeDrafter, FakeVerifier, announced
+from tests.router.rig import (
+    MODEL,
+    SCRIPT,
+    ask,
+    drain,
+    running_router,
+    until,
+)
+
+
+async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(drafting, "SHORT_S", 0.1)
+    verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.01), FakeDrafter(frozen=True), FakeDrafter()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(running_router(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(frozen, rig.registry, MODEL.digest))
+        second = await stack.enter_async_context(announced(good, rig.registry, MODEL.digest, sessions=3))
+        began = time.monotonic()
+        call = rig.stub.Generate(ask(max_tokens=50))
+        session_id = (await call.read()).started.session_id
+        await call.read()
+        assert not good.attached  # the text did not wait for the drafters
+        assert time.monotonic() - began < 2.0
+        await until(lambda: session_id in good.attached)
+        async with asyncio.timeout(3):  # with one of the next commits
+            while (await rig.sessions.get(session_id)).drafters != (second.worker_id,):
+                await call.read()
+        call.cancel()
+        await until(lambda: not good.attached)
+
+
+async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "SHORT_S", 0.05)
+    verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter(), FakeDrafter()
+    async with AsyncExitStack() as stack:
+        rig = await stack.enter_async_context(running_router(redis_url))
+        await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(first, rig.registry, MODEL.digest))
+        await stack.enter_async_context(announced(second, rig.registry, MODEL.digest, sessions=3))
+        call = rig.stub.Generate(ask(max_tokens=50))
+        reader = asyncio.create_task(drain(call))
+        await until(lambda: bool(second.attached))
+        assert not first.attached
+        verifier.drafters = 1  # the second one has subscribed: it stays
+        asked = second.asked
+        await asyncio.sleep(0.3)
+        assert (second.asked, bool(second.attached)) == (asked, True)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
