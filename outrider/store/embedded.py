@@ -285,6 +285,7 @@ def _configure(
         f"dir {_quoted(folder)}",
         "appendonly yes",
         "appendfsync everysec",
+        "auto-aof-rewrite-min-size 8mb",  # what it has to read at its next start, and so how long that takes
         'save ""',
         "maxmemory-policy noeviction",
         "daemonize no",

@@ -178,8 +178,18 @@ class Load:
             await asyncio.sleep(LOOK_S)
 
     async def _again(self, case: Case) -> None:
+        """A session for each answer, closed behind it."""
         while not self._over:
-            self.tally.judge(await self._answer(case), self.whole[case.number])
+            heard = await self._answer(case)
+            self.tally.judge(heard, self.whole[case.number])
+            if heard.session_id:
+                try:
+                    await self._client(case).close_session(heard.session_id, timeout=TIMEOUT_S)
+                except OutriderError as error:
+                    self.tally.errors.append(f"{type(error).__name__}: {error}")
+
+    def _client(self, case: Case) -> outrider.AsyncClient:
+        return self._clients[case.number % len(self._clients)]
 
     async def _answer(self, case: Case, *, plain: bool = False) -> Heard:
         heard = Heard(case)
@@ -187,7 +197,7 @@ class Load:
         rng = self._rng[case.number]
         leaves = not plain and rng.random() < self._leaving
         until = rng.randrange(1, case.max_tokens) if leaves else case.max_tokens + 1
-        client = self._clients[case.number % len(self._clients)]
+        client = self._client(case)
         stream = client.stream(
             case.prompt,
             temperature=case.temperature,

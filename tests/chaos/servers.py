@@ -81,6 +81,7 @@ class RedisProcess:
         self._command = (
             *(str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)),
             *("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction"),
+            *("--auto-aof-rewrite-min-size", "8mb"),
         )
         self._url = f"redis://127.0.0.1:{port}"
         self._child: asyncio.subprocess.Process | None = None

@@ -39,6 +39,19 @@ async def servers() -> AsyncIterator[Servers]:
         yield running
 
 
+def begun(client: outrider.AsyncClient, seed: int) -> outrider.AsyncStream:
+    """A long answer, asked for."""
+    stream = client.stream(PROMPT, max_tokens=TOKENS, seed=seed, ignore_eos=True, timeout=60)
+    stream.begin()
+    return stream
+
+
+async def undisturbed(client: outrider.AsyncClient, seed: int, tokens: int) -> list[int]:
+    """The beginning of that answer, in one piece."""
+    result = await client.generate(PROMPT, max_tokens=tokens, seed=seed, ignore_eos=True, timeout=60)
+    return [*result.token_ids]
+
+
 async def read(stream: outrider.AsyncStream, chunks: int) -> list[int]:
     """The next tokens of a stream that was begun."""
     tokens: list[int] = []
@@ -98,14 +111,12 @@ async def test_a_frozen_router_is_left_for_another_and_what_it_says_when_it_thaw
         now = (await servers.records([session_id]))[session_id]
         assert (now.epoch, now.owner) == (after.epoch, after.owner)
         await resumed.cancel()
-        undisturbed = await elsewhere.generate(PROMPT, max_tokens=len(said), seed=3, ignore_eos=True, timeout=60)
-        assert undisturbed.token_ids == tuple(said)
+        assert said == await undisturbed(elsewhere, 3, len(said))
 
 
 async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(0)) as client:
-        stream = client.stream(PROMPT, max_tokens=TOKENS, seed=4, ignore_eos=True, timeout=60)
-        stream.begin()
+        stream = begun(client, 4)
         said = await read(stream, 5)
         router, _ = await serving(servers, stream.session_id)
         router.freeze()
@@ -120,14 +131,12 @@ async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(
         finally:
             router.thaw()
         await stream.cancel()
-        undisturbed = await client.generate(PROMPT, max_tokens=len(said), seed=4, ignore_eos=True, timeout=60)
-        assert undisturbed.token_ids == tuple(said)
+        assert said == await undisturbed(client, 4, len(said))
 
 
 async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(1)) as client:
-        stream = client.stream(PROMPT, max_tokens=TOKENS, seed=5, ignore_eos=True, timeout=60)
-        stream.begin()
+        stream = begun(client, 5)
         said = await read(stream, 5)
         before = (await servers.records([stream.session_id]))[stream.session_id]
         _, verifier = await serving(servers, stream.session_id)
@@ -150,15 +159,13 @@ async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(s
         await soon(idle)
         said += await read(stream, 5)
         await stream.cancel()
-        undisturbed = await client.generate(PROMPT, max_tokens=len(said), seed=5, ignore_eos=True, timeout=60)
-        assert undisturbed.token_ids == tuple(said)
+        assert said == await undisturbed(client, 5, len(said))
 
 
 async def test_a_frozen_redis_pauses_generation_and_says_so_to_whoever_asks(servers: Servers) -> None:
     (redis,) = servers.of("redis")
     async with outrider.AsyncClient(servers.address(0)) as client:
-        stream = client.stream(PROMPT, max_tokens=TOKENS, seed=6, ignore_eos=True, timeout=60)
-        stream.begin()
+        stream = begun(client, 6)
         said = await read(stream, 5)
         redis.freeze()
         frozen = time.monotonic()
@@ -172,8 +179,7 @@ async def test_a_frozen_redis_pauses_generation_and_says_so_to_whoever_asks(serv
         said += await read(stream, 20)
         assert time.monotonic() - thawed < SILENCE_S + SLACK_S
         await stream.cancel()
-        undisturbed = await client.generate(PROMPT, max_tokens=len(said), seed=6, ignore_eos=True, timeout=60)
-        assert undisturbed.token_ids == tuple(said)
+        assert said == await undisturbed(client, 6, len(said))
 
 
 BLACK_HOLES = [
