@@ -222,13 +222,13 @@ class Grower:
         return RankedSession(snapshot, slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached)
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
-        place = self.slots.take(snapshot.tokens, key.tenant)
+        place = self.slots.take(snapshot.tokens, key.tenant, key.session_id)
         self._passes.fill(place)
         return place
 
     def _give_back(self, key: Attachment, member: Member) -> None:
         held = member.session.tokens[: member.session.cached] if member.session else []
-        self.slots.give_back(member.place.slot, held, key.tenant)
+        self.slots.give_back(member.place.slot, held, key.tenant, key.session_id)
 
     def _relay(self, key: Attachment, member: Member, session: DraftSession) -> None:
         """Has the lower tier find the session."""

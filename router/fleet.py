@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import grpc.aio
 
-from outrider.errors import Moved, Overloaded
+from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import NAMES, Tls
 from outrider.store.registry import Registry, Role, Worker
@@ -18,6 +18,7 @@ from router.rates import Stay
 
 _LONGEST_CALL_S = 3600.0  # that a channel is kept for its calls after certificates were renewed
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
+FRESH_S = 0.25  # for drafters, which sessions look for all the time, the registry is not asked more often
 _RETRY_S = 0.25  # after a verifier refused us for want of room, one more is tried there each time that this has passed
 
 
@@ -33,6 +34,9 @@ class Fleet:
         self._zone = zone
         self._tls = tls
         self._listed: list[Worker] = []  # as last seen
+        self._seen_at = float("-inf")  # monotonic; when that was asked for
+        self._unseen: OutriderError | None = None  # why it was not told
+        self._looking = asyncio.Lock()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._retired: set[asyncio.Task[None]] = set()  # close channels once their calls have ended
         self._placed: Counter[str] = Counter()  # sessions of this router, by worker address
@@ -43,11 +47,13 @@ class Fleet:
 
     async def verifiers(self, model: str) -> list[Worker]:
         """Verifiers of a model, best choice first."""
-        return [worker for worker in await self._workers("verifier") if worker.model == model]
+        await self._look(time.monotonic())
+        return [worker for worker in self._there("verifier") if worker.model == model]
 
     async def drafters(self, tokenizer_digest: bytes, near: str = "") -> list[Worker]:
         """Drafters of a tokenizer, best choice first; those in the zone `near` before others."""
-        fitting = [worker for worker in await self._workers("drafter") if worker.tokenizer_digest == tokenizer_digest]
+        await self._look(time.monotonic() - FRESH_S)
+        fitting = [worker for worker in self._there("drafter") if worker.tokenizer_digest == tokenizer_digest]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), apart(worker.zone, near)))
 
     def drafting(self, tokenizer_digest: bytes) -> list[str]:
@@ -65,7 +71,7 @@ class Fleet:
         if latest is not self._tls:
             self._tls = latest
             self._retire()
-        await self._workers("verifier")
+        await self._look(time.monotonic())
 
     def places(self, model: str) -> int | None:
         """Sessions of ours that a model's verifiers can hold, as far as is known; None: nobody serves it.
@@ -130,11 +136,26 @@ class Fleet:
             self._retired.add(task)
             task.add_done_callback(self._retired.discard)
 
-    async def _workers(self, role: Role) -> list[Worker]:
-        everyone = self._alive(await self._registry.workers())
-        self._listed = [worker for worker in everyone if not worker.draining and worker.worker_id not in self._gone]
-        await self._forget(everyone)
-        return sorted((worker for worker in self._listed if worker.role == role), key=self._burden)
+    def _there(self, role: Role) -> list[Worker]:
+        """Workers of a role, the least burdened first."""
+        listed = (it for it in self._listed if it.role == role and it.worker_id not in self._gone)
+        return sorted(listed, key=self._burden)
+
+    async def _look(self, since: float) -> None:
+        """Looks at the registry unless somebody has since then. Raises Unavailable where it was not to be seen."""
+        async with self._looking:
+            if self._seen_at < since:
+                self._seen_at = time.monotonic()
+                try:
+                    everyone = self._alive(await self._registry.workers())
+                except OutriderError as error:
+                    self._unseen = error
+                else:
+                    self._unseen = None
+                    self._listed = [it for it in everyone if not it.draining and it.worker_id not in self._gone]
+                    await self._forget(everyone)
+            if self._unseen is not None:
+                raise Unavailable(str(self._unseen))
 
     def _alive(self, announced: Sequence[Worker]) -> list[Worker]:
         """Who is announced; and verifiers that are not any more, yet serve sessions of ours: they have lost Redis."""

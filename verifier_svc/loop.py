@@ -94,7 +94,7 @@ class StepLoop:
                 raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
             present.fenced = True
             self.close(present)
-        place = self.slots.take(start.tokens, start.tenant)
+        place = self.slots.take(start.tokens, start.tenant, start.session_id)
         self._passes.fill(place)
         own = self._own.begin(start.tenant, start.contract)
         session = Session(start, place, self._engine.vocabulary, self.pace.patterns(greedy=start.contract.greedy), own)
@@ -135,7 +135,7 @@ class StepLoop:
         session.commits.put_nowait(None)
         lost = self._engine.treeless and session in self._passing
         held = [] if lost else session.tokens[: session.cached]
-        self.slots.give_back(session.place.slot, held, session.tenant)
+        self.slots.give_back(session.place.slot, held, session.tenant, session.id)
         self.freed.set()
         session.dismiss("fenced" if session.fenced else "finished")
 

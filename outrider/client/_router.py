@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,10 +14,11 @@ import grpc.aio
 from outrider.client._access import Access
 from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import from_rpc_error, is_from_outrider
 from outrider.v1 import inference_pb2_grpc
 
 CLOSED = "the client was closed"
+_PAUSES_S = (0.1, 0.3)  # before a question is asked again
 
 
 class Router:
@@ -40,18 +43,31 @@ class Router:
         return inference_pb2_grpc.InferenceStub(self._channel)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
-        """The answer to a call that is not a stream."""
+        """The answer to a call that is not a stream. All of those may be repeated, so one whose router was lost is."""
         check_timeout(timeout)
-        try:
-            answer = await getattr(self.stub, method)(request, timeout=timeout, metadata=self.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise self.failure(error) from None
-        except asyncio.CancelledError:
-            if task_is_cancelled():
-                raise
-            raise Cancelled(CLOSED) from None
-        self.was_reached = True
-        return answer
+        give_up = math.inf if timeout is None else time.monotonic() + timeout
+        pauses = iter(_PAUSES_S)
+        while True:
+            left = None if timeout is None else max(0.0, give_up - time.monotonic())
+            try:
+                answer = await getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
+                self.was_reached = True
+                return answer
+            except grpc.aio.AioRpcError as error:
+                known = self.failure(error)
+                pause = next(pauses, math.inf)
+                if not self._is_lost(error, known) or time.monotonic() + pause >= give_up:
+                    raise known from None
+            except asyncio.CancelledError:
+                if task_is_cancelled():
+                    raise
+                raise Cancelled(CLOSED) from None
+            await asyncio.sleep(pause)
+
+    def _is_lost(self, error: grpc.aio.AioRpcError, known: OutriderError) -> bool:
+        """Whether the router went away, and not something behind it."""
+        lost = self.was_reached and isinstance(known, Unavailable) and not is_from_outrider(error)
+        return lost or isinstance(known, Moved)
 
     def failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
         """What to raise for it."""

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.engine.packing import Cells, Run, Stretch
 
 ALL = slice(None)
-ALIGNMENT = 64  # bytes: a cache line
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros. numpy takes zeroed pages, mapped when they are touched; torch.zeros would write them all."""
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.zeros(size + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    return torch.from_numpy(buffer[start : start + size]).view(dtype).view(shape)
+    """Zeros in pages that are mapped when they are touched; torch.zeros would write them all.
+
+    Small pages: the first row of a head would otherwise take two megabytes, in each layer, and the time to clear them.
+    """
+    buffer = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # not everywhere
+        buffer.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 class KVCache:

@@ -29,6 +29,7 @@ class _Held:
 
     tokens: NDArray[np.int64]  # [rows] the tokens whose KV its first rows hold
     tenant: str
+    session: str  # whose it was
 
 
 class Slots:
@@ -36,7 +37,7 @@ class Slots:
 
     def __init__(self, count: int, *, rewinds: bool = True) -> None:
         """`rewinds`: whether a slot can be taken up before the end of what it holds."""
-        nothing = _Held(np.empty(0, np.int64), "")
+        nothing = _Held(np.empty(0, np.int64), "", "")
         self._count = count
         self._rewinds = rewinds
         self._free: OrderedDict[int, _Held] = OrderedDict((slot, nothing) for slot in range(count))
@@ -51,11 +52,12 @@ class Slots:
         """Free slots that still hold somebody's KV."""
         return sum(bool(len(held.tokens)) for held in self._free.values())
 
-    def take(self, tokens: Sequence[int], tenant: str) -> Taken:
+    def take(self, tokens: Sequence[int], tenant: str, session: str = "") -> Taken:
         """A slot for a session over `tokens`, with as much of their KV as is there; the last token's is never counted.
 
-        A slot that holds much more than the shared prefix is copied from and not taken, where another one is free.
-        Raises Overloaded when none is.
+        A slot that holds much more than the shared prefix is copied from and not taken, where another one is free,
+        unless it is the session's own: what it computed beyond its log is of use to nobody. Raises Overloaded when no
+        slot is free.
         """
         if not self._free:
             raise Overloaded(f"all {self._count} slots are in use; retry later")
@@ -69,16 +71,18 @@ class Slots:
         if best is None:
             del self._free[oldest]
             return Taken(oldest, 0, None)
-        if best != oldest and len(self._free[best].tokens) - cached >= WORTHWHILE:
+        held = self._free[best]
+        own = bool(session) and held.session == session
+        if best != oldest and not own and len(held.tokens) - cached >= WORTHWHILE:
             del self._free[oldest]
             self._free.move_to_end(best)
             return Taken(oldest, cached, best)
         del self._free[best]
         return Taken(best, cached, None)
 
-    def give_back(self, slot: int, tokens: Sequence[int], tenant: str) -> None:
+    def give_back(self, slot: int, tokens: Sequence[int], tenant: str, session: str = "") -> None:
         """A session ends; the slot's first rows hold the KV of `tokens`."""
-        self._free[slot] = _Held(np.array(tokens, np.int64), tenant)
+        self._free[slot] = _Held(np.array(tokens, np.int64), tenant, session)
         if not tokens:
             self._free.move_to_end(slot, last=False)
 

@@ -436,6 +436,22 @@ async def test_a_connection_that_is_cut_costs_nothing_even_before_anything_came(
     assert stream.result.resumes
 
 
+async def test_a_question_whose_router_is_lost_is_asked_again(router: ScriptedRouter) -> None:
+    async with FaultProxy(router.address) as proxy, outrider.AsyncClient(proxy.address) as client:
+        await client.models(timeout=5)
+        for _ in range(20):
+            asking = asyncio.create_task(client.models(timeout=5))
+            await asyncio.sleep(0)
+            proxy.cut()
+            assert [model.name for model in await asking] == ["toy"]
+        proxy.refuse()
+        proxy.cut()
+        began = time.monotonic()
+        with pytest.raises(errors.Unavailable):
+            await client.models(timeout=5)
+        assert time.monotonic() - began < 3
+
+
 def test_the_ordinary_client_resumes_too(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(0), Fault(2), Fault(1), Fault(3, logged=1)])
     with outrider.Client(router.address) as client:

@@ -34,6 +34,13 @@ def test_a_fork_copies_the_shared_prefix_and_leaves_the_rest_where_it_is() -> No
     assert slots.take([*STORY, 5], "a").cached == len(STORY)
 
 
+def test_a_session_whose_log_is_behind_its_kv_takes_its_own_slot_and_leaves_no_copy() -> None:
+    slots = Slots(2)
+    mine = slots.take(STORY, "a", "s").slot
+    slots.give_back(mine, STORY, "a", "s")
+    assert slots.take([*STORY[:20], 7], "a", "s") == Taken(mine, 20, None)
+
+
 def test_a_fork_takes_the_slot_itself_when_there_is_no_other() -> None:
     slots = Slots(1)
     slots.give_back(slots.take(STORY, "a").slot, STORY, "a")

@@ -1,0 +1,44 @@
+"""The workers as a router sees them, and how seldom it has to ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+from outrider.errors import Unavailable
+from outrider.store.client import connect
+from outrider.store.registry import Registry, Role, Worker
+from router.fleet import Fleet
+from tests.router.fakes import FakeDrafter, FakeVerifier, announced
+
+
+class _Counted(Registry):
+    asked = 0
+
+    async def workers(self, role: Role | None = None) -> list[Worker]:
+        self.asked += 1
+        await asyncio.sleep(0.02)
+        return await super().workers(role)
+
+
+async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = _Counted(client)
+    fleet = Fleet(registry)
+    async with announced(FakeVerifier([1]), registry, b"digest"), announced(FakeDrafter(), registry, b"digest"):
+        found = await asyncio.gather(*(fleet.verifiers("target") for _ in range(20)))
+        assert [len(verifiers) for verifiers in found] == [1] * 20
+        assert registry.asked == 2  # who came while somebody looked waits for one more look
+        assert len(await fleet.drafters(b"digest")) == 1
+        assert registry.asked == 2
+    await fleet.close()
+    await client.aclose()
+
+
+async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() -> None:
+    client = connect("redis://127.0.0.1:1")
+    registry = _Counted(client)
+    fleet = Fleet(registry)
+    heard = await asyncio.gather(*(fleet.verifiers("target") for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(error, Unavailable) for error in heard)
+    assert registry.asked == 2
+    await client.aclose()
