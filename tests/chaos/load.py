@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import outrider
 from outrider.cli.compare import TOLERANCE, Verdict, difference
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, Unavailable
 from tests.chaos.servers import LOOK_S, Servers
 from tests.e2e.conftest import MODELS, ROOT
 
@@ -23,6 +23,7 @@ CONTEXT = 512  # tokens of prompt and answer together
 PROMPTS = range(32, 257)  # tokens
 HEATS = (0.0, 0.8, 1.0)
 TIMEOUT_S = 180.0  # of one answer, which takes a small part of it
+AGAIN_S = 0.5  # after a refusal
 NEAR_TIE = TOLERANCE["float32"]
 
 
@@ -183,10 +184,19 @@ class Load:
             heard = await self._answer(case)
             self.tally.judge(heard, self.whole[case.number])
             if heard.session_id:
-                try:
-                    await self._client(case).close_session(heard.session_id, timeout=TIMEOUT_S)
-                except OutriderError as error:
+                await self._close(case, heard.session_id)
+
+    async def _close(self, case: Case, session_id: str) -> None:
+        """Closes a session. While Redis is away that is refused, and asked again."""
+        give_up = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return await self._client(case).close_session(session_id, timeout=TIMEOUT_S)
+            except Unavailable as error:
+                if "Redis" not in str(error) or time.monotonic() > give_up:
                     self.tally.errors.append(f"{type(error).__name__}: {error}")
+                    return None
+            await asyncio.sleep(AGAIN_S)
 
     def _client(self, case: Case) -> outrider.AsyncClient:
         return self._clients[case.number % len(self._clients)]
