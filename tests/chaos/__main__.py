@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         sys.exit(asyncio.run(run(options)))
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
     except ConfigError as error:
         print(f"chaos: {error}", file=sys.stderr)
         sys.exit(2)
@@ -73,6 +76,9 @@ def main() -> None:
 async def run(options: argparse.Namespace) -> int:
     """All parts; the exit status."""
     began = time.monotonic()
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # or the servers would stay
     with ExitStack() as stack:
         log = stack.enter_context(options.log.open("w", encoding="utf-8")) if options.log else None
 
