@@ -145,7 +145,7 @@ class Fleet:
         """Looks at the registry unless somebody has since then. Raises Unavailable where it was not to be seen."""
         async with self._looking:
             if self._seen_at < since:
-                self._seen_at = time.monotonic()
+                began = time.monotonic()
                 try:
                     everyone = self._alive(await self._registry.workers())
                 except OutriderError as error:
@@ -154,6 +154,7 @@ class Fleet:
                     self._unseen = None
                     self._listed = [it for it in everyone if not it.draining and it.worker_id not in self._gone]
                     await self._forget(everyone)
+                self._seen_at = began
             if self._unseen is not None:
                 raise Unavailable(str(self._unseen))
 

@@ -51,7 +51,8 @@ def test_it_runs_on_a_machine_that_has_no_server_library(tmp_path: Path) -> None
     )
     assert run.returncode == 0, run.stderr
     last = run.stdout.splitlines()[-1]
-    assert re.match(r"gpu: shape=tiny batch=3 temperature=1 floor_fraction=0\.\d+ datasheet_fraction=- ", last)
+    # The fraction is of two short measurements: on a busy machine either may be the faster.
+    assert re.match(r"gpu: shape=tiny batch=3 temperature=1 floor_fraction=\d\.\d+ datasheet_fraction=- ", last)
     assert re.search(r" plain_tok_s=\d+\.\d spec_tok_s=\d+\.\d ratio=\d+\.\d\d ", last)
     points = json.loads(path.read_text())["points"]
     assert [point["batch"] for point in points] == [1, 3]

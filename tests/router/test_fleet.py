@@ -34,6 +34,20 @@ async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url:
     await client.aclose()
 
 
+async def test_whoever_is_cancelled_while_he_looks_has_not_looked_for_others(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = _Counted(client)
+    fleet = Fleet(registry)
+    async with announced(FakeVerifier([1]), registry, b"digest"):
+        first = asyncio.create_task(fleet.verifiers("target"))
+        second = asyncio.create_task(fleet.verifiers("target"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        assert len(await second) == 1
+    await fleet.close()
+    await client.aclose()
+
+
 async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() -> None:
     client = connect("redis://127.0.0.1:1")
     registry = _Counted(client)
