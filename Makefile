@@ -66,5 +66,5 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,ray,transformers,dev,bench]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,dev,bench]'
 	touch $@

@@ -173,6 +173,18 @@ class DrafterConfig(WorkerConfig):
         return self
 
 
+class GatewayConfig(Section):
+    """OpenAI's interface in front of a router."""
+
+    listen: Address = "127.0.0.1:8000"
+    router: str = "127.0.0.1:7070"  # as the SDK takes it
+    ca: Path | None = None  # that signed the router's certificate
+    tls: bool | None = None  # to the router; None: with a `ca`
+    server_name: str = ""  # that the router's certificate must have; empty: its address's
+    max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
+    timeout_s: float = Field(default=600.0, gt=0)  # of one request
+
+
 class ClusterConfig(Section):
     """A whole cluster, as `outrider up` starts it on one machine or on Ray."""
 

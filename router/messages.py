@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
 from outrider.store.sessions import SessionRecord
@@ -20,8 +22,8 @@ _REASONS = {
 }
 
 
-def event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
-    """What a client hears of an event."""
+def event_to_pb(event: Event, contract: Contract, spelled: Callable[[int], bytes]) -> pb.GenerateResponse:
+    """What a client hears of an event; `spelled` gives a token's text."""
     match event:
         case Started():
             return pb.GenerateResponse(
@@ -38,12 +40,12 @@ def event_to_pb(event: Event, contract: Contract) -> pb.GenerateResponse:
                 )
             )
         case Part():
-            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract))
+            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract, spelled))
         case Finished():
             return pb.GenerateResponse(finished=_finished_to_pb(event))
 
 
-def _chunk_to_pb(part: Part, contract: Contract) -> pb.Chunk:
+def _chunk_to_pb(part: Part, contract: Contract, spelled: Callable[[int], bytes]) -> pb.Chunk:
     entries = [] if contract.logprobs is None else unpack(part.logprobs, contract.logprobs)
     return pb.Chunk(
         text=part.text,
@@ -56,8 +58,10 @@ def _chunk_to_pb(part: Part, contract: Contract) -> pb.Chunk:
                 logprob=entry.logprob,
                 top_ids=[token for token, _ in entry.top],
                 top_logprobs=[logprob for _, logprob in entry.top],
+                text=spelled(token),
+                top_texts=[spelled(likely) for likely, _ in entry.top],
             )
-            for entry in entries
+            for token, entry in zip(part.tokens, entries, strict=False)
         ],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from outrider.core.digest import tokenizer_digest
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.hub import checkpoint_folder
 from router.chat import ChatTemplate, Message, read_chat_template
+from router.spelling import Spelling
 
 _LONG_TEXT = 4096  # characters; tokenizing more than this takes longer than other sessions should wait
 
@@ -29,6 +30,10 @@ class ServedModel:
     digest: bytes  # of the tokenizer
     eos_ids: tuple[int, ...]
     chat: ChatTemplate | None = None
+    spelled: Spelling = field(init=False)  # a token's text
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spelled", Spelling(self.tokenizer))
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids of a text; `special`: with the tokens that the tokenizer itself puts around a prompt."""

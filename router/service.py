@@ -14,7 +14,6 @@ from typing import Any
 import grpc.aio
 
 from outrider.config import RouterConfig
-from outrider.core.contract import Contract
 from outrider.core.tiers import TierChoice
 from outrider.errors import Cancelled, NotFound
 from outrider.rpc.lifecycle import alongside
@@ -182,7 +181,7 @@ class Inference(InferenceServicer):
             if beginning.cancelled:
                 generation.stop()
         try:
-            await generation.run(partial(_send, context, opened.turn.contract))
+            await generation.run(partial(_send, context, opened))
         finally:
             if self.running.get(generation.session_id) is generation:
                 del self.running[generation.session_id]
@@ -271,8 +270,8 @@ async def _serve(
         await client.aclose()
 
 
-async def _send(context: Context[Any, Any], contract: Contract, event: Event) -> None:
+async def _send(context: Context[Any, Any], opened: Opened, event: Event) -> None:
     try:
-        await context.write(event_to_pb(event, contract))
+        await context.write(event_to_pb(event, opened.turn.contract, opened.model.spelled))
     except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None

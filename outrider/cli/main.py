@@ -8,6 +8,7 @@ from outrider.cli.bench import bench
 from outrider.cli.certs import certs
 from outrider.cli.demo import demo
 from outrider.cli.describe import describe
+from outrider.cli.gateway import gateway
 from outrider.cli.generate import generate
 from outrider.cli.index import index
 from outrider.cli.keys import keys
@@ -33,6 +34,7 @@ for command in (
     router,
     verifier,
     drafter,
+    gateway,
     describe,
     pad,
     index,

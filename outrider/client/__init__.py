@@ -10,6 +10,7 @@ from outrider.client._async import AsyncClient
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import Chunk, FinishReason, Generation, Model, Session, TokenLogprobs, Usage
+from outrider.client._wire import Options
 
 __all__ = [
     "AsyncClient",
@@ -19,6 +20,7 @@ __all__ = [
     "FinishReason",
     "Generation",
     "Model",
+    "Options",
     "Session",
     "Stream",
     "TokenLogprobs",

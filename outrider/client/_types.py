@@ -25,6 +25,8 @@ class TokenLogprobs:
 
     logprob: float  # of the token that was said
     top: tuple[tuple[int, float], ...]  # the most likely token ids and theirs, most likely first
+    text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
+    top_texts: tuple[bytes, ...] = ()  # of the most likely ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,10 @@ def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
 def chunk_from_pb(message: pb.Chunk) -> Chunk:
     """The chunk. Raises InternalError when its lists do not fit together."""
     count = len(message.token_ids)
-    uneven = any(len(entry.top_ids) != len(entry.top_logprobs) for entry in message.logprobs)
+    uneven = any(
+        len(entry.top_ids) != len(entry.top_logprobs) or len(entry.top_texts) not in (0, len(entry.top_ids))
+        for entry in message.logprobs
+    )
     if uneven or len(message.gaps) not in (0, count) or len(message.logprobs) not in (0, count):
         raise InternalError(f"the router sent a malformed chunk of {count} tokens")
     return Chunk(
@@ -226,7 +229,12 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
         next_position=message.next_position,
         text_offset=message.text_offset,
         logprobs=tuple(
-            TokenLogprobs(entry.logprob, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+            TokenLogprobs(
+                entry.logprob,
+                tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)),
+                entry.text,
+                tuple(entry.top_texts),
+            )
             for entry in message.logprobs
         ),
     )

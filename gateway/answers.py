@@ -1,0 +1,169 @@
+"""OpenAI's answers, made of what the SDK gives back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from outrider.client import FinishReason, Generation, Model, TokenLogprobs, Usage
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+Json = dict[str, Any]
+
+
+class Form(Protocol):
+    """How one endpoint says it."""
+
+    kind: str  # the `object` of a whole answer
+    piece: str  # of a part of one
+    prefix: str  # of its id
+
+    def whole(self, index: int, generation: Generation) -> Json:
+        """A choice that has ended."""
+
+    def first(self, index: int) -> Json | None:
+        """What a stream says of a choice before its text; None: nothing."""
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        """Some of its text; `entries` are of its tokens, where they are wanted."""
+
+    def last(self, index: int, reason: str) -> Json:
+        """Its end."""
+
+
+class CompletionForm:
+    """Of /v1/completions."""
+
+    kind = piece = "text_completion"
+    prefix = "cmpl-"
+
+    def whole(self, index: int, generation: Generation) -> Json:
+        entries = generation.logprobs or None
+        return self._choice(index, generation.text, entries, 0, reason(generation))
+
+    def first(self, index: int) -> Json | None:
+        return None
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        return self._choice(index, text, entries, offset, None)
+
+    def last(self, index: int, reason: str) -> Json:
+        return self._choice(index, "", None, 0, reason)
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, reason: str | None
+    ) -> Json:
+        logprobs = None if entries is None else _columns(entries, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class ChatForm:
+    """Of /v1/chat/completions."""
+
+    kind = "chat.completion"
+    piece = "chat.completion.chunk"
+    prefix = "chatcmpl-"
+
+    def whole(self, index: int, generation: Generation) -> Json:
+        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        entries = _rows(generation.logprobs) if generation.logprobs else None
+        return {"index": index, "message": message, "logprobs": entries, "finish_reason": reason(generation)}
+
+    def first(self, index: int) -> Json | None:
+        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        return self._delta(index, {"content": text}, None if entries is None else _rows(entries), None)
+
+    def last(self, index: int, reason: str) -> Json:
+        return self._delta(index, {}, None, reason)
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def reason(generation: Generation) -> str:
+    """Why it ended, in OpenAI's words; what it has none for ends for want of room or time."""
+    return _REASONS.get(generation.finish_reason, "length")
+
+
+def usage(prompt_tokens: int, answers: Sequence[tuple[Usage, int]]) -> Json:
+    """What all choices cost; of each its usage and how much of its prompt was there already. Prompts count once."""
+    completion = sum(used.completion_tokens for used, _ in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": max((cached for _, cached in answers), default=0)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(used.accepted for used, _ in answers),
+            "rejected_prediction_tokens": sum(used.verified - used.accepted for used, _ in answers),
+        },
+    }
+
+
+def model(entry: Model) -> Json:
+    """One of /v1/models."""
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "outrider",
+        "context_window": entry.context,
+    }
+
+
+def envelope(kind: str, id_: str, model: str, created: int, choices: Sequence[Json], **more: Any) -> Json:
+    """What is around choices."""
+    return {"id": id_, "object": kind, "created": created, "model": model, "choices": [*choices], **more}
+
+
+def now() -> int:
+    """For `created`."""
+    return int(time.time())
+
+
+def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:
+    """As completions have them: a list for each thing; `offset`: characters before the first token."""
+    texts = [_shown(entry.text) for entry in entries]
+    offsets = [offset + length for length in accumulate((len(text) for text in texts[:-1]), initial=0)]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [
+            {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _rows(entries: Sequence[TokenLogprobs]) -> Json:
+    """As chats have them: an object for each token."""
+    return {
+        "content": [
+            {
+                **_row(entry.text, entry.logprob),
+                "top_logprobs": [
+                    _row(text, logprob) for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)
+                ],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _row(text: bytes, logprob: float) -> Json:
+    return {"token": _shown(text), "logprob": logprob, "bytes": [*text]}
+
+
+def _shown(text: bytes) -> str:
+    """A token's text; bytes that are no whole characters as OpenAI writes them."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)

@@ -1,0 +1,59 @@
+"""What the gateway counts, for Prometheus. Paths that are not its own are one: callers do not make up labels."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+GONE = "499"  # a client that went away before it was answered, as nginx counts it
+
+
+class Metrics:
+    """One gateway's."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "outrider_gateway_requests", "Requests answered.", ["path", "status"], registry=self._registry
+        )
+        self._running = Gauge("outrider_gateway_running", "Requests that run.", registry=self._registry)
+        self._seconds = Histogram(
+            "outrider_gateway_seconds",
+            "From a request to its answer's end.",
+            ["path"],
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+
+    def shown(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def counted(self, app: ASGIApp) -> ASGIApp:
+        """An application whose requests are counted."""
+
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            path, status, began = scope["path"], GONE, time.monotonic()
+            path = path if path in PATHS else "other"
+
+            async def noted(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = str(message["status"])
+                await send(message)
+
+            with self._running.track_inprogress():
+                try:
+                    await app(scope, receive, noted)
+                finally:
+                    self._requests.labels(path, status).inc()
+                    self._seconds.labels(path).observe(time.monotonic() - began)
+
+        return counting

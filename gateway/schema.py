@@ -1,0 +1,198 @@
+"""The bodies of OpenAI's requests, as far as a text model can serve them, and what they ask of the SDK.
+
+What OpenAI would do and this cluster cannot is refused by name, never ignored: an answer that is not what was asked for
+is worse than none. Fields that only label a request (`user`, `metadata`, `store`, ...) are taken and have no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from outrider.client import Options
+from outrider.core.contract import PolicyName, Priority, RuleName
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+COMPLETION_TOKENS = 16  # of a completion that does not say how many it wants, as OpenAI has it
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class Body(BaseModel):
+    """Base of all bodies: what is not known is an error, as it is to OpenAI."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Outrider(Body):
+    """What this cluster takes beside OpenAI's fields, as `extra_body={"outrider": {...}}`."""
+
+    speculation: PolicyName | None = None  # changes the speed, never the text
+    depth: int | None = None  # ceiling on gamma
+    rule: RuleName | None = None  # of acceptance
+    priority: Priority | None = None
+    session: str | None = None  # that this is a turn of
+    whole_history: bool | None = None  # the prompt is all of the conversation
+    idempotency_key: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+
+
+class StreamOptions(Body):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # taken, and has no effect
+
+
+class Sampled(Body):
+    """What completions and chats share."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None  # by token id
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    outrider: Outrider = Outrider()
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of each answer; None: as many as there is room for."""
+        raise NotImplementedError
+
+    @property
+    def alternatives(self) -> int | None:
+        """Of each token, whose log-probabilities are asked for; None: not even its own."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with what it cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for streams; set stream to true")
+        return self
+
+    def options(self) -> Options:
+        """The SDK's keywords."""
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
+            "seed": None if self.seed is None else self.seed % 2**64,
+            "stop": self.stop,
+            "max_tokens": self.most_tokens,
+            "logprobs": self.alternatives,
+            **self.outrider.model_dump(),
+        }
+        return {name: value for name, value in asked.items() if value is not None}  # type: ignore[return-value]
+
+
+class Completion(Sampled):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | Sequence[int]]:
+        """One or several, as text or token ids."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return [*self.prompt]
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _best_is_all(self) -> Completion:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: must be the same as n; answers are not ranked here")
+        return self
+
+
+class Text(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Text]
+    name: str | None = None
+
+    @property
+    def said(self) -> dict[str, str]:
+        """As chat templates take it; developers are what the system was."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ResponseFormat(Body):
+    """What an answer looks like."""
+
+    type: Literal["text"]
+
+
+class Chat(Sampled):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)  # the older name of the next
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        return self

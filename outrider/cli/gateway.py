@@ -1,0 +1,35 @@
+"""`outrider gateway`: OpenAI's HTTP interface in front of a router."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.reporting import reported
+
+
+def gateway(
+    router: Annotated[str | None, typer.Option(help="HOST:PORT of the router. [default: 127.0.0.1:7070]")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:8000]")] = None,
+    ca: Annotated[Path | None, typer.Option(help="That signed the router's certificate, in PEM.")] = None,
+    tls: Annotated[bool | None, typer.Option("--tls/--no-tls", help="To the router. [default: with a --ca]")] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="The router's certificate must have. [default: its host's]")
+    ] = None,
+    max_request_bytes: Annotated[int | None, typer.Option(help="Of one body. [default: 4194304]")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
+) -> None:
+    """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models. Callers' keys go on to the router."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    from gateway.serving import serve
+    from outrider.config import GatewayConfig, parse
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with reported():
+        serve(
+            parse(GatewayConfig, given, "flags"),
+            announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True),
+        )

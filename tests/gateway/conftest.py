@@ -1,0 +1,54 @@
+"""A gateway on a port of its own, in front of a router with a real Redis and a scripted verifier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.serving import bound, server
+from outrider.config import GatewayConfig
+from tests.router.fakes import FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, Rig, running_router
+
+
+@dataclass(frozen=True)
+class Front:
+    """A gateway, and what is behind it."""
+
+    url: str
+    client: openai.AsyncOpenAI
+    rig: Rig
+    verifier: FakeVerifier
+
+
+@asynccontextmanager
+async def fronted(
+    redis_url: str, verifier: FakeVerifier | None = None, *, gateway: dict[str, Any] | None = None, **router: Any
+) -> AsyncIterator[Front]:
+    verifier = verifier or FakeVerifier(SCRIPT)
+    async with running_router(redis_url, **router) as rig, announced(verifier, rig.registry, MODEL.digest):
+        with bound("127.0.0.1:0") as listening:
+            front = server(GatewayConfig(router=rig.address, **(gateway or {})))
+            serving = asyncio.create_task(front._serve([listening]))
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            try:
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+                    yield Front(url, client, rig, verifier)
+            finally:
+                front.should_exit = True
+                await serving
+
+
+Fronted = Callable[..., AbstractAsyncContextManager[Front]]
+
+
+@pytest.fixture
+async def front(redis_url: str) -> AsyncIterator[Front]:
+    async with fronted(redis_url) as running:
+        yield running

@@ -1,0 +1,273 @@
+"""The gateway as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.serving import bound, server
+from outrider.config import GatewayConfig
+from tests.gateway.conftest import Front, fronted
+from tests.router.fakes import FakeVerifier
+from tests.router.rig import FOLDER, MODEL, SAID, SCRIPT, finished_reason, until
+
+PROMPT = "import os\n"
+PROMPT_TOKENS = len(MODEL.tokenizer.encode(PROMPT).ids)
+
+
+async def test_models_are_listed_and_one_is_shown(front: Front) -> None:
+    listed = [model async for model in front.client.models.list()]
+    assert [(model.id, model.object, model.owned_by) for model in listed] == [("target", "model", "outrider")]
+    assert (await front.client.models.retrieve("target")).id == "target"
+    with pytest.raises(openai.NotFoundError):
+        await front.client.models.retrieve("other")
+
+
+async def test_a_completion_says_what_the_router_says_and_what_it_cost(front: Front) -> None:
+    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=len(SCRIPT), seed=3)
+    assert answer.id.startswith("cmpl-")
+    assert (answer.object, answer.model) == ("text_completion", "target")
+    (choice,) = answer.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, SAID, "length", None)
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (PROMPT_TOKENS, len(SCRIPT))
+    assert usage.total_tokens == PROMPT_TOKENS + len(SCRIPT)
+    details = usage.completion_tokens_details
+    assert details is not None  # the scripted verifier accepts none of four at each step
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 4 * len(SCRIPT))
+    start = front.verifier.starts[0]
+    assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
+
+
+async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
+    stream = await front.client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=len(SCRIPT), stream=True, stream_options={"include_usage": True}
+    )
+    pieces = [piece async for piece in stream]
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == SAID
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
+    assert len({piece.id for piece in pieces}) == 1
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.completion_tokens == len(SCRIPT)
+
+
+async def test_several_choices_and_prompts_have_their_indices_and_prompts_count_once(front: Front) -> None:
+    answer = await front.client.completions.create(model="target", prompt=[PROMPT, "x"], max_tokens=2, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == PROMPT_TOKENS + len(MODEL.tokenizer.encode("x").ids)
+    assert sorted(start.contract.choice for start in front.verifier.starts) == [0, 0, 1, 1]
+    assert len({start.contract.seed for start in front.verifier.starts}) == 1
+    stream = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=2, n=3, stream=True)
+    ends = [piece.choices[0].index async for piece in stream if piece.choices[0].finish_reason]
+    assert sorted(ends) == [0, 1, 2]
+
+
+async def test_token_ids_are_a_prompt(front: Front) -> None:
+    await front.client.completions.create(model="target", prompt=SCRIPT[:5], max_tokens=1)
+    assert list(front.verifier.starts[0].tokens) == SCRIPT[:5]
+
+
+async def test_a_stop_string_is_no_part_of_the_text(front: Front) -> None:
+    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=60, stop=["return"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (SAID.partition("return")[0], "stop")
+
+
+async def test_log_probabilities_name_their_tokens(front: Front) -> None:
+    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=4, logprobs=2)
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert "".join(found.tokens) == answer.choices[0].text
+    assert found.token_logprobs == [0.0, -1.0, -2.0, -3.0]
+    assert found.text_offset == [sum(map(len, found.tokens[:place])) for place in range(4)]
+    assert found.top_logprobs is not None
+    assert all(isinstance(entry, dict) for entry in found.top_logprobs)
+
+
+async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
+    await front.client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=1, extra_body={"outrider": {"speculation": "off", "top_k": 7}}
+    )
+    start = front.verifier.starts[0]
+    assert (start.plan.depth, start.contract.top_k) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "param", "said"),
+    [
+        ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
+        ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
+        ({"prompt": ""}, 400, "prompt", "empty"),
+        ({"model": "gpt-4"}, 404, None, "not served here"),
+        ({"best_of": 5}, 400, "best_of", "same as n"),
+        ({"echo": True}, 400, "echo", "False"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
+        ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),
+        (
+            {"extra_body": {"outrider": {"gamma": 1}}},
+            400,
+            None,
+            "Unrecognized request argument supplied: outrider.gamma",
+        ),
+        ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_wrong_is_refused_as_openai_does(
+    front: Front, wrong: dict[str, Any], status: int, param: str | None, said: str, stream: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
+    with pytest.raises(openai.APIStatusError) as refused:
+        await front.client.completions.create(**asked)
+    error = refused.value
+    assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
+    assert said in error.message
+    assert front.verifier.starts == []
+
+
+async def test_what_is_no_json_or_not_there_has_an_error_of_the_same_shape(front: Front) -> None:
+    async with httpx.AsyncClient(base_url=front.url) as web:
+        broken = await web.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+        missing = await web.post("/v1/completions", json={"model": "target"})
+        elsewhere = await web.post("/v1/embeddings", json={})
+    assert [answer.status_code for answer in (broken, missing, elsewhere)] == [400, 400, 404]
+    for answer, said in ((broken, "parse the JSON"), (missing, "provide a prompt"), (elsewhere, "/v1/embeddings")):
+        error = answer.json()["error"]
+        assert {*error} == {"message", "type", "param", "code"}
+        assert said in error["message"]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large_is_refused_unread(redis_url: str, announced: bool) -> None:
+    async def parts() -> Any:
+        for _ in range(64):
+            yield b" " * 1024
+
+    async with (
+        fronted(redis_url, gateway={"max_request_bytes": 4096}) as front,
+        httpx.AsyncClient(base_url=front.url) as web,
+    ):
+        answer = await web.post("/v1/completions", content=b" " * 65536 if announced else parts())
+        assert answer.status_code == 413
+        assert "larger than 4096 bytes" in answer.json()["error"]["message"]
+        assert (await web.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_stops_the_verifier(redis_url: str, stream: bool) -> None:
+    async with fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front:
+        asking = asyncio.create_task(_read(front, stream))
+        await until(lambda: front.verifier.steps > 2)
+        asking.cancel()
+        await until(lambda: front.verifier.open == 0)
+        assert await finished_reason(front.rig, front.verifier.starts[0].session_id) == "cancelled"
+
+
+async def _read(front: Front, stream: bool) -> None:
+    answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=50, stream=stream)
+    if isinstance(answer, openai.AsyncStream):
+        async for _ in answer:
+            pass
+
+
+async def test_keys_are_judged_by_the_router(redis_url: str) -> None:
+    async with fronted(redis_url, auth="keys") as front:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await front.client.completions.create(model="target", prompt=PROMPT)
+        assert refused.value.code == "invalid_api_key"
+        async with httpx.AsyncClient(base_url=front.url) as web:
+            assert (await web.get("/health")).status_code == 200  # it needs no key
+
+
+async def test_no_room_says_when_to_come_back(redis_url: str) -> None:
+    verifier = FakeVerifier(SCRIPT, pace_s=0.1)
+    async with fronted(redis_url, verifier, max_sessions=1, queue=0) as front:
+        asking = asyncio.create_task(_read(front, stream=True))
+        await until(lambda: verifier.open == 1)
+        with pytest.raises(openai.RateLimitError) as refused:
+            await front.client.completions.create(model="target", prompt=PROMPT)
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        assert refused.value.code == "rate_limit_exceeded"
+        asking.cancel()
+
+
+async def test_a_router_that_is_not_there_is_unavailable() -> None:
+    with bound("127.0.0.1:0") as listening:
+        front = server(GatewayConfig(router="127.0.0.1:1"))
+        serving = asyncio.create_task(front._serve([listening]))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}") as web:
+            health = await web.get("/health")
+            answer = await web.post("/v1/completions", json={"model": "target", "prompt": "x"})
+        front.should_exit = True
+        await serving
+    assert [said.status_code for said in (health, answer)] == [503, 503]
+    assert "no router can be reached" in answer.json()["error"]["message"]
+
+
+async def test_requests_are_counted(front: Front) -> None:
+    await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=1)
+    async with httpx.AsyncClient(base_url=front.url) as web:
+        await web.get("/nowhere")
+        shown = (await web.get("/metrics")).text
+    assert 'outrider_gateway_requests_total{path="/v1/completions",status="200"} 1.0' in shown
+    assert 'outrider_gateway_requests_total{path="other",status="404"} 1.0' in shown
+
+
+async def test_a_chat_is_rendered_by_the_models_own_template(redis_url: str, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    )
+    messages: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "f."}]},
+    ]
+    prompt = MODEL.tokenizer.encode("<system>Be brief.\n<user>Say f.\n<assistant>", add_special_tokens=False).ids
+    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as front:
+        answer = await front.client.chat.completions.create(
+            model="target", messages=messages, max_completion_tokens=4, logprobs=True, top_logprobs=1
+        )
+        assert list(front.verifier.starts[0].tokens) == prompt
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+        assert [bytes(entry.bytes or ()).decode() for entry in choice.logprobs.content] == [
+            entry.token for entry in choice.logprobs.content
+        ]
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [1] * 4
+        stream = await front.client.chat.completions.create(
+            model="target", messages=messages, max_tokens=len(SCRIPT), stream=True
+        )
+        deltas = [piece.choices[0].delta async for piece in stream]
+        assert deltas[0].role == "assistant"
+        assert "".join(delta.content or "" for delta in deltas) == SAID
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "Unrecognized request argument supplied: tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
+    ],
+)
+async def test_what_a_text_model_cannot_do_is_refused_by_name(front: Front, wrong: dict[str, Any], said: str) -> None:
+    asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
+    with pytest.raises(openai.BadRequestError) as refused:
+        await front.client.chat.completions.create(**asked)
+    assert said in refused.value.message
