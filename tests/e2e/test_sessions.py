@@ -61,7 +61,7 @@ async def test_another_past_forks_from_the_common_prefix_and_leaves_the_session_
 
 
 async def test_another_client_goes_on_where_one_stopped_reading(cluster: LocalCluster, prompts: list[str]) -> None:
-    options = {"temperature": 0.9, "seed": 11, "max_tokens": 120, "ignore_eos": True, "timeout": 60}
+    options = {"temperature": 0.9, "seed": 11, "max_tokens": 400, "ignore_eos": True, "timeout": 60}
     async with outrider.AsyncClient(cluster.router_address) as client:
         whole = await client.generate(prompts[2], **options)  # type: ignore[arg-type]
         async with outrider.AsyncClient(cluster.router_address) as other:
