@@ -151,6 +151,8 @@ def test_the_help_states_the_defaults_of_the_configuration(role: str) -> None:
         if match and match[1] != "the":
             field = kind.model_fields["context" if parameter.name == "context_tokens" else parameter.name]
             assert str(field.default).removesuffix(".0") == match[1], parameter.name
+    shown = CliRunner().invoke(app, [role, "--help"]).output
+    assert shown.count("[default:") == sum("[default:" in (parameter.help or "") for parameter in command.params) > 9
 
 
 def test_counts_may_be_written_with_a_unit() -> None:
