@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 # Tests of whole clusters one after another: two at once would starve each other's drafters. What needs no clock runs
 # beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli core drafter engine hostile model simulation verifier)
+ASIDE := $(addprefix tests/,bench cli core drafter engine gateway hostile model simulation verifier)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside

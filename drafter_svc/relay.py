@@ -10,6 +10,7 @@ Sources: Spector and Re, staged speculation (arXiv 2308.04623); CS-Drafting's ve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
@@ -128,7 +129,8 @@ class Relay(Drafted):
         return 0 if self.drawn else MAX_DRAFTERS
 
     def joined(self) -> None:
-        """It is waited for from the next commit on."""
+        """Tells what is believed here; it is waited for from the next commit on."""
+        self.hint(time.monotonic())
 
     def grown(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool

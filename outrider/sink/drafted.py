@@ -92,7 +92,7 @@ class Drafted(ABC):
 
     @abstractmethod
     def joined(self) -> None:
-        """A drafter begins, or begins anew."""
+        """A drafter begins, or begins anew: its snapshot is on its way."""
 
     @abstractmethod
     def grown(
@@ -111,7 +111,6 @@ class Drafted(ABC):
         subscription = Subscription(self, stream, attachment, self._senders, calibration)
         self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
         self._claims[subscription.sender] = calibration
-        self.joined()
         return subscription
 
     def unsubscribe(self, stream: DraftStream) -> None:

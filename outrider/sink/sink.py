@@ -243,6 +243,7 @@ class Sink(TreeSinkServicer):
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._keys.check(subscribe.ticket, permit)
         self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
+        session.joined()
         self._host.wake()
 
     def _calibration(self, drafter_id: str) -> Calibration:

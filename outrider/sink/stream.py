@@ -90,8 +90,8 @@ class DraftStream:
         return True
 
     def hint(self, hints: pb.Hints) -> None:
-        """Queues hints in place of those that wait."""
-        if hints.attachment not in self._held and hints.attachment not in self._snapshots:
+        """Queues hints in place of those that wait; they follow the snapshot, where one is due."""
+        if hints.attachment not in self._held:
             self._hints[hints.attachment] = hints
             self._wake.set()
 
@@ -146,8 +146,9 @@ class DraftStream:
                 return pb.DraftDown(commit=self._commits.pop(attachment))
         if self._control:
             return self._control.popleft()
-        if self._hints:
-            return pb.DraftDown(hints=self._hints.pop(next(iter(self._hints))))
+        for attachment in self._hints:
+            if attachment not in self._snapshots:
+                return pb.DraftDown(hints=self._hints.pop(attachment))
         for attachment, snapshot in self._snapshots.items():
             if snapshot.rest is None:
                 snapshot.rest = snapshot.begin()

@@ -189,10 +189,13 @@ async def test_drafting_over_a_bad_network_changes_nothing_and_the_session_does_
                 await fault(between, rng)
 
         striking = asyncio.ensure_future(strike())
-        answer: Answer = await decode(
-            verifier, prompt, contract, plan=SPECULATE, drafters=[drafter], upstream=between.address, pace=0.004
-        )
+        accepted = 0
+        async with asyncio.timeout(100):
+            while not accepted:  # whole answers pass while nobody is there
+                answer: Answer = await decode(
+                    verifier, prompt, contract, plan=SPECULATE, drafters=[drafter], upstream=between.address, pace=0.004
+                )
+                assert answer.tokens == plain.tokens
+                accepted += answer.accepted
         done.set()
         await striking
-    assert answer.tokens == plain.tokens
-    assert answer.accepted > 0

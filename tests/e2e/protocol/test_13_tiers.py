@@ -102,6 +102,14 @@ async def test_hints_tell_the_best_of_the_tree_and_may_be_drafted_under(drafter:
         copy.take(next(frame for frame in peers.above.inbox.of("delta") if frame.origin == NAME))
 
 
+async def test_who_joins_when_the_tree_is_drawn_is_told_its_best_too(drafter: str, text: Text) -> None:
+    async with between(drafter) as peers:
+        peers.above.snapshot(text.whole[:LENGTH])
+        await peers.above.inbox.until(lambda: any(frame.exhausted for frame in peers.above.inbox.of("delta")))
+        await peers.subscribe()
+        assert (await peers.below.inbox.take("hints")).tokens
+
+
 async def test_commits_go_down_with_all_terms(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
