@@ -239,12 +239,12 @@ class Grower:
         self.sessions[key.session_id] = member.relay
         self._below.welcome_waiting(member.relay)
 
-    def _forward_up(self, key: Attachment, member: Member, nodes: Sequence[Node], origin: str) -> None:
+    def _forward_up(self, key: Attachment, member: Member, nodes: Sequence[Node], origin: str, span: bytes) -> None:
         """Sends on what came from below, at once, with what this model thinks of it, if it knows."""
         session = member.session
         if session is not None and nodes:
             session.judge(nodes, self._fit(session.contract))
-            self._deliver(key, session, session.announce(nodes, origin), exhausted=False)
+            self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
 
     def _apply(self, member: Member, session: DraftSession, news: Update | Hints) -> bool:
         """False when the copy turns out to be another one than the upstream's."""

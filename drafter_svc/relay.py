@@ -70,7 +70,7 @@ class Relay(Drafted):
         key: Attachment,
         session: DraftSession,
         below: Below,
-        forward: Callable[[Sequence[Node], str], None],
+        forward: Callable[[Sequence[Node], str, bytes], None],
     ) -> None:
         super().__init__(session.contract, OWN)
         self.id, self.tenant, self.epoch = key.session_id, key.tenant, key.epoch
@@ -140,7 +140,7 @@ class Relay(Drafted):
         self._below.drop(self.owners(name for node in beyond for name in node.names))
         for node in reversed(beyond):
             self.tree.remove(node)
-        self._forward(added[: len(added) - len(beyond)], delta.origin or subscription.stream.drafter_id)
+        self._forward(added[: len(added) - len(beyond)], delta.origin or subscription.stream.drafter_id, delta.span)
         self.changed = True
 
     def exhaust(self, subscription: Subscription, position: int) -> None:

@@ -85,11 +85,11 @@ class Replica:
         self.credit = update.credit
         return self.abandon(update.dropped)
 
-    def announce(self, added: Sequence[Node], origin: str = "") -> Delta:
+    def announce(self, added: Sequence[Node], origin: str = "", span: bytes = b"") -> Delta:
         """Names new nodes, parents before children, and puts them as a delta. It may be empty. What hints have added
         goes with its children; what is beyond the credit stays unsaid.
 
-        `origin`: who has drafted them, if not this drafter.
+        `origin`: who has drafted them, if not this drafter; `span`: in which one, where the request is traced.
         """
         first = self.next_id
         added = [*self._unnamed_above(added), *added][: self.room]
@@ -112,6 +112,7 @@ class Replica:
             origin=origin,
             rescored=rescored,
             version=self._version if rescored else 0,
+            span=span,
         )
 
     def _unnamed_above(self, added: Sequence[Node]) -> list[Node]:

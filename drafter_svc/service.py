@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
+from drafter_svc.traced import TracedDrafts
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
@@ -30,6 +31,7 @@ from outrider.errors import ConfigError, InvalidRequest, Moved, Overloaded
 from outrider.hub import checkpoint_folder
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
+from outrider.rpc.spans import served
 from outrider.rpc.status import translated
 from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
@@ -37,6 +39,8 @@ from outrider.sink.sink import Sink
 from outrider.store.client import connect
 from outrider.store.registry import TOP, Worker, keep_announced
 from outrider.store.tickets import ticket_key
+from outrider.telemetry.metrics import watch
+from outrider.telemetry.process import telling
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import (
@@ -82,7 +86,7 @@ class Roster(DrafterServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
         """Drafts for a session. Repeating it changes nothing; another upstream or a higher epoch replaces what was."""
-        async with translated(context):
+        async with translated(context), served(context, "outrider.v1.Drafter/Attach") as span:
             if not request.session_id or not request.upstream:
                 raise InvalidRequest("session_id", "and upstream must both be given")
             if self._leaving:
@@ -98,6 +102,8 @@ class Roster(DrafterServicer):
             if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._capacity.slots:
                 raise Overloaded(f"all {self._capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
+            if span.is_recording():
+                attachment.traced = TracedDrafts(span, attachment, self._worker_id, self._config.tier)
             upstream = await self._reach(self._way(request))
             upstream.attach(attachment)
             return pb.AttachResponse()
@@ -146,6 +152,15 @@ class Roster(DrafterServicer):
             zone=self._config.zone,
             draining=self._leaving,
         )
+
+    def tell(self) -> None:
+        """Has what may be asked of it at any time be told, by the names of the catalogue."""
+        loop, sink = self._loop, self.sink
+        watch("outrider.sessions", lambda: len(loop.members))
+        watch("outrider.draft.passes", lambda: loop.progress.steps)
+        watch("outrider.draft.nodes", lambda: loop.nodes)
+        watch("outrider.drafters", lambda: sink.streams if sink is not None else 0)
+        watch("outrider.frames.refused", lambda: self._refused + (sink.refused if sink is not None else 0))
 
     def leave(self) -> None:
         """Takes no more sessions, and detaches from those that there are, above and below."""
@@ -318,15 +333,18 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
         roster.leave()
         changed.set()
 
-    try:
-        async with (
-            aclosing(redis),
-            alongside() as tasks,
-            serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls) as address,
-        ):
-            tasks.create_task(loop.run())
-            tasks.create_task(keep_announced(redis_url, lambda: roster.describe(address), config.heartbeat_s, changed))
-            announce(address)
-            await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
-    finally:
-        await roster.close()
+    roster.tell()
+    with telling("drafter", worker_id, config.metrics):
+        try:
+            async with (
+                aclosing(redis),
+                alongside() as tasks,
+                serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls) as address,
+            ):
+                tasks.create_task(loop.run())
+                describe = partial(roster.describe, address)
+                tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
+                announce(address)
+                await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
+        finally:
+            await roster.close()

@@ -46,6 +46,19 @@ class Listener(Protocol):
         """How it goes, for heartbeats."""
 
 
+class Traced(Protocol):
+    """Tells of what is drafted for a session."""
+
+    def heard(self) -> None:
+        """The upstream has said something: from here on is drafted for that."""
+
+    def drafted(self, delta: Delta, *, exhausted: bool) -> Delta:
+        """What is sent, under the span that tells of it."""
+
+    def ended(self) -> None:
+        """Nothing more is drafted for it."""
+
+
 @dataclass(eq=False, slots=True)
 class Attachment:
     """One session drafted for one upstream."""
@@ -56,6 +69,7 @@ class Attachment:
     ticket: bytes
     number: int = 0  # of the last subscription
     parts: list[int] = field(default_factory=list)  # tokens of a snapshot that is still coming
+    traced: Traced | None = None  # where its request is traced
 
 
 class Upstream:
@@ -108,6 +122,8 @@ class Upstream:
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """Sends new nodes. The credit that the upstream grants bounds what may wait here."""
+        if attachment.traced is not None:
+            delta = attachment.traced.drafted(delta, exhausted=exhausted)
         self._say(
             pb.DraftUp(
                 delta=delta_to_pb(
@@ -129,6 +145,8 @@ class Upstream:
     def _drop(self, attachment: Attachment) -> None:
         del self.attachments[attachment.session_id]
         self._numbered.pop(attachment.number, None)
+        if attachment.traced is not None:
+            attachment.traced.ended()
         if not self.attachments:
             self._idle_since = time.monotonic()
             self._wanted.clear()
@@ -213,6 +231,8 @@ class Upstream:
         if attachment is None:
             self._refuse()  # it was on its way when the subscription ended
             return
+        if attachment.traced is not None:
+            attachment.traced.heard()
         try:
             if kind == "closed":
                 self._drop(attachment)

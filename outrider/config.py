@@ -65,6 +65,8 @@ class ServerConfig(Placed):
     ca: Path | None = None  # whose certificates it believes
     cert: Path | None = None  # its own, which must have the name of its role
     key: Path | None = None
+    metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
+    log_format: Literal["text", "json"] = "text"
 
 
 class RouterConfig(ServerConfig):
@@ -183,6 +185,7 @@ class GatewayConfig(Section):
     server_name: str = ""  # that the router's certificate must have; empty: its address's
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
+    log_format: Literal["text", "json"] = "text"
 
 
 class ClusterConfig(Section):

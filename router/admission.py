@@ -67,6 +67,11 @@ class Admission:
         """Generations in the queue."""
         return sum(map(len, self._queues.values()))
 
+    def depths(self) -> dict[str, float]:
+        """Of the queue, by priority. May be called in another thread."""
+        queues = tuple(self._queues.values())
+        return {kind.name.lower(): float(sum(queue.waiting(kind) for queue in queues)) for kind in Priority}
+
     @asynccontextmanager
     async def place(self, claim: Claim, *, holds_one: bool = False) -> AsyncIterator[Place]:
         """A place for as long as the body runs. `holds_one`: it takes over from one of ours that is about to leave.

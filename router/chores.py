@@ -19,7 +19,7 @@ HANDFUL, BREATH_S = 16, 0.05  # sessions looked at in a row, and the pause after
 log = logging.getLogger(__name__)
 
 
-async def watch(fleet: Fleet, admission: Admission) -> None:
+async def look_after(fleet: Fleet, admission: Admission) -> None:
     """Keeps what is known of the workers fresh, and gives the places that there are to who waits. Until cancelled."""
     while True:
         try:

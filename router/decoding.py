@@ -17,6 +17,7 @@ from outrider.rpc import liveness
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.store.registry import Worker
+from outrider.telemetry.tracing import carried
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
@@ -81,7 +82,7 @@ class DecodeStream:
         self._began = time.monotonic()
         self._goes_on = len(start.tokens) > start.answer_position  # with an answer that another one began
         self._acknowledged = len(start.tokens)
-        self._call = VerifierStub(channel).Decode(timeout=start.timeout_s)
+        self._call = VerifierStub(channel).Decode(timeout=start.timeout_s, metadata=carried())
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
         self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
         self._writing = asyncio.Lock()

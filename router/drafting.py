@@ -14,9 +14,11 @@ import grpc.aio
 
 from outrider.core.credit import Credit, Worth
 from outrider.core.tiers import TierChoice, Tiers
+from outrider.rpc.spans import calling
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tickets import Permit, sign
 from outrider.store.registry import Worker
+from outrider.telemetry.tracing import carried
 from outrider.v1 import drafter_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from router.background import Background
@@ -250,7 +252,9 @@ class Drafters:
                 upstream=placed.upstream.address,
                 ticket=sign(await self._ticket_key(), permit),
             )
-            await DrafterStub(self._fleet.channel(worker)).Attach(request, timeout=ANSWER_S)
+            with calling("outrider.v1.Drafter/Attach"):
+                stub = DrafterStub(self._fleet.channel(worker))
+                await stub.Attach(request, timeout=ANSWER_S, metadata=carried())
             return True
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)

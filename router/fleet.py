@@ -65,6 +65,10 @@ class Fleet:
         """Whether a worker was there when last seen, and has not failed lately."""
         return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
 
+    def counts(self) -> Counter[str]:
+        """Workers that were there when last seen, by role."""
+        return Counter(worker.role for worker in self._listed)
+
     async def refresh(self) -> None:
         """Looks at the registry, and whether our certificate was renewed: calls from then on show the new one."""
         latest = self._tls and self._tls.renewed()

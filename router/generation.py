@@ -22,6 +22,8 @@ from outrider.errors import (
     Superseded,
     Unavailable,
 )
+from outrider.rpc.spans import calling
+from outrider.telemetry.tracing import recording
 from router.admission import GOING_DOWN, Place
 from router.answer import Part, Reason
 from router.decoding import Commit, DecodeStream, End, Start
@@ -30,6 +32,7 @@ from router.ledger import Ledger
 from router.opening import Cluster, Opened, suitable, take_over
 from router.requests import check_fits
 from router.standby import Standby
+from router.telling import plan_attributes
 from router.usage import Figures
 
 DEADLINE_SLACK_S = 0.05  # gRPC may cancel a call this much before its deadline by our clock
@@ -74,6 +77,8 @@ class Generation:
     def __init__(self, cluster: Cluster, opened: Opened, place: Place) -> None:
         self.session_id = opened.record.session_id
         self.tenant = opened.record.tenant
+        self.model = opened.model.name
+        self.reason = ""  # why it ended
         self.ended = asyncio.Event()
         self._cluster = cluster
         self._opened = opened
@@ -106,9 +111,25 @@ class Generation:
             rest = self._answer.rest()
             if rest.text:
                 await emit(rest)
+            self.reason = reason.value
             await emit(Finished(reason, self._answer.start, self._answer.figures))
         finally:
             self.ended.set()
+
+    @property
+    def figures(self) -> Figures:
+        """What it cost so far."""
+        return self._answer.figures
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Where its answer begins."""
+        return self._answer.start
+
+    @property
+    def plan(self) -> Plan:
+        """The one in force."""
+        return self._plan
 
     async def cancel(self) -> None:
         """Ends the generation: no new step is started for it, and `run` finishes. Returns when it has."""
@@ -215,6 +236,7 @@ class Generation:
 
     async def _elsewhere(self, ledger: Ledger, error: OutriderError, level: int) -> None:
         """The verifier is lost: the next one is another, if possible who has the KV."""
+        self._cluster.metrics.moves += 1
         log.log(level, "session %s moves to another verifier: %s", self.session_id, error)
         if self._standby is not None:
             self._holder = self._standby.holder
@@ -266,13 +288,15 @@ class Generation:
         for worker in fleet.best_first(workers, self._holder, len(ledger.tokens)):
             fleet.take(worker)
             began = time.monotonic()
-            self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._decode_start(ledger))
             try:
-                if self._cancelled or self._moved:
-                    stream.cancel()
-                await stream.open()
-                yield stream
-                return
+                with calling("outrider.v1.Verifier/Decode") as span:
+                    self._stream = stream = DecodeStream(worker, fleet.channel(worker), self._decode_start(ledger))
+                    span.add_event("plan", plan_attributes(self._plan))
+                    if self._cancelled or self._moved:
+                        stream.cancel()
+                    await stream.open()
+                    yield stream
+                    return
             except (Unavailable, Overloaded) as error:
                 if not self._stalled:
                     fleet.failed(worker, error)
@@ -344,7 +368,7 @@ class Generation:
 
     async def _follow(self, ledger: Ledger, stream: DecodeStream, emit: Emit) -> Reason:
         """Every commit: log it, acknowledge it, pass it on, learn from it."""
-        answer, policy = self._answer, self._opened.policy
+        answer, policy, metrics = self._answer, self._opened.policy, self._cluster.metrics
         while not isinstance(event := await stream.next(), End):
             if not isinstance(event, Commit):
                 if ledger.idle_s > self._cluster.config.lease_s / BEATS:
@@ -354,6 +378,7 @@ class Generation:
                 continue
             part = answer.take(event)
             self._place.spend(said=len(part.tokens))
+            asked = time.monotonic()
             await ledger.append(
                 part.tokens,
                 answer.digest,
@@ -362,6 +387,9 @@ class Generation:
                 verifier=stream.worker.worker_id,
                 drafters=self._drafters.names,
             )
+            metrics.append.record(time.monotonic() - asked)
+            metrics.tokens[self.model] += len(part.tokens)
+            metrics.stepped(self._drafters.names, event.report, event.owed)
             await stream.durable(answer.position)
             if self._standby is not None:
                 self._standby.follow(ledger.tokens, stream.worker)
@@ -380,6 +408,9 @@ class Generation:
     async def _change(self, plan: Plan, ledger: Ledger, stream: DecodeStream) -> None:
         """Follows another plan. Drafters that are of no use now go to others."""
         paid, self._plan = self._plan.depth > 0, plan
+        self._cluster.metrics.changes += 1
+        if (span := recording()) is not None:
+            span.add_event("plan", plan_attributes(plan))
         await stream.plan(plan)
         if paid != (plan.depth > 0):
             self._drafters.dismiss()

@@ -24,6 +24,7 @@ from router.ledger import Ledger
 from router.lessons import Lessonbook
 from router.models import ServedModel
 from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt
+from router.telling import Metrics
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
 
@@ -42,6 +43,7 @@ class Cluster:
     tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
     lessons: Lessonbook
+    metrics: Metrics
 
     def owner(self) -> str:
         """A name for one acquisition of a session."""

@@ -92,7 +92,7 @@ def parse(
         raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
     if held and request.model not in ("", held.model):
         raise InvalidRequest("model", f"is {request.model!r}, but session {held.session_id} is for {held.model!r}")
-    model = served(held.model if held else request.model, models)
+    model = named(held.model if held else request.model, models)
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     contract = _contract(request.sampling, request.acceptance, model)
@@ -135,7 +135,7 @@ def check_fits(
     return [worker for worker in verifiers if worker.context >= needed]
 
 
-def served(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+def named(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
     """The model of that name, or the only one. Raises NotFound."""
     if not name and len(models) == 1:
         return next(iter(models.values()))

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from outrider.core.tiers import TierChoice
 from outrider.errors import Cancelled, NotFound
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
+from outrider.rpc.spans import served
 from outrider.rpc.status import translated
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.client import connect, ping
@@ -26,6 +27,9 @@ from outrider.store.lessons import share
 from outrider.store.registry import Registry
 from outrider.store.sessions import SessionRecord, Sessions
 from outrider.store.tickets import ticket_key
+from outrider.telemetry.logs import about
+from outrider.telemetry.metrics import watch
+from outrider.telemetry.process import telling
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
@@ -33,7 +37,7 @@ from router.admission import OUTPUT_WEIGHT, Admission, Place
 from router.background import Background
 from router.beginnings import Beginning, Beginnings
 from router.callers import Anybody, Callers, Keyholders
-from router.chores import sweep, watch
+from router.chores import look_after, sweep
 from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
 from router.generation import Event, Generation
@@ -41,7 +45,8 @@ from router.lessons import Lessonbook
 from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
-from router.requests import Ask, parse, served
+from router.requests import Ask, named, parse
+from router.telling import Metrics, Request, mean
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
 STALE_S = 0.05  # after so long in the queue a session is looked at again
@@ -63,7 +68,7 @@ class Inference(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
         """One generation, for as long as the call lasts."""
-        async with translated(context):
+        async with self._told(context, "Generate", "text_completion") as told:
             arrived = time.monotonic()
             tenant = await self._callers.tenant(context)
             remaining = context.time_remaining()
@@ -72,25 +77,29 @@ class Inference(InferenceServicer):
             ask = parse(
                 request, self._cluster.models, self._cluster.config, held, self._cluster.lessons.of, tenant=tenant
             )
+            told.asked(ask)
             async with AsyncExitStack() as stack:
                 beginning = stack.enter_context(self._beginnings.of(tenant, request.session_id))
                 claimed = stack.enter_async_context(self._cluster.admission.place(self._claim(ask, remaining)))
                 place = await beginning.wait_for(claimed)
+                told.placed(place.since)
                 if held is not None and time.monotonic() - arrived > STALE_S:
                     held = await self._held(tenant, request)
                 opened = await opening.begin(self._cluster, ask, held, deadline)
                 opened.answer.figures.waited(place.since - arrived)
                 place.spend(read=opened.answer.start)
-                await self._run(opened, place, context, beginning)
+                await self._run(opened, place, context, told, beginning)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
-        async with translated(context):
+        async with self._told(context, "Resume", "resume") as told:
             tenant = await self._callers.tenant(context)
             record = await opening.open_record(self._cluster.sessions, tenant, request.session_id)
             claim = Claim(record.model, tenant, Priority.RESUMED, 0.0, self._by(context.time_remaining()))
             ours = request.session_id in self.running
             async with self._cluster.admission.place(claim, holds_one=ours) as place:
+                told.placed(place.since)
+                self._cluster.metrics.resumes += 1
                 opened = await opening.take_over(
                     self._cluster,
                     tenant,
@@ -99,11 +108,11 @@ class Inference(InferenceServicer):
                     request.next_position,
                     request.text_offset,
                 )
-                await self._run(opened, place, context)
+                await self._run(opened, place, context, told)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """Ends a generation, wherever it runs."""
-        async with translated(context):
+        async with translated(context), served(context, "outrider.v1.Inference/Cancel"):
             tenant = await self._callers.tenant(context)
             await self._cancel(tenant, request.session_id)
             await opening.end(self._cluster, tenant, request.session_id)  # it may run elsewhere, and ours not know it
@@ -113,7 +122,7 @@ class Inference(InferenceServicer):
         """An empty session."""
         async with translated(context):
             tenant = await self._callers.tenant(context)
-            model = served(request.model, self._cluster.models)
+            model = named(request.model, self._cluster.models)
             session_id = secrets.token_hex(16)
             await self._cluster.sessions.create(session_id, tenant, model.name, model.digest)
             return session_to_pb(await self._cluster.sessions.get(session_id))
@@ -169,10 +178,23 @@ class Inference(InferenceServicer):
         """A deadline by the clock of admission."""
         return None if remaining is None else self._cluster.admission.clock() + remaining
 
+    @asynccontextmanager
+    async def _told(self, context: Context[Any, Any], method: str, operation: str) -> AsyncIterator[Request]:
+        """Around a call that answers: its errors become statuses, its span and its figures are told."""
+        async with translated(context), served(context, f"outrider.v1.Inference/{method}") as span:
+            with self._cluster.metrics.request(span, operation) as told:
+                yield told
+
     async def _run(
-        self, opened: Opened, place: Place, context: Context[Any, Any], beginning: Beginning | None = None
+        self,
+        opened: Opened,
+        place: Place,
+        context: Context[Any, Any],
+        told: Request,
+        beginning: Beginning | None = None,
     ) -> None:
         generation = Generation(self._cluster, opened, place)
+        told.begun(generation)
         if self._leaving:
             generation.move()
         self.running[generation.session_id] = generation  # one that we took it over from ends by itself
@@ -181,7 +203,9 @@ class Inference(InferenceServicer):
             if beginning.cancelled:
                 generation.stop()
         try:
-            await generation.run(partial(_send, context, opened))
+            with about(generation.session_id):
+                await generation.run(partial(_send, context, opened))
+            told.ended(generation)
         finally:
             if self.running.get(generation.session_id) is generation:
                 del self.running[generation.session_id]
@@ -242,8 +266,14 @@ async def _serve(
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
         lessons=Lessonbook(partial(share, client), fleet.drafting),
+        metrics=Metrics(),
     )
     service = Inference(cluster, Keyholders(Keys(client)) if config.auth == "keys" else Anybody())
+
+    watch("outrider.requests.running", lambda: len(service.running))
+    watch("outrider.queue.depth", admission.depths)
+    watch("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
+    watch("outrider.workers", fleet.counts)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_InferenceServicer_to_server(service, server)
@@ -251,17 +281,18 @@ async def _serve(
 
     try:
         await ping(client)
-        async with (
-            alongside() as chores,
-            serving(
-                config.listen, register, drain_s=config.drain_s, leave=service.leave, tls=tls, mutual=False
-            ) as address,
-        ):
-            chores.create_task(watch(fleet, admission))
-            chores.create_task(sweep(cluster.sessions))
-            chores.create_task(cluster.lessons.keep())
-            announce(address)
-            await asyncio.Event().wait()
+        with telling("router", cluster.router_id, config.metrics):
+            async with (
+                alongside() as chores,
+                serving(
+                    config.listen, register, drain_s=config.drain_s, leave=service.leave, tls=tls, mutual=False
+                ) as address,
+            ):
+                chores.create_task(look_after(fleet, admission))
+                chores.create_task(sweep(cluster.sessions))
+                chores.create_task(cluster.lessons.keep())
+                announce(address)
+                await asyncio.Event().wait()
     finally:
         # The server forgets calls that were cancelled; their handlers may still be on their way out.
         await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))

@@ -16,13 +16,17 @@ from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
+from outrider.rpc.spans import served
 from outrider.rpc.status import translated
 from outrider.sink.sink import Sink
+from outrider.telemetry.logs import about
+from outrider.telemetry.tracing import Attributes
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Commit, Session, Start
+from verifier_svc.traced import TracedSteps
 
 HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
 MAX_WINDOW = 4096  # tokens beyond the durable position
@@ -46,20 +50,34 @@ class Decoder(VerifierServicer):
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
         """One generation from its start to its end; whatever ends the call closes the session, and its KV stays."""
-        async with translated(context):
+        async with translated(context), served(context, "outrider.v1.Verifier/Decode") as span:
             first = await anext(liveness.heard(requests, "the router"), None)
             if first is None or first.WhichOneof("command") != "start":
                 raise InvalidRequest("start", "must be the first message of Decode")
-            session = await self._open(self._check(first.start))
-            self._sink.welcome_waiting(session)
-            commands = asyncio.create_task(self._obey(session, requests, first.start.lease_ms / 1000))
-            try:
-                await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.place.cached)))
-                await self._report(session, commands, context)
-            finally:
-                self._loop.close(session)
-                commands.cancel()
-                await asyncio.gather(commands, return_exceptions=True)
+            with about(first.start.session_id):
+                session = await self._open(self._check(first.start))
+                if span.is_recording():
+                    session.traced = TracedSteps(span)
+                    span.set_attributes(self._attributes(session))
+                self._sink.welcome_waiting(session)
+                commands = asyncio.create_task(self._obey(session, requests, first.start.lease_ms / 1000))
+                try:
+                    await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.place.cached)))
+                    await self._report(session, commands, context)
+                finally:
+                    self._loop.close(session)
+                    commands.cancel()
+                    await asyncio.gather(commands, return_exceptions=True)
+
+    def _attributes(self, session: Session) -> Attributes:
+        return {
+            "outrider.session.id": session.id,
+            "outrider.epoch": session.epoch,
+            "outrider.worker.id": self._worker_id,
+            "outrider.tokens.cached": session.place.cached,
+            "outrider.tokens.to_read": session.unread,
+            "gen_ai.request.model": self._config.model_name,
+        }
 
     async def _open(self, start: Start) -> Session:
         """A session's slot; for a moment it waits for one, in the order of arrival, so that no router goes short.

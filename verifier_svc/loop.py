@@ -33,6 +33,7 @@ from outrider.rpc.liveness import Progress
 from verifier_svc.own import OwnDrafting
 from verifier_svc.session import Commit, Reading, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
+from verifier_svc.tally import Tally
 from verifier_svc.timing import StepTime, StepTimes
 from verifier_svc.windows import advance, look_ahead, settle
 
@@ -63,6 +64,7 @@ class StepLoop:
         self.freed = asyncio.Event()  # set whenever a slot is given back
         self.progress = Progress()
         self.times = StepTimes()
+        self.tally = Tally()
         self.slots = Slots(engine.slots, rewinds=not engine.treeless)
         self.cost = cost
         self._engine = engine
@@ -264,7 +266,7 @@ class StepLoop:
         logits = await self._passes.judge(segments, draws, partial(self._meanwhile, step))
         before, self._ended = self._ended, time.monotonic()
         self._passing = ()
-        step.seconds = self._ended - began
+        step.began, step.seconds = began, self._ended - began
         if step.follows:
             self.times.add(StepTime(step.tokens, step.seconds, step.waited, began - before - step.waited))
         self.progress.end()
@@ -305,6 +307,8 @@ class StepLoop:
             if walked is None:
                 session.cached = work.end
                 session.draft_own()
+                if session.traced is not None:
+                    session.traced.read(step, work)
                 if isinstance(session, Reading) and not session.ready:
                     self.close(session)
                 continue
@@ -335,12 +339,16 @@ class StepLoop:
                 resting=session.resting,
             )
             session.wire_bytes = 0
+            traced = session.traced
+            pending = None if traced is None else traced.before(work)
             settle(work, path, choices, step.price)
             session.learn(work.nodes, set(path))
             owed = session.owed(work.nodes, set(path))
             session.verified_price = step.price
             said.append((session, session.commit(choices, report, now, owed)))
             self._keep(work, walked.path[:accepted])
+            if traced is not None and pending is not None:
+                traced.after(step, pending, len(choices), accepted)
         if step.follows and any(map(_teaches, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in said)
             self.pace.learn(
@@ -351,6 +359,9 @@ class StepLoop:
             session.follow(self.pace.way)
         for session, commit in said:
             self._publish(session, commit.position, [choice.token for choice in commit.choices])
+        self.tally.passed(step.tokens, step.seconds, step.waited)
+        for _, commit in said:
+            self.tally.committed_for(commit.report, len(commit.choices))
 
     def _keep(self, work: Work, path: Sequence[int]) -> None:
         """Moves the accepted rows up behind the committed ones. The root's own row is among the pending ones."""

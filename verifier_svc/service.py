@@ -28,6 +28,8 @@ from outrider.sink.sink import Sink
 from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
 from outrider.store.tickets import ticket_key
+from outrider.telemetry.metrics import watch
+from outrider.telemetry.process import telling
 from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
@@ -80,34 +82,46 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         loop.leave(sink.leave)
         changed.set()
 
-    async with (
-        aclosing(redis),
-        alongside() as tasks,
-        serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls) as address,
-    ):
+    _tell(engine, loop, sink)
+    with telling("verifier", worker_id, config.metrics):
+        async with (
+            aclosing(redis),
+            alongside() as tasks,
+            serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls) as address,
+        ):
 
-        def describe() -> Worker:
-            return Worker(
-                worker_id=worker_id,
-                role="verifier",
-                address=config.advertise or address,
-                model=config.model_name,
-                tokenizer_digest=engine.tokenizer_digest,
-                vocabulary=engine.vocabulary,
-                context=engine.context,
-                slots=engine.slots,
-                sessions=len(loop.sessions),
-                parameters=engine.parameters,
-                treeless=bool(engine.treeless),
-                zone=config.zone,
-                draining=loop.leaving,
-                prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
-            )
+            def describe() -> Worker:
+                return Worker(
+                    worker_id=worker_id,
+                    role="verifier",
+                    address=config.advertise or address,
+                    model=config.model_name,
+                    tokenizer_digest=engine.tokenizer_digest,
+                    vocabulary=engine.vocabulary,
+                    context=engine.context,
+                    slots=engine.slots,
+                    sessions=len(loop.sessions),
+                    parameters=engine.parameters,
+                    treeless=bool(engine.treeless),
+                    zone=config.zone,
+                    draining=loop.leaving,
+                    prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
+                )
 
-        tasks.create_task(loop.run())
-        tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
-        announce(address)
-        await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
+            tasks.create_task(loop.run())
+            tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
+            announce(address)
+            await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
+
+
+def _tell(engine: Engine, loop: StepLoop, sink: Sink) -> None:
+    """What may be asked of it at any time, by the names of the catalogue."""
+    watch("outrider.slots", lambda: engine.slots)
+    watch("outrider.sessions", lambda: len(loop.sessions))
+    watch("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(loop.sessions.values())))
+    watch("outrider.kv.capacity", lambda: engine.slots * engine.context)
+    watch("outrider.drafters", lambda: sink.streams)
+    watch("outrider.frames.refused", lambda: sink.refused)
 
 
 def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:

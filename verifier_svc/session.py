@@ -19,6 +19,7 @@ from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
 from outrider.sink.drafted import MAX_DRAFTERS, RESTING_PRICE, Drafted, Subscription
 from verifier_svc.own import SENDER, OwnDrafts
+from verifier_svc.traced import TracedSteps
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
 
@@ -76,6 +77,7 @@ class Session(Drafted):
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
+        self.traced: TracedSteps | None = None  # where its request is traced
         self._window = start.window
         self.own = own  # what the verifier drafts by itself for it
         if own is not None:
@@ -155,6 +157,8 @@ class Session(Drafted):
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
         """Learns what a delta brings, and when."""
+        if self.traced is not None:
+            self.traced.grafted(subscription.sender, delta, added)
         if added or delta.rescored:
             self.arrivals.arrived(now, self.worth(), passing=passing)
 

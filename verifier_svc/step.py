@@ -87,7 +87,8 @@ class Step:
     price: float  # path score below which a node was not worth verifying
     reads: int = 0  # tokens of prompts, those aside that a session commits behind
     waited: float = 0.0  # seconds it was held back on purpose
-    seconds: float = 0.0  # that the forward pass took
+    began: float = 0.0  # when the forward pass began, by time.monotonic
+    seconds: float = 0.0  # that it took
     follows: bool = False  # the loop was not idle since the pass before
 
     @property

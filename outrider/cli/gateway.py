@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import secrets
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.cli.serve import LogFormat
 
 
 def gateway(
@@ -21,15 +22,17 @@ def gateway(
     ] = None,
     max_request_bytes: Annotated[int | None, typer.Option(help="Of one body. [default: 4194304]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
+    log_format: LogFormat = None,
 ) -> None:
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models. Callers' keys go on to the router."""
     given = {name: value for name, value in locals().items() if value is not None}
     from gateway.serving import serve
     from outrider.config import GatewayConfig, parse
+    from outrider.telemetry import logs
+    from outrider.telemetry.process import telling
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with reported():
-        serve(
-            parse(GatewayConfig, given, "flags"),
-            announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True),
-        )
+        config = parse(GatewayConfig, given, "flags")
+        logs.to_stderr(config.log_format)
+        with telling("gateway", f"gateway-{secrets.token_hex(4)}"):
+            serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))

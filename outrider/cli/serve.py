@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import sys
@@ -19,9 +18,10 @@ from outrider.cli.reporting import reported
 from outrider.fleet import surroundings
 from outrider.hub import hub_name
 from outrider.rpc.lifecycle import PARENT, run_until_signal
+from outrider.telemetry import logs
 
 if TYPE_CHECKING:
-    from outrider.config import Section
+    from outrider.config import Section, ServerConfig
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +34,12 @@ Ca = Annotated[
 ]
 Cert = Annotated[Path | None, typer.Option(envvar="OUTRIDER_CERT", help="This server's certificate, for its role.")]
 PrivateKey = Annotated[Path | None, typer.Option(envvar="OUTRIDER_KEY", help="The file with that one's private key.")]
+Metrics = Annotated[
+    str | None, typer.Option(envvar="OUTRIDER_METRICS", help="HOST:PORT of a page for Prometheus. [default: none]")
+]
+LogFormat = Annotated[
+    str | None, typer.Option(envvar="OUTRIDER_LOG_FORMAT", help="text, or json with trace ids. [default: text]")
+]
 Checkpoint = Annotated[
     Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
 ]
@@ -82,6 +88,8 @@ def router(
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
+    metrics: Metrics = None,
+    log_format: LogFormat = None,
     zone: Zone = None,
     policy: Annotated[
         str | None, typer.Option(help="goodput, ema, heuristic, fixed, rounds or off. [default: goodput]")
@@ -125,7 +133,7 @@ def router(
     from outrider.config import RouterConfig
 
     config = _section(RouterConfig, context, models=model_folders(models))
-    with _process("router", 1, loads="tokenizers", checkpoints=config.models.values()) as announce:
+    with _process("router", config, loads="tokenizers", checkpoints=config.models.values()) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             from router.service import run
@@ -146,6 +154,8 @@ def verifier(
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
+    metrics: Metrics = None,
+    log_format: LogFormat = None,
     backend: Backend = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -172,7 +182,7 @@ def verifier(
     from outrider.config import VerifierConfig
 
     config = _section(VerifierConfig, context)
-    with _process("verifier", config.threads, loads=str(model), checkpoints=[model]) as announce:
+    with _process("verifier", config, loads=str(model), checkpoints=[model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -197,6 +207,8 @@ def drafter(
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
+    metrics: Metrics = None,
+    log_format: LogFormat = None,
     backend: Backend = None,
     dtype: Dtype = None,
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
@@ -244,7 +256,7 @@ def drafter(
     from outrider.config import DrafterConfig
 
     config = _section(DrafterConfig, context)
-    with _process("drafter", config.threads, loads=str(model), checkpoints=[model, target or model]) as announce:
+    with _process("drafter", config, loads=str(model), checkpoints=[model, target or model]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -280,12 +292,14 @@ def _section(kind: type[SectionT], context: typer.Context, **values: Any) -> Sec
 
 
 @contextmanager
-def _process(role: str, threads: int, *, loads: str, checkpoints: Iterable[Path]) -> Iterator[Callable[[str], None]]:
+def _process(
+    role: str, config: ServerConfig, *, loads: str, checkpoints: Iterable[Path]
+) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
     _die_with_parent()
-    surroundings.settle(threads)
+    surroundings.settle(getattr(config, "threads", 1))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.to_stderr(config.log_format)
     with ExitStack() as stack:
         if sys.stderr.isatty() and not any(map(hub_name, checkpoints)):  # a download shows a progress of its own
             from rich.console import Console

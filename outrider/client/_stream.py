@@ -11,12 +11,14 @@ from types import TracebackType
 from typing import Self
 
 import grpc.aio
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from outrider.client import _wire
 from outrider.client._router import CLOSED, Router, check_timeout, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.status import is_from_outrider
+from outrider.telemetry.tracing import TRACER, carried, failed
 from outrider.v1 import inference_pb2 as pb
 
 CANCEL_TIMEOUT_S = 2.0
@@ -40,6 +42,7 @@ class AsyncStream:
         self._router = router
         self._request = request
         self._timeout = timeout
+        self._span: Span = INVALID_SPAN  # around all of its calls
         self._give_up: float | None = None  # when the timeout passes, by the monotonic clock
         self._begun = False
         self._calls = 0  # since the last chunk
@@ -79,6 +82,7 @@ class AsyncStream:
         if self._begun:
             raise RuntimeError("a stream can be read only once")
         self._begun = True
+        self._span = TRACER.start_span("generate", kind=SpanKind.INTERNAL)
         self._give_up = None if self._timeout is None else time.monotonic() + self._timeout
         self._router.endings.add(self._end)
 
@@ -93,7 +97,8 @@ class AsyncStream:
                         return chunk
                 except (Unavailable, Overloaded) as error:
                     await self._pause(error)
-        except OutriderError:
+        except OutriderError as error:
+            failed(self._span, type(error).__name__)
             if not self._why:
                 self._settle()
             if self._waiting is not None:
@@ -140,6 +145,7 @@ class AsyncStream:
                 return self._chunks[-1]
             case "finished":
                 self._result = self._finish(event.finished)
+                self._tell_trace(self._result)
                 self._settle()
                 with suppress(grpc.aio.AioRpcError):
                     await anext(self._events, None)  # the server's end of the call; we have all that we want
@@ -160,9 +166,8 @@ class AsyncStream:
         method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         self._calls += 1
         left = self._left()
-        self._waiting = call = method(
-            request, timeout=None if left is None else max(left, 0.0), metadata=self._router.metadata
-        )
+        metadata = (*self._router.metadata, *carried(self._span))
+        self._waiting = call = method(request, timeout=None if left is None else max(left, 0.0), metadata=metadata)
         return aiter(call)
 
     def _place(self) -> tuple[int, int]:
@@ -204,6 +209,7 @@ class AsyncStream:
         if not worth_it or self._calls >= MOST_FAILURES or (left is not None and left <= pause):
             raise error
         self._resumes += 1
+        self._span.add_event("resume", {"error.type": type(error).__name__, "outrider.pause": pause})
         self._waiting = asyncio.create_task(asyncio.sleep(pause))
         await self._waiting
 
@@ -232,7 +238,22 @@ class AsyncStream:
 
     def _settle(self) -> None:
         self._over = True
+        self._span.end()
         self._router.endings.discard(self._end)
+
+    def _tell_trace(self, result: Generation) -> None:
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    "gen_ai.provider.name": "outrider",
+                    "gen_ai.request.model": result.model,
+                    "gen_ai.response.finish_reasons": [result.finish_reason.value],
+                    "gen_ai.usage.input_tokens": result.usage.prompt_tokens,
+                    "gen_ai.usage.output_tokens": result.usage.completion_tokens,
+                    "outrider.session.id": result.session_id,
+                    "outrider.resumes": result.resumes,
+                }
+            )
 
     def _finish(self, message: pb.Finished) -> Generation:
         if self._started is None:

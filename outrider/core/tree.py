@@ -88,6 +88,7 @@ class Delta:
     origin: str = ""  # who drafted all of them, if not the sender
     rescored: tuple[tuple[int, float], ...] = ()  # ids sent before, and their edges as they are judged now
     version: int = 0  # of `rescored`: a delta whose version is not newer than the last judges nothing
+    span: bytes = b""  # in which they were drafted, where the request is traced
 
 
 @dataclass(frozen=True, slots=True)

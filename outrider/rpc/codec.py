@@ -10,6 +10,7 @@ from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
 from outrider.core.tree import Delta, Hints, edge_code, edge_from_code
 from outrider.errors import InvalidRequest
+from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2, types_pb2
 
 MAX_DELTA_NODES = 1024  # nodes in one delta
@@ -79,6 +80,7 @@ def delta_to_pb(
         rescored=[identity for identity, _ in delta.rescored],
         rescored_edges=bytes(edge_code(edge) for _, edge in delta.rescored),
         rescore_version=delta.version,
+        span=delta.span,
     )
 
 
@@ -99,6 +101,8 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         )
     if len(message.origin) > MAX_NAME:
         raise InvalidRequest("origin", f"has {len(message.origin)} characters, must have at most {MAX_NAME}")
+    if len(message.span) not in (0, SPAN_BYTES):
+        raise InvalidRequest("span", f"has {len(message.span)} bytes, must have none or {SPAN_BYTES}")
     if message.first_id < 1:
         raise InvalidRequest("first_id", "must be at least 1: id 0 is the root")
     tokens = tuple(message.tokens)
@@ -119,6 +123,7 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
         origin=message.origin,
         rescored=tuple(zip(message.rescored, map(edge_from_code, message.rescored_edges), strict=True)),
         version=message.rescore_version,
+        span=message.span,
     )
 
 

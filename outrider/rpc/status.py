@@ -57,9 +57,13 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderErro
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, Overloaded):
         metadata.append((RETRY_KEY, str(round(error.retry_after * 1000))))
-    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
-    await context.abort(code, str(error)[:_DETAILS], tuple(metadata))
+    await context.abort(code_of(error), str(error)[:_DETAILS], tuple(metadata))
     raise AssertionError("abort returned")
+
+
+def code_of(error: OutriderError) -> grpc.StatusCode:
+    """The status that it becomes."""
+    return _CODES.get(type(error), grpc.StatusCode.INTERNAL)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:

@@ -50,7 +50,7 @@ class Unsubscribe(_message.Message):
     def __init__(self, attachment: _Optional[int] = ...) -> None: ...
 
 class TreeDelta(_message.Message):
-    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted", "drawn", "origin", "rescored", "rescored_edges", "rescore_version")
+    __slots__ = ("attachment", "epoch", "root_position", "root_digest", "first_id", "parents", "tokens", "edges", "plan_version", "exhausted", "drawn", "origin", "rescored", "rescored_edges", "rescore_version", "span")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROOT_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class TreeDelta(_message.Message):
     RESCORED_FIELD_NUMBER: _ClassVar[int]
     RESCORED_EDGES_FIELD_NUMBER: _ClassVar[int]
     RESCORE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     root_position: int
@@ -81,7 +82,8 @@ class TreeDelta(_message.Message):
     rescored: _containers.RepeatedScalarFieldContainer[int]
     rescored_edges: bytes
     rescore_version: int
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ..., drawn: _Optional[_Iterable[_Union[DrawnFrom, _Mapping]]] = ..., origin: _Optional[str] = ..., rescored: _Optional[_Iterable[int]] = ..., rescored_edges: _Optional[bytes] = ..., rescore_version: _Optional[int] = ...) -> None: ...
+    span: bytes
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., root_digest: _Optional[int] = ..., first_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., plan_version: _Optional[int] = ..., exhausted: _Optional[bool] = ..., drawn: _Optional[_Iterable[_Union[DrawnFrom, _Mapping]]] = ..., origin: _Optional[str] = ..., rescored: _Optional[_Iterable[int]] = ..., rescored_edges: _Optional[bytes] = ..., rescore_version: _Optional[int] = ..., span: _Optional[bytes] = ...) -> None: ...
 
 class DrawnFrom(_message.Message):
     __slots__ = ("tokens", "weights")

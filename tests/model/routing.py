@@ -31,6 +31,7 @@ from router.lessons import Lessonbook
 from router.models import ServedModel
 from router.opening import Cluster
 from router.service import Inference
+from router.telling import Metrics
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
 from tests.model.wires import BROKEN, Ended, Link
@@ -233,6 +234,7 @@ class Router:
                 admission=Admission(config, fleet.places, clock=lambda: clock.now),
                 tiers=TierChoice(),
                 ticket_key=_no_key,
+                metrics=Metrics(),
                 lessons=Lessonbook(_nobody, lambda _: ()),
             ),
             Anybody(),

@@ -1,0 +1,211 @@
+"""One request, one trace: through SDK, router, verifier and drafters of two tiers, received by a real collector."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.fleet.local import LocalCluster
+from outrider.telemetry.catalogue import METRICS
+from tests.e2e.conftest import MODELS
+from tests.telemetry.caller import PROMPT
+from tests.telemetry.collector import Collector, Span, collecting
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOKENS = 400
+
+
+class Watched:
+    """A cluster that is watched."""
+
+    def __init__(self, cluster: LocalCluster, collector: Collector, lines: list[str]) -> None:
+        self.cluster = cluster
+        self.collector = collector
+        self.lines = lines  # what its servers logged
+
+    async def ask(self, *arguments: str, sampled: bool = True, wait: bool = True) -> tuple[bytes, list[str]]:
+        """Has another program ask. Returns its trace's id, and what it printed further."""
+        sampler = {"OTEL_TRACES_SAMPLER": "always_on" if sampled else "always_off"}
+        caller = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.telemetry.caller", self.cluster.router_address, *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **self.collector.environment, **sampler},
+        )
+        assert caller.stdout is not None
+        trace = bytes.fromhex((await caller.stdout.readline()).decode().strip())
+        if not wait:
+            await asyncio.sleep(1.0)
+            caller.kill()
+        said = (await caller.stdout.read()).decode().splitlines()
+        await caller.wait()
+        return trace, said
+
+    async def call(self, trace: bytes) -> Span:
+        """The span of the call to the router, once it is there."""
+        return (await self.named(trace, "outrider.v1.Inference/Generate", "router"))[0]
+
+    async def named(self, trace: bytes, name: str, service: str) -> list[Span]:
+        found: list[Span] = []
+
+        def there() -> bool:
+            spans = self.collector.of(trace)
+            found[:] = [span for span in spans if span.name == name and span.service == f"outrider-{service}"]
+            return bool(found)
+
+        await self.collector.until(there)
+        return found
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def watched() -> AsyncIterator[Watched]:
+    """Drafter 0 judges what drafter 1 drafts."""
+    target, lines = MODELS / "target", list[str]()
+    config = ClusterConfig(
+        router=RouterConfig(
+            listen="127.0.0.1:0",
+            models={"target": target},
+            overlap=True,
+            tiers="all",
+            policy="fixed",
+            metrics="127.0.0.1:0",
+            log_format="json",
+        ),
+        verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0", log_format="json")],
+        tier={
+            0: [DrafterConfig(model=MODELS / "mid", dtype="float32", metrics="127.0.0.1:0", log_format="json")],
+            1: [DrafterConfig(model=MODELS / "drafter", dtype="float32", metrics="127.0.0.1:0", log_format="json")],
+        },
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        async with collecting() as collector:
+            for name, value in collector.environment.items():
+                patch.setenv(name, value)
+            async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster:
+                yield Watched(cluster, collector, lines)
+
+
+async def test_a_request_is_one_trace_through_all_processes(watched: Watched) -> None:
+    trace, (figures, *_) = await watched.ask(str(TOKENS))
+    steps, verified, accepted, session = figures.split()
+    await watched.named(trace, "drafting", "drafter")
+    await watched.collector.until(lambda: _drafting(watched.collector.of(trace)) == 2)
+    await asyncio.sleep(0.5)  # what is still on its way
+    spans = watched.collector.of(trace)
+    by_id = {span.identity: span for span in spans}
+
+    def path(span: Span) -> str:
+        own = f"{span.service.removeprefix('outrider-')}:{span.name.rpartition('/')[2]}"
+        return f"{path(by_id[span.parent])} > {own}" if span.parent else own
+
+    there = Counter(map(path, spans))
+    generate = "caller:question > caller:generate > router:Generate"
+    decode = f"{generate} > router:Decode"
+    drafting = f"{decode} > router:Attach > drafter:Attach > drafter:drafting"
+    assert there["caller:question"] == there[generate] == there[f"{generate} > router:wait for a place"] == 1
+    assert there[f"{decode} > verifier:Decode"] == 1
+    assert there[f"{decode} > verifier:Decode > verifier:verify"] == int(steps)
+    assert there[f"{decode} > verifier:Decode > verifier:read"] <= 1
+    assert there[drafting] == 2
+    assert there[f"{drafting} > drafter:draft"] > 2
+    assert len({span.instance for span in spans if span.name == "draft"}) == 2  # both tiers
+    assert all(span.began <= span.ended for span in spans)
+
+    steps_told = [span for span in spans if span.name == "verify"]
+    assert sum(span.about["outrider.tokens.committed"] for span in steps_told) == TOKENS
+    assert sum(span.about["outrider.nodes.verified"] for span in steps_told) == int(verified)
+    assert sum(span.about["outrider.nodes.accepted"] for span in steps_told) == int(accepted) > 0
+    assert all(
+        span.about["outrider.nodes.verified"]
+        == span.about["outrider.nodes.accepted"] + span.about["outrider.nodes.rejected"]
+        and span.about["outrider.nodes.held"]
+        == span.about["outrider.nodes.verified"] + span.about["outrider.nodes.left_out"]
+        for span in steps_told
+    )
+    linked = [by_id[link] for span in steps_told for link in span.links]
+    assert {span.name for span in linked} == {"draft"}
+    assert {span.about["outrider.session.id"] for span in spans if span.name == "drafting"} == {session}
+    assert any(span.links for span in steps_told)
+    assert not any(span.error for span in spans)
+    answer = next(span for span in spans if path(span) == generate)
+    assert answer.about["gen_ai.usage.output_tokens"] == TOKENS
+    assert answer.about["gen_ai.response.finish_reasons"] == ["length"]
+    assert answer.about["rpc.response.status_code"] == "OK"
+
+
+def _drafting(spans: list[Span]) -> int:
+    return sum(span.name == "drafting" for span in spans)
+
+
+async def test_a_call_that_is_cancelled_is_told_of_as_cancelled(watched: Watched) -> None:
+    trace, _ = await watched.ask("900", wait=False)
+    call = await watched.call(trace)
+    assert call.about["rpc.response.status_code"] == "CANCELLED"
+    assert not call.error
+    decode = (await watched.named(trace, "outrider.v1.Verifier/Decode", "verifier"))[0]
+    assert decode.about["rpc.response.status_code"] == "CANCELLED"
+    assert not decode.error
+
+
+async def test_a_call_that_ran_out_of_time_is_told_of_as_such(watched: Watched) -> None:
+    trace, said = await watched.ask("900", "0.4")
+    assert said == ["DeadlineExceeded"]
+    call = await watched.call(trace)
+    ended = call.about["rpc.response.status_code"], call.about.get("gen_ai.response.finish_reasons")
+    assert ended in (("DEADLINE_EXCEEDED", None), ("OK", ["deadline"]))
+    assert call.error == (ended[0] != "OK")
+
+
+async def test_whoever_asks_decides_whether_it_is_traced(watched: Watched) -> None:
+    trace, said = await watched.ask("8", sampled=False)
+    assert len(said) == 2
+    await asyncio.sleep(0.5)
+    assert not watched.collector.of(trace)
+
+
+async def test_neither_prompts_nor_answers_are_told(watched: Watched) -> None:
+    _, (_, text) = await watched.ask("40")
+    await asyncio.sleep(0.8)
+    word = max(text.split(), key=len)
+    assert len(word) > 3
+    told = b"".join(watched.collector.raw) + "\n".join(watched.lines).encode()
+    assert b"winnow" in PROMPT.encode()
+    assert b"winnow" not in told
+    assert text[:24].encode() not in told
+
+
+async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
+    await watched.ask(str(TOKENS))
+    pages = {name: await asyncio.to_thread(_page, line) for name, line in _pages(watched.lines).items()}
+    for metric in METRICS:
+        for role in metric.role.split(", "):
+            told = watched.collector.metrics[f"outrider-{role}"]
+            await watched.collector.until(lambda told=told, name=metric.name: name in told)
+            assert f"\n# TYPE {metric.exposed} " in pages[role], role
+
+
+def _pages(lines: list[str]) -> dict[str, str]:
+    """Addresses by role, as servers log them."""
+    said = [json.loads(line)["body"] for line in list(lines) if line.startswith("{")]
+    return {one.split(": ")[0]: one.rpartition(" ")[2] for one in said if ": metrics at " in one}
+
+
+def _page(address: str) -> str:
+    with urllib.request.urlopen(address, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def test_logs_are_json_with_trace_and_session(watched: Watched) -> None:
+    lines = [json.loads(line) for line in watched.lines if line.startswith("{")]
+    assert all({"timestamp", "severity", "logger", "body"} <= line.keys() for line in lines)
+    about = [line for line in lines if "trace_id" in line]
+    assert about
+    assert all(len(line["trace_id"]) == 32 and len(line["span_id"]) == 16 for line in about)
