@@ -35,7 +35,7 @@ Ca = Annotated[
 Cert = Annotated[Path | None, typer.Option(envvar="OUTRIDER_CERT", help="This server's certificate, for its role.")]
 PrivateKey = Annotated[Path | None, typer.Option(envvar="OUTRIDER_KEY", help="The file with that one's private key.")]
 Metrics = Annotated[
-    str | None, typer.Option(envvar="OUTRIDER_METRICS", help="HOST:PORT of a page for Prometheus. [default: none]")
+    str | None, typer.Option(envvar="OUTRIDER_METRICS", help="HOST:PORT of a page for Prometheus. [default: no page]")
 ]
 LogFormat = Annotated[
     str | None, typer.Option(envvar="OUTRIDER_LOG_FORMAT", help="text, or json with trace ids. [default: text]")

@@ -203,9 +203,7 @@ def _page(address: str) -> str:
         return str(answer.read().decode())
 
 
-async def test_logs_are_json_with_trace_and_session(watched: Watched) -> None:
+async def test_servers_log_in_json(watched: Watched) -> None:
     lines = [json.loads(line) for line in watched.lines if line.startswith("{")]
     assert all({"timestamp", "severity", "logger", "body"} <= line.keys() for line in lines)
-    about = [line for line in lines if "trace_id" in line]
-    assert about
-    assert all(len(line["trace_id"]) == 32 and len(line["span_id"]) == 16 for line in about)
+    assert {line["logger"] for line in lines} & {"outrider.telemetry.process"}
