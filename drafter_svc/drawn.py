@@ -10,10 +10,11 @@ from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession
 from outrider.core.construction import Sequoia, Shaped
 from outrider.core.digest import extend
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.growth import Fits
 from outrider.core.rules import DRAFT, SeededChance, SparseRow, rule_of
 from outrider.core.shapes import Shape
-from outrider.core.tree import Delta, Node, edge_code, edge_from_code
+from outrider.core.tree import Delta, Node
 from outrider.engine.logits import Row
 
 

@@ -17,8 +17,9 @@ from drafter_svc.translation import Translation
 from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.lookup import fits
-from outrider.core.tree import Delta, Hints, Node, TokenTree, edge_code, edge_from_code
+from outrider.core.tree import Delta, Hints, Node, TokenTree
 from outrider.rpc.liveness import Progress
 
 UNBOUNDED = 2**60  # credit that the loop has; what goes up keeps to the upstream's

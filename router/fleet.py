@@ -65,6 +65,11 @@ class Fleet:
         """Whether a worker was there when last seen, and has not failed lately."""
         return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
 
+    @property
+    def listed(self) -> tuple[Worker, ...]:
+        """Workers that were there when last seen."""
+        return tuple(self._listed)
+
     def counts(self) -> Counter[str]:
         """Workers that were there when last seen, by role."""
         return Counter(worker.role for worker in self._listed)

@@ -127,6 +127,17 @@ class Generation:
         return self._answer.start
 
     @property
+    def verifier(self) -> str:
+        """Worker id of the verifier that has its KV."""
+        return self._holder
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Worker ids of those that drafted for it when it last had news."""
+        ledger = self._opened.ledger
+        return () if ledger is None else ledger.record.drafters
+
+    @property
     def plan(self) -> Plan:
         """The one in force."""
         return self._plan

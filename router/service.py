@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -42,11 +42,13 @@ from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
 from router.generation import Event, Generation
 from router.lessons import Lessonbook
+from router.live import pages
 from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
 from router.requests import Ask, named, parse
 from router.telling import Metrics, Request, mean
+from router.watching import watched
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
 STALE_S = 0.05  # after so long in the queue a session is looked at again
@@ -144,6 +146,14 @@ class Inference(InferenceServicer):
                 await self._cancel(tenant, request.session_id)
                 await self._cluster.sessions.close(request.session_id)
             return pb.CloseSessionResponse()
+
+    async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
+        """A session's steps, with their texts, until it is closed or nobody watches any more."""
+        async with translated(context):
+            tenant = await self._callers.tenant(context)
+            async with aclosing(watched(self._cluster, tenant, request.session_id)) as steps:
+                async for step in steps:
+                    await context.write(step)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """The models that have a verifier."""
@@ -281,7 +291,8 @@ async def _serve(
 
     try:
         await ping(client)
-        with telling("router", cluster.router_id, config.metrics):
+        shown = pages(cluster, lambda: tuple(service.running.values()))
+        with telling("router", cluster.router_id, config.metrics, shown):
             async with (
                 alongside() as chores,
                 serving(

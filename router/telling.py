@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from outrider.core.contract import Plan, StepReport
 from outrider.core.credit import Credit
+from outrider.core.depths import Depths
 from outrider.telemetry.metrics import histogram, watch
 from outrider.telemetry.tracing import Attributes, began, wall_ns
 from router.requests import Ask, Conversation
@@ -30,7 +31,8 @@ class Metrics:
     """What is counted of all requests."""
 
     def __init__(self) -> None:
-        self.moves = self.resumes = self.changes = 0
+        self.moves = self.resumes = self.changes = self.steps = 0
+        self.depths = Depths()
         self.tokens: Counter[str] = Counter()  # durable ones, by model
         self.append = histogram("outrider.log.append")
         self._requests: Counter[tuple[str, ...]] = Counter()  # by model and outcome
@@ -51,6 +53,8 @@ class Metrics:
 
     def stepped(self, drafters: Sequence[str], report: StepReport, owed: Sequence[Credit]) -> None:
         """A step has verified what these drafters had sent; `owed` says whose it was where there are several."""
+        self.steps += 1
+        self.depths.observe(report)
         if not report.verified:
             return
         shares = [(credit.drafter_id, credit.verified, credit.accepted) for credit in owed]
@@ -62,6 +66,17 @@ class Metrics:
                 del self._verified[gone], self._accepted[gone]
             self._verified[drafter] = self._verified.get(drafter, 0) + verified
             self._accepted[drafter] = self._accepted.get(drafter, 0) + accepted
+
+    def outcomes(self) -> dict[str, int]:
+        """Requests by how they ended."""
+        counts: Counter[str] = Counter()
+        for (_, outcome), requests in tuple(self._requests.items()):
+            counts[outcome] += requests
+        return dict(counts)
+
+    def drafters(self) -> dict[str, tuple[int, int]]:
+        """A drafter's verified nodes, and how many of them were accepted."""
+        return {name: (verified, self._accepted.get(name, 0)) for name, verified in tuple(self._verified.items())}
 
     @contextmanager
     def request(self, span: Span, operation: str) -> Iterator[Request]:

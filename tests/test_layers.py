@@ -19,12 +19,12 @@ def test_regenerating_the_stubs_changes_nothing(tmp_path: Path) -> None:
     assert committed == fresh
 
 
-def test_the_sdk_loads_nothing_beyond_grpc_and_protobuf() -> None:
+def test_the_sdk_loads_nothing_beyond_grpc_protobuf_and_the_api_of_opentelemetry() -> None:
     """In a process where everything else that the package uses cannot be imported."""
     script = """
 import sys
 for name in ("torch", "numpy", "redis", "pydantic", "tokenizers", "safetensors", "typer", "rich", "grpc_health",
-             "grpc_reflection", "router", "verifier_svc", "drafter_svc"):
+             "grpc_reflection", "opentelemetry.sdk", "prometheus_client", "router", "verifier_svc", "drafter_svc"):
     sys.modules[name] = None
 import outrider
 outrider.Client("127.0.0.1:1").close()

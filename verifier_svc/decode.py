@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc.aio
@@ -101,6 +101,16 @@ class Decoder(VerifierServicer):
             if len(request.tokens) > self._engine.context:
                 raise InvalidRequest("tokens", f"are more than the context of {self._engine.context}")
             return pb.WarmResponse(cached=await self._loop.read(tuple(request.tokens), request.tenant))
+
+    async def Watch(self, request: pb.WatchRequest, context: Context[Any, Any]) -> None:
+        """Shows a session's steps, until it ends here."""
+        async with translated(context):
+            session = self._loop.sessions.get(request.session_id)
+            if session is None:
+                raise NotFound(f"session {request.session_id} does not decode here")
+            async with aclosing(session.watch.steps()) as steps:
+                async for step in steps:
+                    await context.write(step)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Context[Any, Any]) -> pb.VerifierDescription:
         """What this verifier is and has."""

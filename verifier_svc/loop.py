@@ -135,6 +135,7 @@ class StepLoop:
         session.finished = True
         session.leave_answer()
         session.commits.put_nowait(None)
+        session.watch.close()
         lost = self._engine.treeless and session in self._passing
         held = [] if lost else session.tokens[: session.cached]
         self.slots.give_back(session.place.slot, held, session.tenant, session.id)
@@ -339,6 +340,8 @@ class StepLoop:
                 resting=session.resting,
             )
             session.wire_bytes = 0
+            if session.watch.watched:
+                session.watch.show(work, path, choices, report)
             traced = session.traced
             pending = None if traced is None else traced.before(work)
             settle(work, path, choices, step.price)

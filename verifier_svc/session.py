@@ -20,6 +20,7 @@ from outrider.engine.slots import Taken
 from outrider.sink.drafted import MAX_DRAFTERS, RESTING_PRICE, Drafted, Subscription
 from verifier_svc.own import SENDER, OwnDrafts
 from verifier_svc.traced import TracedSteps
+from verifier_svc.watch import Watch
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
 
@@ -78,6 +79,7 @@ class Session(Drafted):
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
         self.traced: TracedSteps | None = None  # where its request is traced
+        self.watch = Watch()
         self._window = start.window
         self.own = own  # what the verifier drafts by itself for it
         if own is not None:

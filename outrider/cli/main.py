@@ -16,6 +16,8 @@ from outrider.cli.pad import pad
 from outrider.cli.plan import plan
 from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.simulate import simulate
+from outrider.cli.top import top
+from outrider.cli.trace import trace
 from outrider.cli.up import up
 from outrider.cli.verify import verify
 
@@ -30,6 +32,8 @@ for command in (
     demo,
     up,
     generate,
+    top,
+    trace,
     bench,
     verify,
     router,

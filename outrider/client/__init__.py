@@ -1,4 +1,4 @@
-"""The SDK: talks to a router. Needs grpcio and protobuf, nothing else.
+"""The SDK: talks to a router. Needs grpcio, protobuf and the API of OpenTelemetry, nothing else.
 
     with outrider.Client("127.0.0.1:7070") as client:
         print(client.generate("def add(a, b):", max_tokens=32).text)
@@ -9,7 +9,17 @@
 from outrider.client._async import AsyncClient
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
-from outrider.client._types import Chunk, FinishReason, Generation, Model, Session, TokenLogprobs, Usage
+from outrider.client._types import (
+    Chunk,
+    FinishReason,
+    Generation,
+    Model,
+    Session,
+    StepNode,
+    StepTree,
+    TokenLogprobs,
+    Usage,
+)
 from outrider.client._wire import Options
 
 __all__ = [
@@ -22,6 +32,8 @@ __all__ = [
     "Model",
     "Options",
     "Session",
+    "StepNode",
+    "StepTree",
     "Stream",
     "TokenLogprobs",
     "Usage",

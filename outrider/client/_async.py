@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -13,7 +14,7 @@ from outrider.client import _wire
 from outrider.client._access import Access
 from outrider.client._router import Router
 from outrider.client._stream import AsyncStream
-from outrider.client._types import Generation, Model, Session
+from outrider.client._types import Generation, Model, Session, StepTree
 from outrider.client._wire import Options
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
@@ -113,6 +114,14 @@ class AsyncClient:
         The result holds what came through this stream. Raises NotFound when it is too late.
         """
         return AsyncStream(self._router, _wire.resume_to_pb(session, generation, next_position, text_offset), timeout)
+
+    async def watch(self, session: str) -> AsyncGenerator[StepTree, None]:
+        """A session's steps from now on: the trees that were verified, and what of them was accepted. Ends when the
+        session is closed; raises NotFound."""
+        request = pb.WatchSessionRequest(session_id=_wire.encodable("session", session))
+        async with aclosing(self._router.listen("Watch", request)) as steps:
+            async for step in steps:
+                yield _wire.step_tree_from_pb(step)
 
     async def cancel(self, session: str, *, timeout: float | None = None) -> None:
         """Ends a session's generation, wherever it runs and whoever reads it. Fine if it has ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import grpc
@@ -63,6 +63,18 @@ class Router:
                     raise
                 raise Cancelled(CLOSED) from None
             await asyncio.sleep(pause)
+
+    async def listen(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
+        """The messages of a call that is a stream, until it ends."""
+        call = getattr(self.stub, method)(request, metadata=self.metadata)
+        try:
+            async for message in call:
+                self.was_reached = True
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise self.failure(error) from None
+        finally:
+            call.cancel()
 
     def _is_lost(self, error: grpc.aio.AioRpcError, known: OutriderError) -> bool:
         """Whether the router went away, and not something behind it."""

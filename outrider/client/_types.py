@@ -115,6 +115,34 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
+class StepNode:
+    """A node of a token tree that a step verified."""
+
+    token: int
+    text: bytes  # of this token alone; may end inside a character
+    parent: int  # index among the step's nodes; -1 is the root
+    chance: float  # that its parent's target token is this one, by its drafter's judgement
+    accepted: bool
+    drafter: str  # one that had sent it; empty: the verifier's own
+
+
+@dataclass(frozen=True, slots=True)
+class StepTree:
+    """What one step verified for a session, and what it committed."""
+
+    position: int  # of the first committed token
+    committed: tuple[int, ...]
+    texts: tuple[bytes, ...]  # of these
+    nodes: tuple[StepNode, ...]  # parents before children
+    left_out: int  # nodes of the tree that the step did not take
+    forward_s: float
+    waited_s: float
+    depth: int  # ceilings of the plan in force: gamma
+    width: int
+    missed: int  # steps before this one that are not shown, because they came too fast
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A model that can be asked for right now."""
 

@@ -7,8 +7,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from outrider.client._types import Chunk, FinishReason, Model, Session, TokenLogprobs, Usage
+from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, Priority, RuleName
+from outrider.core.edges import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -279,6 +280,31 @@ def session_from_pb(message: pb.Session) -> Session:
         epoch=message.epoch,
         verifier=message.verifier,
         drafters=tuple(message.drafters),
+    )
+
+
+def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
+    """The step. Raises InternalError when its lists do not fit together."""
+    count, accepted, drafters = len(message.tokens), set(message.accepted), ["", *message.drafters]
+    lengths = {len(message.parents), len(message.edges), len(message.senders), len(message.texts)}
+    if lengths - {count} or max(message.senders, default=0) >= len(drafters):
+        raise InternalError(f"the router sent a malformed step of {count} nodes")
+    return StepTree(
+        position=message.position,
+        committed=tuple(message.committed),
+        texts=tuple(message.committed_texts),
+        nodes=tuple(
+            StepNode(token, text, parent - 1, math.exp(edge_from_code(edge)), at in accepted, drafters[sender])
+            for at, (token, text, parent, edge, sender) in enumerate(
+                zip(message.tokens, message.texts, message.parents, message.edges, message.senders, strict=True)
+            )
+        ),
+        left_out=message.left_out,
+        forward_s=message.report.forward_us / 1e6,
+        waited_s=message.report.waited_us / 1e6,
+        depth=message.plan.depth,
+        width=message.plan.width,
+        missed=message.missed,
     )
 
 

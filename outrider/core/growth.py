@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Plan
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.filters import FloatRow
 from outrider.core.repeats import Hint, RepeatFit
 from outrider.core.shapes import RankRates
-from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
+from outrider.core.tree import Node, TokenTree
 
 CANDIDATES = 64  # best tokens of a row that are looked at; the rest of the vocabulary counts as none
 RANKS = 16  # of a row's candidates whose acceptance is measured

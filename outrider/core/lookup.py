@@ -16,6 +16,7 @@ from typing import Literal, Protocol, get_args
 from outrider.core.continuations import NOTHING, BestOf, Continuation, Source
 from outrider.core.contract import SHARED_NOISE, Contract
 from outrider.core.datastore import Datastore
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.growth import Candidates
 from outrider.core.noise import gumbel_at
 from outrider.core.noised import Background, Found, NoisedFit
@@ -23,7 +24,7 @@ from outrider.core.repeats import RepeatFit, Repeats
 from outrider.core.retrieval import Retrieval
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.suffixes import FinishedOutputs, SessionSuffixes, TenantOutputs
-from outrider.core.tree import Node, TokenTree, edge_code, edge_from_code
+from outrider.core.tree import Node, TokenTree
 from outrider.errors import ConfigError
 
 Way = Literal["prompt-lookup", "suffix", "retrieval"]

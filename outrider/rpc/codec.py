@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
-from outrider.core.tree import Delta, Hints, edge_code, edge_from_code
+from outrider.core.tree import Delta, Hints
 from outrider.errors import InvalidRequest
 from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2, types_pb2

@@ -15,6 +15,7 @@ from outrider.rpc.tls import CLIENT, DRAFTER, ROUTER
 CALLERS = {
     "/outrider.v1.Verifier/Decode": {ROUTER},
     "/outrider.v1.Verifier/Warm": {ROUTER},
+    "/outrider.v1.Verifier/Watch": {ROUTER},
     "/outrider.v1.Verifier/Describe": {ROUTER, CLIENT},
     "/outrider.v1.TreeSink/Draft": {DRAFTER},
     "/outrider.v1.Drafter/Attach": {ROUTER},

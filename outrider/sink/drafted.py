@@ -151,6 +151,11 @@ class Drafted(ABC):
                 found.setdefault(theirs[sender], []).append(identity)
         return found
 
+    @property
+    def origins(self) -> dict[str, int]:
+        """Drafters of lower tiers, and their keys in the tree."""
+        return self._origins
+
     def exhaust(self, subscription: Subscription, position: int) -> None:
         """The drafter has sent all that it will below the root at that position."""
         subscription.exhausted = position

@@ -5,7 +5,7 @@ Nothing here costs a step anything but a histogram's record, once a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Histogram, Observation
@@ -32,6 +32,11 @@ def watch(name: str, read: Callable[[], Reading]) -> None:
 
     create = _METER.create_observable_counter if metric.kind == "counter" else _METER.create_observable_gauge
     create(name, [observe], metric.unit, metric.description)
+
+
+def by_position(counts: Sequence[int]) -> dict[str, float]:
+    """Counts by depth, as vLLM labels them: position 0 is the first below the root."""
+    return {str(position): float(count) for position, count in enumerate(counts)}
 
 
 def histogram(name: str) -> Histogram:

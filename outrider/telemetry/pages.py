@@ -81,7 +81,7 @@ def _answer(start: StartResponse, status: str, content: Content) -> list[bytes]:
             ("Content-Type", content.kind),
             ("Content-Length", str(len(content.body))),
             ("Cache-Control", "no-store"),
-            ("Content-Security-Policy", "default-src 'self'"),
+            ("Content-Security-Policy", "default-src 'self'; img-src data:"),
             ("X-Content-Type-Options", "nosniff"),
         ],
     )

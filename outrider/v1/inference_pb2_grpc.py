@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from outrider.v1 import inference_pb2 as outrider_dot_v1_dot_inference__pb2
+from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -65,6 +66,11 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/outrider.v1.Inference/Watch',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.WatchSessionRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_types__pb2.StepTree.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/outrider.v1.Inference/ListModels',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -118,6 +124,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The steps of a session, wherever it decodes, from now on: trees, and what was accepted of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """The models that can be asked for right now.
         """
@@ -157,6 +170,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.WatchSessionRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_types__pb2.StepTree.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -327,6 +345,33 @@ class Inference:
             '/outrider.v1.Inference/CloseSession',
             outrider_dot_v1_dot_inference__pb2.CloseSessionRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Inference/Watch',
+            outrider_dot_v1_dot_inference__pb2.WatchSessionRequest.SerializeToString,
+            outrider_dot_v1_dot_types__pb2.StepTree.FromString,
             options,
             channel_credentials,
             insecure,

@@ -136,6 +136,38 @@ class StepReport(_message.Message):
     resting: bool
     def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., first_us: _Optional[int] = ..., level_us: _Optional[int] = ..., ranks: _Optional[bytes] = ..., resting: _Optional[bool] = ...) -> None: ...
 
+class StepTree(_message.Message):
+    __slots__ = ("position", "committed", "tokens", "parents", "edges", "accepted", "drafters", "senders", "left_out", "report", "plan", "missed", "texts", "committed_texts")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    SENDERS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    committed: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    edges: bytes
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    drafters: _containers.RepeatedScalarFieldContainer[str]
+    senders: _containers.RepeatedScalarFieldContainer[int]
+    left_out: int
+    report: StepReport
+    plan: Plan
+    missed: int
+    texts: _containers.RepeatedScalarFieldContainer[bytes]
+    committed_texts: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, position: _Optional[int] = ..., committed: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., accepted: _Optional[_Iterable[int]] = ..., drafters: _Optional[_Iterable[str]] = ..., senders: _Optional[_Iterable[int]] = ..., left_out: _Optional[int] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., missed: _Optional[int] = ..., texts: _Optional[_Iterable[bytes]] = ..., committed_texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
     __slots__ = ("steps", "running_ms")
     STEPS_FIELD_NUMBER: _ClassVar[int]

@@ -61,6 +61,12 @@ class WarmRequest(_message.Message):
     tenant: str
     def __init__(self, model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
+class WatchRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
 class WarmResponse(_message.Message):
     __slots__ = ("cached",)
     CACHED_FIELD_NUMBER: _ClassVar[int]

@@ -46,6 +46,11 @@ class VerifierStub:
                 request_serializer=outrider_dot_v1_dot_verifier__pb2.WarmRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_verifier__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/outrider.v1.Verifier/Watch',
+                request_serializer=outrider_dot_v1_dot_verifier__pb2.WatchRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_types__pb2.StepTree.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/outrider.v1.Verifier/Describe',
                 request_serializer=outrider_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
@@ -73,6 +78,13 @@ class VerifierServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The steps of a session that decodes here, as they are taken, until it ends here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Describe(self, request, context):
         """What this verifier is and has.
         """
@@ -92,6 +104,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=outrider_dot_v1_dot_verifier__pb2.WarmRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_verifier__pb2.WarmResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=outrider_dot_v1_dot_verifier__pb2.WatchRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_types__pb2.StepTree.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -154,6 +171,33 @@ class Verifier:
             '/outrider.v1.Verifier/Warm',
             outrider_dot_v1_dot_verifier__pb2.WarmRequest.SerializeToString,
             outrider_dot_v1_dot_verifier__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.v1.Verifier/Watch',
+            outrider_dot_v1_dot_verifier__pb2.WatchRequest.SerializeToString,
+            outrider_dot_v1_dot_types__pb2.StepTree.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree, edge_code, edge_from_code
+from outrider.core.edges import edge_code, edge_from_code
+from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree
 from outrider.errors import InvalidRequest
 
 OWN = 0

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.tree import Delta, edge_from_code
+from outrider.core.edges import edge_from_code
+from outrider.core.tree import Delta
 from outrider.errors import InvalidRequest
 from outrider.rpc import codec
 from outrider.v1 import drafter_pb2 as pb

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -14,13 +13,13 @@ from outrider.telemetry import logs
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     stream, root = io.StringIO(), logging.getLogger()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
     logs.to_stderr("json")
-    yield stream
+    return stream
 
 
 def test_a_line_has_the_trace_the_span_and_the_session_that_it_is_about(said: io.StringIO) -> None:

@@ -10,8 +10,8 @@ import pytest
 from outrider.core.budget import CostModel
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan, StepReport
+from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.sampler import Choice
-from outrider.core.tree import edge_code, edge_from_code
 from outrider.core.waiting import Patterns, Trials
 from outrider.engine.slots import Taken
 from outrider.rpc.codec import plan_to_pb

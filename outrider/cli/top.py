@@ -1,0 +1,163 @@
+"""`outrider top`: a router's live figures in a terminal, as its web page has them."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.reporting import reported
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+KEPT = 60  # answers that the figures are made of
+MOST_ROWS = 20  # of generations
+BAR = 30  # characters
+TIMEOUT_S = 5.0
+
+Glance = dict[str, Any]
+
+
+def top(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The router's `metrics` page.")
+    ] = "127.0.0.1:9464",
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, print, and end.")] = False,
+) -> None:
+    """Watch a router: tokens/s, acceptance by depth, gamma, the queue, its workers and generations."""
+    from rich.console import Console
+    from rich.live import Live
+
+    with reported():
+        seen = deque([look(address)], maxlen=KEPT)
+        if once:
+            time.sleep(every)
+            seen.append(look(address))
+            Console().print(screen(list(seen)))
+            return
+        with Live(screen(list(seen)), screen=True, auto_refresh=False) as live:
+            try:
+                for glance in _looks(address, every):
+                    seen.append(glance)
+                    live.update(screen(list(seen)), refresh=True)
+            except KeyboardInterrupt:
+                return
+
+
+def look(address: str) -> Glance:
+    """The figures of this moment. Raises Unavailable."""
+    from outrider.errors import Unavailable
+
+    try:
+        with urllib.request.urlopen(f"http://{address}/live", timeout=TIMEOUT_S) as answer:
+            glance: Glance = json.load(answer)
+            return glance
+    except (OSError, ValueError, HTTPException) as error:
+        raise Unavailable(
+            f"no router shows its figures at {address} ({error}); start it with --metrics {address}"
+        ) from None
+
+
+def _looks(address: str, every: float) -> Iterator[Glance]:
+    while True:
+        time.sleep(every)
+        yield look(address)
+
+
+def screen(seen: Sequence[Glance]) -> Group:
+    """What is shown of answers, oldest first. One alone has no rates."""
+    from rich.console import Group
+    from rich.text import Text
+
+    before, now = seen[0], seen[-1]
+    if before["router"] != now["router"]:  # another one answers: its sums begin anew
+        before = now
+    recent = seen[-min(5, len(seen))] if before is not now else now
+    steps, seconds = now["steps"] - recent["steps"], now["time"] - recent["time"]
+    generations = now["generations"]
+    waiting = sum(now["waiting"].values())
+    head = {
+        "tokens/s": _over(now["tokens"] - recent["tokens"], seconds, "{:.0f}"),
+        "acceptance length": _over(steps + now["accepted"] - recent["accepted"], steps, "{:.2f}"),
+        "accepted": _over(now["accepted"] - recent["accepted"], now["verified"] - recent["verified"], "{:.0%}"),
+        "gamma": _over(sum(one["gamma"] for one in generations), len(generations), "{:.1f}"),
+        "running": str(now["running"]),
+        "waiting": f"{waiting:.0f}",
+    }
+    line = Text(f"outrider {now['router']}   ", style="bold")
+    for name, value in head.items():
+        line.append(f"{name} ", style="not bold dim").append(f"{value}   ", style="bold")
+    return Group(line, "", _depths(before, now), _workers(now), _generations(seen[-2] if len(seen) > 1 else now, now))
+
+
+def _depths(before: Glance, now: Glance) -> Table:
+    """Of the steps that verified a node so deep, how many accepted so deep."""
+    table = _table("depth", "accepted", "", "steps", title="Acceptance by depth")
+    for at, tried in enumerate(now["tried_by_depth"][:MOST_ROWS]):
+        tried -= _at(before["tried_by_depth"], at)
+        reached = _at(now["reached_by_depth"], at) - _at(before["reached_by_depth"], at)
+        if tried > 0:
+            share = reached / tried
+            table.add_row(str(at + 1), f"{share:.0%}", "█" * round(share * BAR), str(tried))
+    return table
+
+
+def _workers(now: Glance) -> Table:
+    table = _table("worker", "model", "tier", "zone", "sessions", "accepted", "health", title="Workers")
+    for one in now["workers"]:
+        verified, accepted = now["drafters"].get(one["id"], (0, 0))
+        table.add_row(
+            one["id"],
+            one["model"],
+            str(one["tier"]) if one["role"] == "drafter" else "",
+            one["zone"],
+            f"{one['sessions']} of {one['slots']}",
+            _over(accepted, verified, "{:.0%}"),
+            "[red]failed lately[/]" if one["suspected"] else "well",
+        )
+    return table
+
+
+def _generations(before: Glance, now: Glance) -> Table:
+    past = {one["session"]: one for one in before["generations"]}
+    table = _table(
+        "session", "model", "tokens", "tokens/s", "acceptance length", "gamma", "drafters", title="Generations"
+    )
+    for one in now["generations"][:MOST_ROWS]:
+        then = past.get(one["session"], {"tokens": 0, "seconds": 0.0})
+        table.add_row(
+            one["session"],
+            one["model"],
+            str(one["tokens"]),
+            _over(one["tokens"] - then["tokens"], one["seconds"] - then["seconds"], "{:.0f}"),
+            _over(one["steps"] + one["accepted"], one["steps"], "{:.2f}"),
+            str(one["gamma"]),
+            ", ".join(one["drafters"]),
+        )
+    return table
+
+
+def _table(*columns: str, title: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, header_style="dim", no_wrap=True)
+    return table
+
+
+def _at(counts: Sequence[int], at: int) -> int:
+    return counts[at] if at < len(counts) else 0
+
+
+def _over(part: float, whole: float, form: str) -> str:
+    return form.format(part / whole) if whole > 0 else "-"

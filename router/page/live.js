@@ -1,0 +1,145 @@
+// Asks the router for its figures once a second and shows what became of them. Sums come; rates are made here.
+"use strict";
+
+const EVERY_MS = 1000;
+const KEPT = 180; // answers that are plotted
+const MINUTE = 60;
+const SVG = "http://www.w3.org/2000/svg";
+
+const seen = []; // answers, oldest first
+const find = (id) => document.getElementById(id);
+
+async function look() {
+  try {
+    const answer = await fetch("live", { cache: "no-store" });
+    if (!answer.ok) throw new Error(answer.status);
+    take(await answer.json());
+    say("live", "live");
+  } catch (error) {
+    say("the router does not answer", "lost");
+  }
+  setTimeout(look, EVERY_MS);
+}
+
+function say(text, kind) {
+  find("state").textContent = text;
+  find("state").className = kind;
+}
+
+function take(now) {
+  if (seen.length && seen.at(-1).router !== now.router) seen.length = 0; // it is another one: its sums begin anew
+  seen.push(now);
+  if (seen.length > KEPT) seen.shift();
+  find("router").textContent = now.router;
+  figures(now);
+  plot("goodput-plot", rates((one, next) => over(next.tokens - one.tokens, next.time - one.time)));
+  plot("length-plot", rates((one, next) => length(one, next)));
+  plot("gamma-plot", seen.map(gamma));
+  bars("depth-plot", depths(seen.at(-Math.min(MINUTE, seen.length)), now));
+  workers(now);
+  generations(now);
+}
+
+const over = (part, whole) => (whole > 0 ? part / whole : NaN);
+const rates = (rate) => seen.slice(1).map((next, at) => rate(seen[at], next));
+const shown = (value, digits = 1) => (Number.isFinite(value) ? value.toFixed(digits) : "-");
+const share = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %` : "-");
+
+// Tokens a step: what is drafted and accepted, and the one that each step adds.
+const length = (one, next) => 1 + over(next.accepted - one.accepted, next.steps - one.steps);
+const gamma = (now) => over(now.generations.reduce((sum, one) => sum + one.gamma, 0), now.generations.length);
+
+function figures(now) {
+  const before = seen.at(-Math.min(5, seen.length));
+  find("goodput").textContent = shown(over(now.tokens - before.tokens, now.time - before.time), 0);
+  find("length").textContent = shown(length(before, now), 2);
+  find("rate").textContent = share(over(now.accepted - before.accepted, now.verified - before.verified));
+  find("gamma").textContent = shown(gamma(now));
+  find("running").textContent = now.running;
+  find("waiting").textContent = Object.values(now.waiting).reduce((sum, count) => sum + count, 0);
+}
+
+// Of the steps that verified a node so deep, how many accepted so deep.
+function depths(before, now) {
+  return now.tried_by_depth.map((tried, at) =>
+    over((now.reached_by_depth[at] || 0) - (before.reached_by_depth[at] || 0), tried - (before.tried_by_depth[at] || 0)));
+}
+
+function draw(id) {
+  const svg = find(id);
+  svg.replaceChildren();
+  const { width, height } = svg.getBoundingClientRect();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const add = (name, attributes, text = "") => {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.textContent = text;
+    svg.append(made);
+  };
+  return { add, width, height };
+}
+
+function axis(add, width, height, top, format) {
+  for (const part of [0, 0.5, 1]) {
+    const y = height - 14 - part * (height - 26);
+    add("line", { x1: 40, x2: width, y1: y, y2: y });
+    add("text", { x: 36, y: y + 4, "text-anchor": "end" }, format(part * top));
+  }
+}
+
+function plot(id, values) {
+  const { add, width, height } = draw(id);
+  const top = Math.max(1, ...values.filter(Number.isFinite)) * 1.1;
+  axis(add, width, height, top, (value) => shown(value, top < 20 ? 1 : 0));
+  const x = (at) => 40 + (at + KEPT - values.length) * (width - 40) / KEPT;
+  const y = (value) => height - 14 - (value / top) * (height - 26);
+  let path = "";
+  values.forEach((value, at) => {
+    if (Number.isFinite(value)) path += `${path && Number.isFinite(values[at - 1]) ? "L" : "M"}${x(at)} ${y(value)}`;
+  });
+  if (path) add("path", { d: path });
+  add("text", { x: width, y: height - 1, "text-anchor": "end" }, "now");
+}
+
+function bars(id, values) {
+  const { add, width, height } = draw(id);
+  axis(add, width, height, 1, share);
+  const each = (width - 40) / Math.max(8, values.length);
+  values.forEach((value, at) => {
+    const tall = (value || 0) * (height - 26);
+    add("rect", { x: 40 + at * each + 2, y: height - 14 - tall, width: Math.max(1, each - 4), height: tall });
+    if (each > 14 || at % 4 === 0) add("text", { x: 40 + (at + 0.5) * each, y: height - 2, "text-anchor": "middle" }, at + 1);
+  });
+}
+
+function rows(id, lines) {
+  find(id).tBodies[0].replaceChildren(...lines.map((cells) => {
+    const row = document.createElement("tr");
+    for (const cell of cells) {
+      const made = row.insertCell();
+      made.textContent = cell.text ?? cell;
+      if (cell.bad) made.className = "bad";
+    }
+    return row;
+  }));
+}
+
+function workers(now) {
+  rows("workers", now.workers.map((one) => {
+    const [verified, accepted] = now.drafters[one.id] || [0, 0];
+    return [one.id, one.role, one.model, one.role === "drafter" ? one.tier : "", one.zone || "",
+      `${one.sessions} of ${one.slots}`, share(over(accepted, verified)),
+      one.suspected ? { text: "failed lately", bad: true } : "well"];
+  }));
+}
+
+function generations(now) {
+  const before = new Map((seen.at(-2)?.generations || []).map((one) => [one.session, one]));
+  rows("generations", now.generations.map((one) => {
+    const then = before.get(one.session) || { tokens: 0, seconds: 0 };
+    return [one.session, one.model, one.tokens, shown(over(one.tokens - then.tokens, one.seconds - then.seconds), 0),
+      shown(1 + over(one.accepted, one.steps), 2), one.gamma, one.verifier, one.drafters.join(", ")];
+  }));
+}
+
+look();

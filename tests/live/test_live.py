@@ -1,0 +1,202 @@
+"""What people see of a running cluster: the figures, the page in a real browser, the terminal, a session's trees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+from playwright.async_api import async_playwright, expect
+
+import outrider
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.errors import NotFound
+from outrider.fleet.local import LocalCluster
+from tests.e2e.conftest import MODELS
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PROMPT = "def add(a, b):"
+
+
+class Shown(NamedTuple):
+    """A cluster whose router shows itself."""
+
+    cluster: LocalCluster
+    page: str  # host:port
+
+    async def glance(self) -> Any:
+        return json.loads(await asyncio.to_thread(_get, f"http://{self.page}/live"))
+
+    async def ask(self, tokens: int = 200, **options: Any) -> outrider.Generation:
+        async with outrider.AsyncClient(self.cluster.router_address) as client:
+            return await client.generate(PROMPT, max_tokens=tokens, ignore_eos=True, seed=4, **options)
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+async def _command(*arguments: str) -> tuple[int, str]:
+    running = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = await running.communicate()
+    return running.returncode or 0, said.decode()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def shown() -> AsyncIterator[Shown]:
+    lines: list[str] = []
+    config = ClusterConfig(
+        router=RouterConfig(
+            listen="127.0.0.1:0", models={"target": MODELS / "target"}, metrics="127.0.0.1:0", policy="rounds", depth=4
+        ),
+        verifier=[VerifierConfig(model=MODELS / "target", dtype="float32")],
+        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
+    )
+    async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster:
+        (page,) = [line.rpartition("http://")[2].partition("/")[0] for line in lines if "metrics at" in line]
+        yield Shown(cluster, page)
+
+
+async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
+    before = await shown.glance()
+    result = await shown.ask()
+    after = await shown.glance()
+    assert after["tokens"] - before["tokens"] == result.usage.completion_tokens == 200
+    assert after["steps"] - before["steps"] == result.usage.steps
+    assert after["accepted"] - before["accepted"] == result.usage.accepted
+    assert after["outcomes"]["length"] == before["outcomes"].get("length", 0) + 1
+    assert sum(after["reached_by_depth"]) == after["accepted"]
+    assert {worker["role"] for worker in after["workers"]} == {"verifier", "drafter"}
+    assert PROMPT not in json.dumps(after)
+
+
+async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown) -> None:
+    asking = asyncio.create_task(shown.ask(900))
+    while not (running := (await shown.glance())["generations"]):
+        assert not asking.done()
+    assert running[0]["model"] == "target"
+    await asking
+    assert (await shown.glance())["generations"] == []
+
+
+@pytest.mark.parametrize(("path", "status"), [("/../config.py", 404), ("/live.py", 404), ("/metrics/../live", 404)])
+async def test_nothing_else_is_shown(shown: Shown, path: str, status: int) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        await asyncio.to_thread(_get, f"http://{shown.page}{path}")
+    assert refused.value.code == status
+
+
+async def test_the_page_can_only_be_read(shown: Shown) -> None:
+    request = urllib.request.Request(f"http://{shown.page}/live", method="POST", data=b"{}")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        await asyncio.to_thread(urllib.request.urlopen, request, None, 10)
+    assert refused.value.code == 405
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")
+async def test_the_page_shows_the_figures_in_a_browser(shown: Shown, tmp_path: Path) -> None:
+    asking = asyncio.create_task(shown.ask(1000))
+    said: list[str] = []
+    async with async_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page = await browser.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        await page.goto(f"http://{shown.page}/")
+        await expect(page.locator("#state")).to_have_text("live")
+        await expect(page.locator("#generations tbody tr")).to_have_count(1)
+        assert await page.locator("#workers tbody tr").count() == 2
+        await expect(page.locator("#goodput")).to_have_text(re.compile("^[1-9]"))
+        await expect(page.locator("#goodput-plot path")).to_have_count(1)
+        await asking
+        await expect(page.locator("#generations tbody tr")).to_have_count(0)
+        assert await page.locator("#depth-plot rect").count() > 0
+        await browser.close()
+    assert said == []
+
+
+async def test_top_shows_the_same_in_a_terminal(shown: Shown) -> None:
+    asking = asyncio.create_task(shown.ask(1000))
+    status, said = await _command("top", shown.page, "--once")
+    await asking
+    assert status == 0
+    assert "tokens/s" in said
+    assert "Acceptance by depth" in said
+    assert "verifier-" in said
+    assert "drafter-" in said
+
+
+async def test_top_says_what_to_do_where_there_is_no_page() -> None:
+    status, said = await _command("top", "127.0.0.1:1", "--once")
+    assert status == 2
+    assert "--metrics 127.0.0.1:1" in said
+    assert "Traceback" not in said
+
+
+async def test_whoever_watches_a_session_sees_every_step_of_it(shown: Shown) -> None:
+    async with outrider.AsyncClient(shown.cluster.router_address) as client:
+        session = (await client.create_session()).session_id
+        steps: list[outrider.StepTree] = []
+
+        async def watch() -> None:
+            async with aclosing(client.watch(session)) as trees:
+                async for tree in trees:
+                    steps.append(tree)  # noqa: PERF401 (those count that came before an error)
+
+        watching = asyncio.create_task(watch())
+        first = await shown.ask(20, session=session)  # it may have begun before the watcher is there
+        result = await client.generate("\n", session=session, max_tokens=300, ignore_eos=True, seed=4)
+        await client.close_session(session)
+        with pytest.raises(NotFound):  # it is closed
+            await watching
+    said = {tree.position + at: token for tree in steps for at, token in enumerate(tree.committed)}
+    begins = first.usage.prompt_tokens + 20 + len(result.token_ids)  # at least
+    assert said
+    assert max(said) + 1 >= begins
+    text = dict(enumerate(result.token_ids, max(said) + 1 - len(result.token_ids)))
+    assert all(text[position] == token for position, token in said.items() if position in text)
+    drafted = [tree for tree in steps if tree.nodes]
+    assert drafted
+    for tree in drafted:
+        accepted = [node.token for node in tree.nodes if node.accepted]
+        assert tuple(accepted) == tree.committed[: len(accepted)]
+        assert all(node.parent < at for at, node in enumerate(tree.nodes))
+        assert {node.drafter.partition("-")[0] for node in tree.nodes} == {"drafter"}
+
+
+async def test_a_session_that_nobody_has_cannot_be_watched(shown: Shown) -> None:
+    status, said = await _command("trace", "nobody", "--address", shown.cluster.router_address)
+    assert status == 2
+    assert "nobody" in said
+
+
+async def test_trace_draws_the_trees(shown: Shown) -> None:
+    async with outrider.AsyncClient(shown.cluster.router_address) as client:
+        session = (await client.create_session()).session_id
+        drawing = asyncio.create_task(
+            _command("trace", session, "--address", shown.cluster.router_address, "--steps", "60")
+        )
+        await asyncio.sleep(2.0)
+        while not drawing.done():
+            await client.generate("x = 1\n", session=session, max_tokens=80, ignore_eos=True, seed=4)
+        status, said = await drawing
+    assert status == 0
+    assert said.count("committed, ") == 60
+    assert "└── ✓ " in said
