@@ -63,6 +63,8 @@ async def _serve(file: Path, ray: str | None) -> None:
             highlight=False,
             soft_wrap=True,
         )
+        if config.router.metrics and not config.router.metrics.endswith(":0"):
+            screen.print(f"Watch: http://{config.router.metrics}/ or outrider top", highlight=False, soft_wrap=True)
         await Keeper(
             cluster, file, config, lambda said: log.print(said, style="bold red", markup=False, highlight=False)
         ).run()

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 
@@ -28,6 +30,8 @@ from prometheus_client import CollectorRegistry
 from outrider.telemetry.pages import Page, serving
 
 SAMPLED = 0.05  # share of requests that are traced, where nobody says otherwise
+LAST_S = 2.0  # that a collector gets to take what is left when the process ends
+
 log = logging.getLogger(__name__)
 
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -40,7 +44,8 @@ def telling(
     """While the body runs, the process tells of itself. `listen`: "host:port" of a page for Prometheus, /metrics, and
     of these further `pages`, by their paths. Yields its address, with the port that it took; empty: there is none.
 
-    What was recorded is sent before it ends. Raises ConfigError for an address that cannot be had.
+    What was recorded is sent before it ends, in so far as the collector takes it. Raises ConfigError for an address
+    that cannot be had.
     """
     named = {
         "service.name": f"outrider-{role}",
@@ -51,11 +56,13 @@ def telling(
     registry = CollectorRegistry()
     with ExitStack() as stack:
         readers: list[MetricReader] = []
+        ends: list[Callable[[], None]] = []
+        stack.callback(_end, ends)
         if _exports("TRACES"):
             traces = TracerProvider(resource=resource, sampler=_sampler(), shutdown_on_exit=False)
             traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
             trace.set_tracer_provider(traces)
-            stack.callback(traces.shutdown)
+            ends.append(traces.shutdown)
         if _exports("METRICS"):
             readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
         if listen is not None:
@@ -63,11 +70,21 @@ def telling(
         if readers:
             meters = MeterProvider(readers, resource, shutdown_on_exit=False)
             metrics.set_meter_provider(meters)
-            stack.callback(meters.shutdown)
+            ends.append(meters.shutdown)
         address = "" if listen is None else stack.enter_context(serving(listen, registry, pages or {}))
         if address:
             log.info("%s: metrics at http://%s/metrics", role, address)
         yield address
+
+
+def _end(ends: Sequence[Callable[[], None]]) -> None:
+    """Sends what is left. A collector that does not answer holds nobody up for long."""
+    threads = [threading.Thread(target=end, daemon=True) for end in ends]
+    for thread in threads:
+        thread.start()
+    give_up = time.monotonic() + LAST_S
+    for thread in threads:
+        thread.join(max(0.0, give_up - time.monotonic()))
 
 
 def _exports(signal: str) -> bool:
