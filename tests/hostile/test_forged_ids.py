@@ -38,6 +38,7 @@ def requests(session_id: str) -> dict[str, Any]:
         "Cancel": pb.CancelRequest(session_id=session_id),
         "GetSession": pb.GetSessionRequest(session_id=session_id),
         "CloseSession": pb.CloseSessionRequest(session_id=session_id),
+        "Watch": pb.WatchSessionRequest(session_id=session_id),
     }
 
 
