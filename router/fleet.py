@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args
 
 import grpc.aio
 
@@ -70,9 +71,10 @@ class Fleet:
         """Workers that were there when last seen."""
         return tuple(self._listed)
 
-    def counts(self) -> Counter[str]:
-        """Workers that were there when last seen, by role."""
-        return Counter(worker.role for worker in self._listed)
+    def counts(self) -> dict[str, int]:
+        """Workers that were there when last seen, by role: 0 where there are none, which must be seen, too."""
+        listed = [worker.role for worker in self._listed]
+        return {role: listed.count(role) for role in get_args(Role)}
 
     async def refresh(self) -> None:
         """Looks at the registry, and whether our certificate was renewed: calls from then on show the new one."""

@@ -34,6 +34,18 @@ async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url:
     await client.aclose()
 
 
+async def test_a_role_that_nobody_has_counts_as_none(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = Registry(client)
+    fleet = Fleet(registry)
+    assert fleet.counts() == {"verifier": 0, "drafter": 0}
+    async with announced(FakeVerifier([1]), registry, b"digest"):
+        await fleet.verifiers("target")
+    assert fleet.counts() == {"verifier": 1, "drafter": 0}
+    await fleet.close()
+    await client.aclose()
+
+
 async def test_whoever_is_cancelled_while_he_looks_has_not_looked_for_others(redis_url: str) -> None:
     client = connect(redis_url)
     registry = _Counted(client)
