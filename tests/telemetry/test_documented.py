@@ -1,0 +1,46 @@
+"""docs/observability.md names what there is, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from outrider.telemetry.catalogue import METRICS, Metric
+from tests.deploy.shipped import checker
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+TELLING = [
+    "outrider/client/_stream.py",
+    "outrider/rpc/spans.py",
+    "router/telling.py",
+    "verifier_svc/traced.py",
+    "drafter_svc/traced.py",
+]
+ATTRIBUTE = r"(?:gen_ai|outrider|rpc|error)(?:\.[a-z_]+)+"
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def row(metric: Metric) -> str:
+    """As the table of metrics has it."""
+    labels = ", ".join(f"`{label.replace('.', '_')}`" for label in metric.labels)
+    cells = (f"`{metric.exposed}`", metric.kind, labels, metric.role, metric.description)
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def test_the_table_of_metrics_is_the_catalogue() -> None:
+    table, _, gateway = section("Metrics").partition("\nThe gateway's own")
+    assert re.findall(r"^\| `.+$", table, re.MULTILINE) == [row(metric) for metric in METRICS]
+    named = set(re.findall(r"^\| `(\w+)`", gateway, re.MULTILINE))
+    shown = {name for name in checker().series if name.startswith("outrider_gateway_") and not name.endswith("_created")}
+    known = {re.sub("_(bucket|sum|count)$", "", name) for name in shown}
+    assert named == known
+
+
+def test_the_attributes_of_spans_are_those_that_are_told() -> None:
+    code = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in TELLING)
+    told = set(re.findall(rf'(?:set_attribute\("|[ {{]")({ATTRIBUTE})"[:,] ', code)) - {"gen_ai.token.type"}  # a metric's
+    assert set(re.findall(rf"`({ATTRIBUTE})`", section("A trace"))) == told
