@@ -34,8 +34,9 @@ class Depths:
 
     @property
     def reached(self) -> list[int]:
-        """[depth - 1]: steps whose accepted path reached that depth."""
-        return _beyond(self._reached)
+        """[depth - 1]: steps whose accepted path reached that depth; 0 where none of those that tried did."""
+        reached = _beyond(self._reached)
+        return reached + [0] * (len(self.tried) - len(reached))
 
 
 def _beyond(ends: Sequence[int]) -> list[int]:
