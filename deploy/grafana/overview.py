@@ -125,16 +125,16 @@ _FAULTS = Row(
         ),
         Panel(
             "Gateway: answers",
-            "By HTTP status; 499 is a client that went away.",
+            "Of its API, by HTTP status; 499 is a client that went away.",
             "reqps",
-            rates("outrider_gateway_requests_total", "status"),
+            rates("outrider_gateway_requests_total", "status", 'path=~"/v1/.+"'),
             stacked=True,
         ),
         Panel(
             "Gateway: time",
             "From a request to its answer's end.",
             "s",
-            quantiles("outrider_gateway_seconds"),
+            quantiles("outrider_gateway_seconds", 'path=~"/v1/.+"'),
         ),
         Panel(
             "Gateway: running",
