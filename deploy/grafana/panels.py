@@ -12,6 +12,10 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 _INSTANCE = 'instance=~"$instance"'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_CHOICES = {  # by variable: what it is called, and where its values are from
+    "model": ("Model", "label_values(outrider_tokens_total, gen_ai_request_model)"),
+    "instance": ("Server", 'label_values({__name__=~"outrider_.+"}, instance)'),
+}
 _SCHEMA = 39  # of Grafana 11
 _WIDTH, _HEIGHT = 24, 8  # of the grid; of a panel
 _ABREAST = 4
@@ -107,6 +111,7 @@ def drawn(dashboard: Dashboard) -> dict[str, Any]:
             line = row.panels[first : first + abreast]
             panels += [_graph(len(panels) + 1 + at, one, at * width, top, width) for at, one in enumerate(line)]
             top += _HEIGHT
+    asked = "".join(query.expression for row in dashboard.rows for panel in row.panels for query in panel.queries)
     return {
         "uid": dashboard.uid,
         "title": dashboard.title,
@@ -122,8 +127,7 @@ def drawn(dashboard: Dashboard) -> dict[str, Any]:
         "templating": {
             "list": [
                 {"type": "datasource", "name": "datasource", "label": "Prometheus", "query": "prometheus"},
-                _choice("model", "Model", "label_values(outrider_tokens_total, gen_ai_request_model)"),
-                _choice("instance", "Server", 'label_values({__name__=~"outrider_.+"}, instance)'),
+                *(_choice(name, *choice) for name, choice in _CHOICES.items() if f"${name}" in asked),
             ]
         },
         "panels": panels,

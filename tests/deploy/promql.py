@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,7 +30,7 @@ class Checker:
 
     def labels(self, query: str) -> frozenset[str]:
         """Those of what a query says. AssertionError where it cannot mean anything."""
-        return self._of(promql.parse(re.sub(r"\$__rate_interval", "5m", query))) or frozenset()
+        return self._of(promql.parse(query.replace("$__rate_interval", "5m"))) or frozenset()
 
     def _of(self, at: promql.Expr) -> frozenset[str] | None:
         """None: a number."""

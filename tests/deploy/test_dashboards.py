@@ -44,7 +44,7 @@ def test_a_dashboard_can_be_imported_anywhere(path: Path) -> None:
             assert panel["description"].endswith(".")
             assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
     used = set(re.findall(r"\$(?!__)\{?(\w+)", path.read_text(encoding="utf-8")))
-    assert used == variables.keys() - ({"model"} - used)
+    assert used == variables.keys()
     for variable in variables.values():
         if variable["type"] == "query":
             selector, _, label = variable["query"]["query"].removeprefix("label_values(").rstrip(")").partition(", ")
