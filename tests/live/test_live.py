@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -110,9 +109,15 @@ async def test_the_page_can_only_be_read(shown: Shown) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")
-async def test_the_page_shows_the_figures_in_a_browser(shown: Shown, tmp_path: Path) -> None:
-    asking = asyncio.create_task(shown.ask(1000))
-    said: list[str] = []
+async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
+    seen, said = asyncio.Event(), list[str]()
+
+    async def ask() -> None:
+        while not seen.is_set():
+            await shown.ask()
+
+    asking = asyncio.create_task(ask())
+    expect.set_options(timeout=40_000)  # ms; a browser takes its time on a machine that is busy
     async with async_playwright() as playwright:
         flags = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
@@ -125,6 +130,7 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown, tmp_path: P
         assert await page.locator("#workers tbody tr").count() == 2
         await expect(page.locator("#goodput")).to_have_text(re.compile("^[1-9]"))
         await expect(page.locator("#goodput-plot path")).to_have_count(1)
+        seen.set()
         await asking
         await expect(page.locator("#generations tbody tr")).to_have_count(0)
         assert await page.locator("#depth-plot rect").count() > 0

@@ -23,6 +23,7 @@ REQUESTS: dict[str, Any] = {
     "CreateSession": pb.CreateSessionRequest(),
     "GetSession": pb.GetSessionRequest(session_id="0" * 32),
     "CloseSession": pb.CloseSessionRequest(session_id="0" * 32),
+    "Watch": pb.WatchSessionRequest(session_id="nobody"),
     "ListModels": pb.ListModelsRequest(),
 }
 
