@@ -339,7 +339,9 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
             async with (
                 aclosing(redis),
                 alongside() as tasks,
-                serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls) as address,
+                serving(
+                    config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls, probes=config.health
+                ) as address,
             ):
                 tasks.create_task(loop.run())
                 describe = partial(roster.describe, address)

@@ -60,13 +60,14 @@ class TlsConfig(Section):
 
 
 class ServerConfig(Placed):
-    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only."""
+    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only, but for its `health`."""
 
     ca: Path | None = None  # whose certificates it believes
     cert: Path | None = None  # its own, which must have the name of its role
     key: Path | None = None
     metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
     log_format: Literal["text", "json"] = "text"
+    health: Address | None = None  # where health alone is told, in plaintext: for probes, which have no certificate
 
 
 class RouterConfig(ServerConfig):

@@ -296,7 +296,13 @@ async def _serve(
             async with (
                 alongside() as chores,
                 serving(
-                    config.listen, register, drain_s=config.drain_s, leave=service.leave, tls=tls, mutual=False
+                    config.listen,
+                    register,
+                    drain_s=config.drain_s,
+                    leave=service.leave,
+                    tls=tls,
+                    mutual=False,
+                    probes=config.health,
                 ) as address,
             ):
                 chores.create_task(look_after(fleet, admission))

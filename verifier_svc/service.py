@@ -87,7 +87,9 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         async with (
             aclosing(redis),
             alongside() as tasks,
-            serving(config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls) as address,
+            serving(
+                config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls, probes=config.health
+            ) as address,
         ):
 
             def describe() -> Worker:

@@ -40,6 +40,9 @@ Metrics = Annotated[
 LogFormat = Annotated[
     str | None, typer.Option(envvar="OUTRIDER_LOG_FORMAT", help="text, or json with trace ids. [default: text]")
 ]
+Health = Annotated[
+    str | None, typer.Option(help="HOST:PORT that tells the health in plaintext, for probes. [default: no such port]")
+]
 Checkpoint = Annotated[
     Path, typer.Option(help="Checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub.")
 ]
@@ -90,6 +93,7 @@ def router(
     key: PrivateKey = None,
     metrics: Metrics = None,
     log_format: LogFormat = None,
+    health: Health = None,
     zone: Zone = None,
     policy: Annotated[
         str | None, typer.Option(help="goodput, ema, heuristic, fixed, rounds or off. [default: goodput]")
@@ -156,6 +160,7 @@ def verifier(
     key: PrivateKey = None,
     metrics: Metrics = None,
     log_format: LogFormat = None,
+    health: Health = None,
     backend: Backend = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -209,6 +214,7 @@ def drafter(
     key: PrivateKey = None,
     metrics: Metrics = None,
     log_format: LogFormat = None,
+    health: Health = None,
     backend: Backend = None,
     dtype: Dtype = None,
     layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,

@@ -1,7 +1,7 @@
 """A worker of several ranks: each an actor on Ray, all in one placement group, started again together when one is lost.
 
 Rank 0 is the worker that others see: it has the scheduler and serves gRPC. The others do what it plans. This process
-only watches.
+only watches, and tells the health of all to probes, which cannot know on which node rank 0 is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from outrider.fleet.pauses import Pauses
 from outrider.fleet.process import GRACE_S, Role
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.rpc.lifecycle import user_error
+from outrider.rpc.server import NOT_SERVING, SERVING, Health, probed
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -37,27 +38,32 @@ async def run(role: Role, config: WorkerConfig, redis_url: str, *, announce: Cal
     Raises what the first start fails with: ConfigError where ranks cannot share the model or do not fit the cluster,
     CheckpointError, Unavailable. Nothing is left running then.
     """
-    wanted = needs(config, config.threads)
-    with on_ray(config.ray, cpus=wanted.get("CPU", 0.0) * config.tensor_parallel):
-        pauses = Pauses()
-        while True:
-            group = RankGroup(role, config, redis_url)
-            began = asyncio.get_running_loop().time()
-            try:
-                announce(await group.start())
-                await group.ended()
-                return
-            except asyncio.CancelledError:
-                await group.drain()
-                raise
-            except OutriderError as error:
-                if not group.was_ready and not pauses.taken:
+    vitals, name = Health(), f"outrider.v1.{role.capitalize()}"  # the group's; "" is this process alone
+    async with probed(config.health, vitals):
+        wanted = needs(config, config.threads)
+        with on_ray(config.ray, cpus=wanted.get("CPU", 0.0) * config.tensor_parallel):
+            pauses = Pauses()
+            while True:
+                group = RankGroup(role, config.model_copy(update={"health": None}), redis_url)
+                began = asyncio.get_running_loop().time()
+                try:
+                    announce(await group.start())
+                    await vitals.set(name, SERVING)
+                    await group.ended()
+                    return
+                except asyncio.CancelledError:
+                    await vitals.enter_graceful_shutdown()
+                    await group.drain()
                     raise
-                log.error("%s; all ranks are started again", error)
-            finally:
-                await group.kill()
-            pauses.ran(asyncio.get_running_loop().time() - began)
-            await pauses.take()
+                except OutriderError as error:
+                    await vitals.set(name, NOT_SERVING)
+                    if not group.was_ready and not pauses.taken:
+                        raise
+                    log.error("%s; all ranks are started again", error)
+                finally:
+                    await group.kill()
+                pauses.ran(asyncio.get_running_loop().time() - began)
+                await pauses.take()
 
 
 class RankGroup:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -18,6 +19,9 @@ from outrider.errors import ConfigError
 from outrider.rpc.channels import LIVENESS, Options
 from outrider.rpc.roles import ByRole
 from outrider.rpc.tls import Tls
+
+Health: TypeAlias = health.HealthServicer
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 MOST_STREAMS = 1024  # calls of one connection that run; further ones wait at their caller
 METADATA_BYTES = 16 * 2**10  # of a call: an API key has 52
@@ -42,6 +46,7 @@ async def serving(
     leave: Callable[[], None] = lambda: None,
     tls: Tls | None = None,
     mutual: bool = True,
+    probes: str | None = None,
 ) -> AsyncIterator[str]:
     """Serves while the body runs, then drains.
 
@@ -55,25 +60,48 @@ async def serving(
     what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
     does not ask. Certificates that are renewed in their files are taken up; connections that are open stay.
 
-    Raises ConfigError when the address cannot be bound.
+    `probes`: where to tell the health in plaintext, too; see `probed`.
+
+    Raises ConfigError when an address cannot be bound.
     """
     server = grpc.aio.server(options=_SERVER, interceptors=[ByRole()] if tls is not None and mutual else ())
     names = [*register(server), HEALTH]
-    vitals = health.HealthServicer()
+    vitals = Health()
     health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     address = _bind(server, listen, _credentials(tls, mutual))
+    async with probed(probes, vitals):
+        await server.start()
+        try:
+            for name in ("", *names):
+                await vitals.set(name, SERVING)
+            yield address
+        finally:
+            await vitals.enter_graceful_shutdown()
+            stopping = asyncio.ensure_future(server.stop(drain_s))
+            await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
+            leave()
+            await stopping
+
+
+@asynccontextmanager
+async def probed(listen: str | None, vitals: Health) -> AsyncIterator[None]:
+    """Tells `vitals` in plaintext at `listen` while the body runs; None: nowhere.
+
+    For probes that can show no certificate, as Kubernetes' cannot. Nothing else is served there. Raises ConfigError
+    when the address cannot be bound.
+    """
+    if listen is None:
+        yield
+        return
+    server = grpc.aio.server(options=_SERVER)
+    health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
+    _bind(server, listen, None)
     await server.start()
     try:
-        for name in ("", *names):
-            await vitals.set(name, health_pb2.HealthCheckResponse.SERVING)
-        yield address
+        yield
     finally:
-        await vitals.enter_graceful_shutdown()
-        stopping = asyncio.ensure_future(server.stop(drain_s))
-        await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
-        leave()
-        await stopping
+        await server.stop(0)
 
 
 def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:

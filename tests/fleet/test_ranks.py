@@ -12,6 +12,8 @@ import time
 from typing import Any
 
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 import outrider
 from outrider.config import DrafterConfig
@@ -20,6 +22,7 @@ from outrider.fleet import ranks
 from outrider.fleet.local import LocalCluster
 from outrider.fleet.on_ray import RayCluster
 from outrider.rpc.channels import open_channel
+from outrider.rpc.server import NOT_SERVING, SERVING
 from outrider.v1.types_pb2 import DescribeRequest
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, free_port, say
@@ -42,19 +45,32 @@ def ranks_of(parent: int) -> list[int]:
     return found
 
 
+async def health(address: str, service: str = "outrider.v1.Verifier") -> int:
+    async with open_channel(address) as channel:
+        answer = await HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=10)
+        return int(answer.status)
+
+
 async def test_two_ranks_on_a_ray_of_their_own_say_what_one_says_and_come_back(
     expected: list[outrider.Generation],
 ) -> None:
     heard: list[str] = []
-    async with LocalCluster(config(ranks=2), forward=lambda name, line: heard.append(line)) as cluster:
+    probes = f"127.0.0.1:{free_port()}"  # of the process that watches the ranks: no probe knows where rank 0 is
+    async with LocalCluster(config(ranks=2, health=probes), forward=lambda name, line: heard.append(line)) as cluster:
         assert_same(await say(cluster.router_address), expected)
+        assert await health(probes) == SERVING
         verifier = cluster.processes["verifier-0"].pid
         running = ranks_of(verifier)
         assert len(running) == 2
         answers = asyncio.create_task(say(cluster.router_address))
         await asyncio.sleep(0.3)
         os.kill(max(running), signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while await health(probes) != NOT_SERVING:
+                await asyncio.sleep(0.01)
+        assert await health(probes, "") == SERVING  # the process that starts them again
         assert_same(await answers, expected)  # the sessions wait for the group, and go on
+        assert await health(probes) == SERVING
         again = ranks_of(verifier)
         assert len(again) == 2
         assert not set(again) & set(running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ def certificate(folder: Path, role: str, ca: Path | None = None) -> Tls:
 
 
 @asynccontextmanager
-async def parts(tls: Tls | None, *, mutual: bool = True) -> AsyncIterator[str]:
+async def parts(tls: Tls | None, *, mutual: bool = True, probes: str | None = None) -> AsyncIterator[str]:
     """All services of verifiers and drafters, which implement nothing: who is let in hears UNIMPLEMENTED."""
 
     def register(server: grpc.aio.Server) -> list[str]:
@@ -60,7 +61,7 @@ async def parts(tls: Tls | None, *, mutual: bool = True) -> AsyncIterator[str]:
         add_DrafterServicer_to_server(DrafterServicer(), server)
         return [part.full_name for part in PARTS]
 
-    async with serving("127.0.0.1:0", register, drain_s=0, tls=tls, mutual=mutual) as address:
+    async with serving("127.0.0.1:0", register, drain_s=0, tls=tls, mutual=mutual, probes=probes) as address:
         yield address
 
 
@@ -120,6 +121,21 @@ async def test_health_is_for_every_certificate_of_the_ca(folders: dict[str, Path
     async with parts(certificate(folders["ours"], "drafter")) as address:
         for role in ROLES:
             await greeted(address, certificate(folders["ours"], role), SERVER)
+
+
+async def test_a_probe_without_a_certificate_hears_the_health_where_nothing_else_is_told(
+    folders: dict[str, Path],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        probes = f"127.0.0.1:{free.getsockname()[1]}"
+    async with parts(certificate(folders["ours"], "verifier"), probes=probes):
+        await greeted(probes, None)
+        async with open_channel(probes) as channel:
+            for path in CALLERS:
+                error = await call(channel, path)
+                assert (error.code(), error.details()) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"), path
+    with pytest.raises(Unavailable):
+        await greeted(probes, None)
 
 
 @pytest.mark.parametrize("who", ["of another CA", "expired", "missing", "plain text"])
