@@ -119,6 +119,7 @@ class WorkerConfig(ServerConfig):
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each an actor on Ray
     spread: bool = False  # ranks on as many nodes as there are, not on as few as will do
     ray: str | None = None  # address of a Ray cluster for the ranks, or "auto"; None: one of its own on this machine
+    join_s: float = Field(default=3.0, ge=0)  # that nodes of that cluster get to join before it is too small for them
     heartbeat_s: float = Field(default=1.0, gt=0)
     drain_s: float = Field(default=5.0, ge=0)
 

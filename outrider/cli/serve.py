@@ -70,6 +70,9 @@ Spread = Annotated[bool | None, typer.Option("--spread/--no-spread", help="Ranks
 Ray = Annotated[
     str | None, typer.Option(help="Ray cluster for the ranks: HOST:PORT or auto. [default: one of its own, here]")
 ]
+Join = Annotated[
+    float | None, typer.Option(help="Seconds that nodes get to join Ray's cluster before it is too small. [default: 3]")
+]
 Cpus = Annotated[float | None, typer.Option(help="CPUs of a rank, on Ray. [default: its threads]")]
 Gpus = Annotated[float | None, typer.Option(help="GPUs of a rank, on Ray. [default: 0]")]
 Resources = Annotated[
@@ -172,6 +175,7 @@ def verifier(
     tensor_parallel: TensorParallel = None,
     spread: Spread = None,
     ray: Ray = None,
+    join_s: Join = None,
     cpus: Cpus = None,
     gpus: Gpus = None,
     resources: Resources = None,
@@ -230,6 +234,7 @@ def drafter(
     tensor_parallel: TensorParallel = None,
     spread: Spread = None,
     ray: Ray = None,
+    join_s: Join = None,
     cpus: Cpus = None,
     gpus: Gpus = None,
     resources: Resources = None,

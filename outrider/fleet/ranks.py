@@ -135,7 +135,7 @@ class RankGroup:
         import ray
 
         config, bundle = self._config, wanted or {"CPU": 0.001}  # Ray takes no empty ones
-        await find_room(bundle, config.tensor_parallel, "tensor_parallel: ranks")
+        await find_room(bundle, config.tensor_parallel, "tensor_parallel: ranks", config.join_s)
         place: PlacementGroup = ray.util.placement_group(
             [bundle] * config.tensor_parallel, strategy="SPREAD" if config.spread else "PACK"
         )

@@ -29,7 +29,7 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
 }
 PROBE_S = 5.0  # for a cluster to answer at its address
-JOIN_S = 3.0  # for nodes that are just joining
+JOIN_S = 3.0  # for nodes that are just joining, where nothing else is said
 STORE_BYTES = 80 * 2**20  # of Ray's object store, which we do not use: the least that it takes
 
 _PREFIX = "outrider-ray-"  # of folders; then the process whose it is
@@ -109,12 +109,12 @@ def needs(place: Placed, threads: int) -> dict[str, float]:
     return {name: amount for name, amount in wanted.items() if amount}
 
 
-async def find_room(wanted: dict[str, float], count: int, who: str) -> None:
-    """Waits a little for nodes that are joining. Raises ConfigError when the cluster's nodes could not take that many
+async def find_room(wanted: dict[str, float], count: int, who: str, join_s: float = JOIN_S) -> None:
+    """Waits `join_s` seconds at most for nodes that are joining. Raises ConfigError when the cluster's nodes could not take that many
     even if nothing else ran on them."""
     import ray
 
-    give_up = time.monotonic() + JOIN_S
+    give_up = time.monotonic() + join_s
     while True:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         room = sum(

@@ -99,7 +99,7 @@ def start_node(*arguments: str, inside: tuple[str, ...] = ()) -> subprocess.Pope
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
     memory = "--object-store-memory=80000000"
     return subprocess.Popen(
-        [*inside, RAY, "start", *arguments, "--include-dashboard=false", memory, "--block"],
+        [*inside, RAY, "start", *arguments, memory, "--block"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **settings},
@@ -122,7 +122,9 @@ def ray_address() -> Iterator[str]:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        node = start_node("--head", f"--port={port}", "--num-cpus=8", f"--temp-dir={folder}")
+        node = start_node(
+            "--head", f"--port={port}", "--num-cpus=8", "--include-dashboard=false", f"--temp-dir={folder}"
+        )
         address = f"127.0.0.1:{port}"
         give_up = time.monotonic() + 60
         while time.monotonic() < give_up:

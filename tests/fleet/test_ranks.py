@@ -25,7 +25,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.server import NOT_SERVING, SERVING
 from outrider.v1.types_pb2 import DescribeRequest
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, free_port, say
+from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, end_node, free_port, say, start_node
 
 NOTHING = TARGET.parent / "nothing"
 
@@ -123,6 +123,17 @@ async def test_ranks_that_cannot_be_are_refused_and_nothing_is_left(
     while ranks_of(os.getpid()) and time.monotonic() < give_up:
         await asyncio.sleep(0.1)
     assert not ranks_of(os.getpid())
+
+
+async def test_ranks_wait_for_nodes_that_are_still_joining(ray_address: str, redis_url: str) -> None:
+    late: dict[str, Any] = {"ranks": 2, "resources": {"late": 1}, "model": NOTHING, "name": "target"}
+    section = config(ray=ray_address, join_s=60, **late).verifier[0]
+    node = start_node(f"--address={ray_address}", "--num-cpus=1", '--resources={"late": 2}')
+    try:
+        with pytest.raises(CheckpointError):  # so far only ranks come that have a place
+            await asyncio.wait_for(ranks.run("verifier", section, redis_url, announce=lambda address: None), 100)
+    finally:
+        await asyncio.to_thread(end_node, node)
 
 
 async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
