@@ -110,8 +110,8 @@ def needs(place: Placed, threads: int) -> dict[str, float]:
 
 
 async def find_room(wanted: dict[str, float], count: int, who: str, join_s: float = JOIN_S) -> None:
-    """Waits `join_s` seconds at most for nodes that are joining. Raises ConfigError when the cluster's nodes could not take that many
-    even if nothing else ran on them."""
+    """Waits `join_s` seconds at most for nodes that are joining. Raises ConfigError when the cluster's nodes could not
+    take that many even if nothing else ran on them."""
     import ray
 
     give_up = time.monotonic() + join_s
