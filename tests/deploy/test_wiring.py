@@ -1,0 +1,149 @@
+"""Services, budgets, monitors and scalers point at what there is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from outrider.rpc.tls import NAMES
+from tests.deploy.manifests import (
+    COMPONENT,
+    OVERLAYS,
+    ROLES,
+    Manifest,
+    Pod,
+    of_kind,
+    pods,
+    rendered,
+    selects,
+    servers,
+)
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def selected(overlay: str, selector: Manifest) -> list[Pod]:
+    return [pod for pod in pods(rendered(overlay)) if selects(selector, pod.labels)]
+
+
+def test_workloads_select_their_own_pods_and_no_others(overlay: str) -> None:
+    for kind in ("Deployment", "StatefulSet"):
+        for name, it in of_kind(rendered(overlay), kind).items():
+            assert [pod.owner for pod in selected(overlay, it["spec"]["selector"])] == [f"{kind}/{name}"]
+
+
+def test_services_lead_to_ports_of_one_component(overlay: str) -> None:
+    for name, it in of_kind(rendered(overlay), "Service").items():
+        there = selected(overlay, {"matchLabels": it["spec"]["selector"]})
+        assert {pod.component for pod in there} == {name}
+        for port in it["spec"]["ports"]:
+            for pod in there:
+                assert pod.ports[port["targetPort"]] == port["port"], f"{name}: {port['name']}"
+        # gRPC's clients balance by themselves, and are to see every pod; HTTP's are balanced.
+        assert (it["spec"].get("clusterIP") == "None") is (name in {"router", "verifier", "drafter", "redis"})
+
+
+def test_names_that_controllers_give_services_are_not_taken(overlay: str) -> None:
+    services = of_kind(rendered(overlay), "Service").keys()
+    assert not services & of_kind(rendered(overlay), "LeaderWorkerSet").keys()
+    assert not services & {f"{name}-head-svc" for name in of_kind(rendered(overlay), "RayCluster")}
+
+
+def test_every_role_has_a_budget_that_leaves_somebody_and_keeps_no_node_for_ever(overlay: str) -> None:
+    budgets = of_kind(rendered(overlay), "PodDisruptionBudget")
+    assert budgets.keys() == {*ROLES}
+    for name, it in budgets.items():
+        there = selected(overlay, it["spec"]["selector"])
+        assert {pod.component for pod in there} == {name}
+        ray = [pod for pod in there if pod.owner.startswith("RayCluster/")]
+        if ray:  # of pods that nobody scales Kubernetes takes a number to keep alone
+            assert 0 < it["spec"]["minAvailable"] < len(ray)
+        else:
+            assert it["spec"]["maxUnavailable"] in (1, "50%")
+
+
+def test_deployments_start_the_new_one_first_unless_it_would_need_a_spare_gpu(overlay: str) -> None:
+    for pod, container in servers(overlay):
+        kind, _, name = pod.owner.partition("/")
+        if kind == "Deployment":
+            strategy = of_kind(rendered(overlay), kind)[name]["spec"]["strategy"]["rollingUpdate"]
+            spare = "nvidia.com/gpu" not in container["resources"]["limits"]
+            assert (strategy["maxSurge"], strategy["maxUnavailable"]) == ((1, 0) if spare else (0, 1))
+
+
+def test_prometheus_finds_the_metrics_of_every_role(overlay: str) -> None:
+    monitors = of_kind(rendered(overlay), "ServiceMonitor")
+    assert monitors.keys() == ({*ROLES} if overlay != "cpu-demo" else set())
+    services = of_kind(rendered(overlay), "Service").values()
+    for name, it in monitors.items():
+        (service,) = (one for one in services if selects(it["spec"]["selector"], one["metadata"]["labels"]))
+        assert service["metadata"]["name"] == name
+        (endpoint,) = it["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        assert service["metadata"]["labels"][it["spec"]["jobLabel"]] == name
+    for rule in of_kind(rendered(overlay), "PrometheusRule").values():
+        for alert in rule["spec"]["groups"][0]["rules"]:
+            for job in re.findall(r'job="(\w+)"', alert["expr"]):
+                assert job in monitors
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "kuberay"])
+def test_verifiers_are_scaled_by_what_waits_and_drafters_by_verifiers(overlay: str) -> None:
+    manifests = rendered(overlay)
+    scalers = of_kind(manifests, "ScaledObject")
+    assert scalers.keys() == ({"verifier", "drafter"} if overlay == "gpu" else {"drafter"})
+    for it in scalers.values():
+        target = it["spec"]["scaleTargetRef"]
+        scaled = of_kind(manifests, target["kind"])[target["name"]]
+        assert target.get("apiVersion", "apps/v1") == scaled["apiVersion"]
+        assert "replicas" not in scaled["spec"]  # or whoever applies the manifests would undo what KEDA did
+        assert it["spec"]["minReplicaCount"] < it["spec"]["maxReplicaCount"]
+    (trigger,) = scalers["drafter"]["spec"]["triggers"]
+    labels = dict(pair.split("=") for pair in trigger["metadata"]["podSelector"].split(","))
+    assert len(selected(overlay, {"matchLabels": labels})) == 1  # of the pods of one verifier
+    if overlay == "gpu":
+        (trigger,) = scalers["verifier"]["spec"]["triggers"]
+        assert "outrider_queue_depth" in trigger["metadata"]["query"]
+        window = scalers["verifier"]["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        assert window["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 120}]
+
+
+@pytest.mark.parametrize("overlay", ["gpu", "kuberay"])
+def test_certificates_have_the_names_of_their_roles_where_servers_look_for_them(overlay: str) -> None:
+    manifests = rendered(overlay)
+    certificates = of_kind(manifests, "Certificate")
+    for role in ("router", "verifier", "drafter"):
+        spec = certificates[role]["spec"]
+        assert set(NAMES[role]) <= set(spec["dnsNames"])
+        assert {"server auth", "client auth"} <= set(spec["usages"])
+        assert spec["secretName"] == f"{role}-tls"
+        assert (role != "router") == (set(spec["dnsNames"]) == set(NAMES[role]))
+    issuers = of_kind(manifests, "Issuer")
+    assert {it["spec"]["issuerRef"]["name"] for it in certificates.values()} <= issuers.keys()
+    assert issuers["authority"]["spec"]["ca"]["secretName"] == certificates["authority"]["spec"]["secretName"]
+    for pod, container in servers(overlay):
+        (mount,) = (it for it in container["volumeMounts"] if it["name"] == "tls")
+        (volume,) = (it for it in pod.spec["volumes"] if it["name"] == "tls")
+        owner = "router" if pod.component == "gateway" else pod.component
+        assert volume["secret"]["secretName"] == f"{owner}-tls"
+        files = {it["value"] for it in container["env"] if it["name"].startswith("OUTRIDER_")}
+        given = ("ca.crt",) if pod.component == "gateway" else ("ca.crt", "tls.crt", "tls.key")
+        assert files == {f"{mount['mountPath']}/{name}" for name in given}
+
+
+def test_redis_keeps_what_it_is_told(overlay: str) -> None:
+    manifests = rendered(overlay)
+    settings = dict(
+        line.split(" ", 1) for line in of_kind(manifests, "ConfigMap")["redis"]["data"]["redis.conf"].splitlines()
+    )
+    assert settings["maxmemory-policy"] == "noeviction"
+    assert settings["appendonly"] == "yes"
+    (pod,) = selected(overlay, {"matchLabels": {COMPONENT: "redis"}})
+    mounts = {it["name"]: it["mountPath"] for it in pod.containers[0]["volumeMounts"]}
+    assert settings["dir"] == mounts["data"]
+    limit = pod.containers[0]["resources"]["limits"]["memory"]
+    assert int(settings["maxmemory"].removesuffix("mb")) < 0.8 * 1024 * int(limit.removesuffix("Gi"))
