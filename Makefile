@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint proto clean
+.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint manifests proto clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -56,6 +56,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Renders every overlay of deploy/ into build/manifests, and validates it.
+manifests: $(STAMP)
+	$(BIN)/python -m tests.deploy build/manifests
 
 proto: $(STAMP)
 	$(BIN)/python -m protos.generate

@@ -1,7 +1,7 @@
 """A worker of several ranks: each an actor on Ray, all in one placement group, started again together when one is lost.
 
 Rank 0 is the worker that others see: it has the scheduler and serves gRPC. The others do what it plans. This process
-only watches, and tells the health of all to probes, which cannot know on which node rank 0 is.
+only watches, and tells the health of all to probes. Rank 0 is on its node, if any rank is.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class RankGroup:
         config, wanted = self._config, needs(self._config, self._config.threads)
         self._place = await self._placed(wanted)
         actor: Any = ray.remote(Rank)
-        for rank in range(config.tensor_parallel):
-            at = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=rank)
+        for rank, bundle in enumerate(self._nearest_first()):
+            at = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=bundle)
             self._ranks.append(
                 actor.options(
                     num_cpus=wanted.get("CPU", 0.0),
@@ -148,6 +148,14 @@ class RankGroup:
                 f"tensor_parallel: the Ray cluster has no room for {config.tensor_parallel} ranks now: others use it"
             ) from None
         return place
+
+    def _nearest_first(self) -> list[int]:
+        """The bundles, those on this node before others: where this process is, rank 0 is looked for."""
+        import ray
+
+        nodes: dict[int, str] = ray.util.placement_group_table(self._place)["bundles_to_node_id"]
+        here = ray.get_runtime_context().get_node_id()
+        return sorted(nodes, key=lambda bundle: (nodes[bundle] != here, bundle))
 
     async def _before_an_end(self, work: Any) -> Any:
         """The result, unless a rank ends first."""

@@ -1,14 +1,32 @@
-"""`make manifests`: writes every overlay as it is rendered, and says what is wrong with it."""
+"""`make manifests`: writes every overlay as it is rendered, and says what is wrong with it.
+
+What the manifests say of alerts is made of deploy/prometheus/alerts.yaml first.
+"""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 
 import yaml
 
-from tests.deploy.manifests import OVERLAYS, rendered
+from tests.deploy.manifests import DEPLOY, OVERLAYS, rendered
 from tests.deploy.validation import problems
+
+RULE = """\
+# deploy/prometheus/alerts.yaml as the Prometheus operator takes it; `make manifests` makes this of that.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: outrider
+spec:
+"""
+
+
+def rule() -> str:
+    """The object of our alerts."""
+    return RULE + textwrap.indent((DEPLOY / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"), "  ")
 
 
 def main(folder: Path) -> int:
@@ -26,4 +44,5 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    (DEPLOY / "components" / "monitoring" / "rules.yaml").write_text(rule(), encoding="utf-8")
     sys.exit(main(Path(sys.argv[1])))

@@ -36,9 +36,8 @@ PORTS = {"router": 7070, "verifier": 7071, "drafter": 7072, "gateway": 8000}
 HEALTH, METRICS = 7079, 9464
 # Read by telemetry and by Ray; what is in a command line as $(NAME) or "$NAME" is used, too.
 OTHERS = {
-    "OUTRIDER_METRICS",
-    "OUTRIDER_LOG_FORMAT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_METRICS_EXPORTER",
     "RAY_AUTH_MODE",
     "RAY_AUTH_TOKEN",
 }
@@ -87,7 +86,6 @@ def test_common_settings_are_read_by_every_server(overlay: str) -> None:
     settings = of_kind(rendered(overlay), "ConfigMap")["outrider"]["data"]
     for name in settings:
         assert all(name in read_from_environment(role) | OTHERS for role in ROLES), name
-    assert settings["OUTRIDER_METRICS"] == f"0.0.0.0:{METRICS}"
 
 
 @each_server
@@ -105,7 +103,8 @@ def test_servers_listen_where_others_look_for_them(
     if it.role != "gateway":
         assert section.health == f"0.0.0.0:{HEALTH}"
         assert pod.ports["health"] == HEALTH
-    assert pod.ports["metrics"] == METRICS
+        assert section.metrics == f"0.0.0.0:{METRICS}"
+        assert pod.ports["metrics"] == METRICS
 
 
 @each_server

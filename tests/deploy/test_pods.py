@@ -8,7 +8,7 @@ from gateway.serving import DRAIN_S
 from outrider.config import WorkerConfig
 from outrider.fleet.process import GRACE_S
 from outrider.v1 import drafter_pb2, inference_pb2, verifier_pb2
-from tests.deploy.commands import parsed
+from tests.deploy.commands import Command, parsed
 from tests.deploy.manifests import OVERLAYS, Manifest, Pod, arguments, environment, pods, rendered, role
 
 START_S = {"router": 60, "gateway": 60, "drafter": 300, "verifier": 300}  # the least, for small models from a disk
@@ -110,7 +110,7 @@ def test_deployments_of_servers_spread_over_zones_and_nodes(overlay: str, pod: P
         assert it["labelSelector"]["matchLabels"].items() <= pod.labels.items()
 
 
-def _command(overlay: str, container: Manifest):  # type: ignore[no-untyped-def]
+def _command(overlay: str, container: Manifest) -> Command:
     with pytest.MonkeyPatch.context() as patch:
         manifests = rendered(overlay)
         return parsed(arguments(manifests, container), environment(manifests, container), patch)

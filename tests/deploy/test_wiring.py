@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 
 from outrider.rpc.tls import NAMES
+from outrider.telemetry import catalogue
 from tests.deploy.manifests import (
     COMPONENT,
+    DEPLOY,
     OVERLAYS,
     ROLES,
     Manifest,
@@ -19,6 +22,8 @@ from tests.deploy.manifests import (
     selects,
     servers,
 )
+
+METRICS = {metric.exposed for metric in catalogue.METRICS}
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -85,10 +90,18 @@ def test_prometheus_finds_the_metrics_of_every_role(overlay: str) -> None:
         (endpoint,) = it["spec"]["endpoints"]
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
         assert service["metadata"]["labels"][it["spec"]["jobLabel"]] == name
-    for rule in of_kind(rendered(overlay), "PrometheusRule").values():
-        for alert in rule["spec"]["groups"][0]["rules"]:
-            for job in re.findall(r'job="(\w+)"', alert["expr"]):
-                assert job in monitors
+
+
+def test_alerts_and_dashboards_are_the_ones_that_we_have(overlay: str) -> None:
+    watched = overlay != "cpu-demo"
+    rules = [it["spec"] for it in of_kind(rendered(overlay), "PrometheusRule").values()]
+    assert rules == [yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))] * watched
+    found = [it for it in of_kind(rendered(overlay), "ConfigMap").values() if it["metadata"]["name"] == "dashboards"]
+    assert len(found) == watched
+    for it in found:
+        assert it["metadata"]["labels"]["grafana_dashboard"] == "1"  # by which Grafana's sidecar finds it
+        shipped = {file.name: file.read_text(encoding="utf-8") for file in DEPLOY.glob("grafana/dashboards/*.json")}
+        assert it["data"] == shipped
 
 
 @pytest.mark.parametrize("overlay", ["gpu", "kuberay"])
@@ -107,7 +120,7 @@ def test_verifiers_are_scaled_by_what_waits_and_drafters_by_verifiers(overlay: s
     assert len(selected(overlay, {"matchLabels": labels})) == 1  # of the pods of one verifier
     if overlay == "gpu":
         (trigger,) = scalers["verifier"]["spec"]["triggers"]
-        assert "outrider_queue_depth" in trigger["metadata"]["query"]
+        assert set(re.findall(r"outrider_\w+", trigger["metadata"]["query"])) == {"outrider_queue_depth"} <= METRICS
         window = scalers["verifier"]["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
         assert window["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": 120}]
 

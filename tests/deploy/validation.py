@@ -29,15 +29,19 @@ def problems(manifests: list[Manifest]) -> list[str]:
 
 
 def _core(manifest: Manifest, where: str) -> list[str]:
-    found = []
-    for version in VERSIONS:
-        try:
-            kubernetes_validate.validate(manifest, version, strict=True)
-        except kubernetes_validate.ValidationError as error:
-            found.append(f"{where} ({version}): {'.'.join(map(str, error.path))}: {error.message}")
-        except kubernetes_validate.SchemaNotFoundError:
-            found.append(f"{where} ({version}): {manifest['apiVersion']} {manifest['kind']} has no schema")
-    return found
+    whole = json.dumps(manifest, sort_keys=True)
+    return [f"{where} ({version}): {told}" for version in VERSIONS if (told := _refused(whole, version))]
+
+
+@cache  # overlays have most of their objects in common
+def _refused(manifest: str, version: str) -> str:
+    try:
+        kubernetes_validate.validate(json.loads(manifest), version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return f"{'.'.join(map(str, error.path))}: {error.message}"
+    except kubernetes_validate.SchemaNotFoundError as error:
+        return f"there is no schema of {error.api_version} {error.kind}"
+    return ""
 
 
 def _foreign(manifest: Manifest, schema: Path, where: str) -> list[str]:

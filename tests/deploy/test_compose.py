@@ -1,0 +1,95 @@
+"""The compose file: a cluster on one machine, whose servers take their command lines and find each other."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.serving import DRAIN_S
+from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
+from tests.deploy.commands import KINDS, parsed, read_from_environment
+from tests.deploy.images import stages
+from tests.deploy.manifests import DEPLOY, ROLES
+
+FILE = DEPLOY / "compose.yaml"
+COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OTEL = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_METRICS_EXPORTER"}
+
+
+def port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_servers_take_their_command_lines_and_read_their_environment(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = SERVICES[role]
+    it = parsed(service["command"], {"REDIS_URL": service["environment"]["REDIS_URL"]}, monkeypatch)
+    assert it.role == role
+    assert isinstance(it.section, KINDS[role])
+    assert service["environment"].keys() - OTEL <= read_from_environment(role) | read_from_environment("router")
+    assert int(service["stop_grace_period"].removesuffix("s")) >= getattr(it.section, "drain_s", DRAIN_S) + 10
+
+
+def test_servers_are_found_where_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {role: parsed(SERVICES[role]["command"], {"REDIS_URL": "redis://x"}, monkeypatch).section for role in ROLES}
+    router, gateway = found["router"], found["gateway"]
+    assert isinstance(router, RouterConfig)
+    assert isinstance(gateway, GatewayConfig)
+    assert gateway.router == f"router:{port(router.listen)}"
+    for role in ("verifier", "drafter"):
+        worker = found[role]
+        assert isinstance(worker, WorkerConfig)
+        assert worker.advertise == f"{role}:{port(worker.listen)}"
+    assert [*router.models] == [found["verifier"].model_name]  # type: ignore[attr-defined]
+    assert SERVICES["gateway"]["ports"] == [f"127.0.0.1:{port(gateway.listen)}:{port(gateway.listen)}"]
+    assert all(SERVICES[role]["environment"]["REDIS_URL"].startswith("redis://redis:6379") for role in ROLES)
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
+    pages = {role: getattr(found[role], "metrics", None) or gateway.listen for role in ROLES}
+    for it in scraped:
+        role, page = it["job_name"], port(pages[it["job_name"]])
+        by_name = [(name, str(one["port"])) for one in it.get("dns_sd_configs", []) for name in one["names"]]
+        by_address = [tuple(one.split(":")) for given in it.get("static_configs", []) for one in given["targets"]]
+        assert by_name + by_address == [(role, page)]
+    assert {it["job_name"] for it in scraped} == pages.keys()
+
+
+def test_only_this_machine_is_let_in_and_servers_have_no_rights_to_spare() -> None:
+    for name, service in SERVICES.items():
+        assert all(published.startswith("127.0.0.1:") for published in service.get("ports", [])), name
+        if name in ROLES:
+            assert service["read_only"] is True
+            assert service["cap_drop"] == ["ALL"]
+            assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
+    for name, service in SERVICES.items():
+        assert set(service.get("depends_on", [])) <= SERVICES.keys()
+        if "build" in service:
+            build = service["build"]
+            assert (DEPLOY / build["context"] / build["dockerfile"]).samefile(DEPLOY / "docker" / "Dockerfile")
+            assert build["target"] in stages()
+        for volume in service.get("volumes", []):
+            source = volume.partition(":")[0]
+            assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), f"{name}: {volume}"
+
+
+def test_what_watches_is_a_profile_of_its_own() -> None:
+    watching = {name for name, service in SERVICES.items() if service.get("profiles") == ["observability"]}
+    assert watching == {"collector", "prometheus", "grafana"}
+    assert not [name for name, service in SERVICES.items() if name not in watching and "profiles" in service]
+
+
+def test_images_have_versions_and_are_those_of_the_manifests() -> None:
+    manifests = "".join(file.read_text(encoding="utf-8") for file in DEPLOY.glob("*/*/*.yaml"))
+    for service in SERVICES.values():
+        name, _, tag = service["image"].partition(":")
+        assert tag not in ("", "latest")
+        if re.search(rf"\b{name}\b", manifests):
+            assert re.search(rf"\b{name}(:|, newTag: ){re.escape(tag)}", manifests), service["image"]
