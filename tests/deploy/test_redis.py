@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from redis.backoff import ConstantBackoff
+from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
 from outrider.store.embedded import find_server
@@ -40,8 +40,9 @@ def test_it_starts_with_its_password_and_its_settings_and_ends_at_a_signal(tmp_p
             assert client.ping()
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
             assert client.config_get("appendonly") == {"appendonly": "yes"}
-        with redis.Redis(unix_socket_path=f"{tmp_path}/socket") as client, pytest.raises(redis.AuthenticationError):
-            client.ping()
+        stranger = redis.Redis(unix_socket_path=f"{tmp_path}/socket", retry=Retry(NoBackoff(), 0))
+        with stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
         assert found["REDISCLI_AUTH"] not in Path(f"/proc/{server.pid}/cmdline").read_text(encoding="utf-8")
         server.send_signal(signal.SIGTERM)
         assert server.wait(10) == 0
