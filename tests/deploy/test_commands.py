@@ -165,7 +165,7 @@ def test_ranks_fit_the_nodes_that_join(overlay: str, monkeypatch: pytest.MonkeyP
         has = {"CPU": cpus(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
         room += int(min(has[name] / amount for name, amount in wanted.items()))
     assert room == section.tensor_parallel
-    assert section.ray == "auto"
+    assert section.ray == f"10.0.0.1:{leader.ports['gcs']}"  # its own, whatever RAY_ADDRESS a controller sets
     assert section.join_s > 600  # an image of gigabytes is pulled
 
 

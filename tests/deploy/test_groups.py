@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import SERVING
-from tests.deploy.manifests import ROOT, Manifest, environment, pods, rendered
+from tests.deploy.manifests import ROOT, Manifest, environment, expanded, pods, rendered
 from tests.fleet.hosts import Host, network, permitted
 
 pytestmark = pytest.mark.long
@@ -41,7 +41,7 @@ async def test_a_group_serves_where_its_probes_ask_and_ends_in_time(
     pair = [pod for pod in pods(rendered(overlay)) if pod.component == "verifier"]
     with network(2) as (head, other):
         worker = start(other, overlay, pair[1].containers[0], redis_url, {leader_is: head.address})
-        leader = start(head, overlay, pair[0].containers[0], redis_url, {})
+        leader = start(head, overlay, pair[0].containers[0], redis_url, {"RAY_ADDRESS": "127.0.0.1:6379"})
         assert leader.stdout is not None
         said = []
         async with asyncio.timeout(120):
@@ -68,7 +68,7 @@ def start(
     settings = {name: value for name, value in found.items() if name.startswith("RAY_")}
     named = {"POD_IP": host.address, "REDIS_URL": redis_url, "RAY_TMPDIR": str(host.folder), "ZONE": ""}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    arguments = [FITTED.get(it, it.replace("$(ZONE)", "")) for it in container.get("args", [])]
+    arguments = [FITTED.get(it, expanded(it, named)) for it in container.get("args", [])]
     return host.start([*command, *arguments], subprocess.PIPE, **settings, **named, **added, PATH=path)
 
 
