@@ -84,6 +84,9 @@ class Call:
     def time_remaining(self) -> float | None:
         return None
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     def _moved(self) -> None:
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
