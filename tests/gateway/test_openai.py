@@ -121,6 +121,13 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
             "Unrecognized request argument supplied: outrider.gamma",
         ),
         ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
+        ({"n": 2, "extra_body": {"outrider": {"session": "s"}}}, 400, "session", "is for one answer, and 2"),
+        (
+            {"prompt": ["x", "y"], "extra_body": {"outrider": {"idempotency_key": "k"}}},
+            400,
+            "idempotency_key",
+            "is for one answer, and 2",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +167,7 @@ async def test_a_body_that_is_too_large_is_refused_unread(redis_url: str, announ
     ):
         answer = await web.post("/v1/completions", content=b" " * 65536 if announced else parts())
         assert answer.status_code == 413
-        assert "larger than 4096 bytes" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"] == "POST /v1/completions: the body is larger than 4096 bytes"
         assert (await web.get("/health")).status_code == 200
 
 
