@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 
+from gateway import schema
 from outrider.errors import (
     Busy,
     Cancelled,
@@ -77,8 +78,12 @@ def invalid(error: RequestValidationError) -> dict[str, Any]:
             return body(f"you must provide a {'.'.join(path)} parameter", "invalid_request_error", ".".join(path))
         case "json_invalid":
             return body("We could not parse the JSON body of your request.", "invalid_request_error")
+        case schema.UNSUPPORTED:
+            said = f"Unsupported parameter: '{'.'.join(path)}' {entry['msg']}"
+            return body(said, "invalid_request_error", ".".join(path), "unsupported_parameter")
     text = str(entry["msg"]).removeprefix("Value error, ")
     if path:  # what follows the name tells which of several forms it was held against
-        return body(f"{path[0]}: {text}", "invalid_request_error", path[0])
+        code = "unsupported_value" if entry["type"] == "literal_error" else None
+        return body(f"{path[0]}: {text}", "invalid_request_error", path[0], code)
     named = text.partition(":")[0]
     return body(text, "invalid_request_error", named if named.isidentifier() else None)
