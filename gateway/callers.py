@@ -80,4 +80,11 @@ class Callers:
 
     def _connect(self, key: str) -> AsyncClient:
         config = self._config
-        return AsyncClient(config.router, api_key=key, ca=config.ca, tls=config.tls, server_name=config.server_name)
+        return AsyncClient(
+            config.router,
+            retries=0,  # OpenAI's clients come back by themselves
+            api_key=key,
+            ca=config.ca,
+            tls=config.tls,
+            server_name=config.server_name or None,
+        )

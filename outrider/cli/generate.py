@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.connecting import Address, Profile
 from outrider.cli.reporting import INTERRUPTED, reported
 from outrider.core.contract import PolicyName, Priority, RuleName
 
@@ -20,7 +21,8 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The text is a user's message, for the model's chat template.")
     ] = False,
-    address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
+    address: Address = None,
+    profile: Profile = None,
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
@@ -58,7 +60,7 @@ def generate(
     """Continue a text, shown as it comes. Figures follow on stderr; the session in them can be continued."""
     from outrider.client import Client
 
-    with reported(), Client(address) as client:
+    with reported(), Client(address, profile=profile) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         stream = client.stream(
             None if chat else text,
