@@ -43,18 +43,18 @@ async function generate(
   request: GenerateRequest,
   say: (text: string) => void,
 ): Promise<Finished__Output> {
-  let place: { session_id: string; generation: number; next_position: string; text_offset: string } | undefined;
+  let place: { sessionId: string; generation: number; nextPosition: string; textOffset: string } | undefined;
   for (let failures = 0; ; ) {
     const call = place ? client.Resume(place, caller()) : client.Generate(request, caller());
     try {
       for await (const event of call as AsyncIterable<GenerateResponse__Output>) {
         if (event.started && !place) {
-          const { session_id, generation } = event.started;
-          place = { session_id, generation, next_position: "0", text_offset: "0" };
+          const { sessionId, generation } = event.started;
+          place = { sessionId, generation, nextPosition: "0", textOffset: "0" };
         } else if (event.chunk && place) {
           say(event.chunk.text);
-          const { next_position, text_offset } = event.chunk;
-          place = { ...place, next_position, text_offset };
+          const { nextPosition, textOffset } = event.chunk;
+          place = { ...place, nextPosition, textOffset };
           failures = 0;
         } else if (event.finished) {
           return event.finished;
@@ -72,11 +72,11 @@ async function main(): Promise<void> {
   const client = connect(process.argv[2] ?? process.env.OUTRIDER_ROUTER ?? "127.0.0.1:7070");
   const request: GenerateRequest = {
     text: "def add(a, b):\n",
-    sampling: { max_tokens: 48, temperature: 0.6, seed: "7" },
-    idempotency_key: crypto.randomUUID(), // a repeated call is then not a second answer
+    sampling: { maxTokens: 48, temperature: 0.6, seed: "7" },
+    idempotencyKey: crypto.randomUUID(), // a repeated call is then not a second answer
   };
   const { reason, usage } = await generate(client, request, (text) => process.stdout.write(text));
-  console.log(`\n${reason}: ${usage?.completion_tokens} tokens in ${usage?.steps} steps`);
+  console.log(`\n${reason}: ${usage?.completionTokens} tokens in ${usage?.steps} steps`);
   client.close();
 }
 

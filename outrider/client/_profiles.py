@@ -13,13 +13,14 @@ import os
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from outrider.errors import ConfigError
 
 DEFAULT = "default"
 FILE = "~/.config/outrider/profiles.toml"
 _KINDS = {"router": str, "api_key_file": str, "ca": str, "tls": bool, "server_name": str}
+_PATHS = ("api_key_file", "ca")
 _TYPES = {str: "text", bool: "true or false"}
 
 
@@ -76,9 +77,10 @@ def profile_of(name: str | None, *, given: bool, elsewhere: bool) -> Saved | Non
 
 
 def _parsed(file: Path, name: str, profiles: dict[str, Any]) -> Saved:
-    values = profiles.get(name)
-    if not isinstance(values, dict):
-        there = ", ".join(key for key, value in profiles.items() if isinstance(value, dict))
+    tables = {key: cast(dict[str, Any], value) for key, value in profiles.items() if isinstance(value, dict)}
+    values: dict[str, Any] | None = tables.get(name)
+    if values is None:
+        there = ", ".join(tables)
         raise ConfigError(f"{file}: has no profile {name!r}; there are: {there or 'none'}")
     for key, value in values.items():
         if key == "api_key":
@@ -92,5 +94,13 @@ def _parsed(file: Path, name: str, profiles: dict[str, Any]) -> Saved:
             raise ConfigError(f"{file}: {name}.{key}: is {value!r}, must be {_TYPES[_KINDS[key]]}")
     if "ca" in values and values.get("tls") is False:
         raise ConfigError(f"{file}: {name}: tls is false, and there is a `ca`; leave out one of them")
-    paths = {key: file.parent / Path(values[key]).expanduser() for key in ("api_key_file", "ca") if key in values}
-    return Saved(f"{file}: {name}.api_key_file", **{**values, **paths})
+    key_file, ca = (file.parent / Path(values[key]).expanduser() if key in values else None for key in _PATHS)
+    return Saved(
+        f"{file}: {name}.api_key_file",
+        values.get("router"),
+        None,
+        key_file,
+        ca,
+        values.get("tls"),
+        values.get("server_name"),
+    )

@@ -38,8 +38,8 @@ class Router:
         self._channel: grpc.aio.Channel | None = None
 
     @property
-    def stub(self) -> inference_pb2_grpc.InferenceStub:
-        """For calls. Raises RuntimeError when the client is closed."""
+    def stub(self) -> Any:
+        """For calls, an InferenceStub, which is generated without types. Raises RuntimeError when the client is closed."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:

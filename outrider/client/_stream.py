@@ -148,6 +148,8 @@ class AsyncStream:
                 self._settle()
                 with suppress(grpc.aio.AioRpcError):
                     await anext(self._events, None)  # the server's end of the call; we have all that we want
+            case _:  # of a later version
+                pass
         return None
 
     def _call(self) -> AsyncIterator[pb.GenerateResponse]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, Priority, RuleName
@@ -197,7 +197,7 @@ def encodable(field: str, text: str) -> str:
     return text
 
 
-def _message(index: int, message: Mapping[str, str]) -> pb.Message:
+def _message(index: int, message: Any) -> pb.Message:
     field = f"messages[{index}]"
     try:
         known = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())
