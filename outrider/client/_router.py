@@ -39,7 +39,7 @@ class Router:
 
     @property
     def stub(self) -> Any:
-        """For calls, an InferenceStub, which is generated without types. Raises RuntimeError when the client is closed."""
+        """An InferenceStub, which is generated without types. Raises RuntimeError when the client is closed."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
