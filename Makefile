@@ -4,14 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint manifests proto clean
+.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint manifests proto \
+	typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
 # Tests of whole clusters one after another: two at once would starve each other's drafters. What needs no clock runs
 # beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli core drafter engine gateway hostile model simulation verifier)
+ASIDE := $(addprefix tests/,bench cli core drafter engine examples gateway hostile model simulation verifier)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside
@@ -63,6 +64,10 @@ manifests: $(STAMP)
 
 proto: $(STAMP)
 	$(BIN)/python -m protos.generate
+
+# The example client in TypeScript, from the protos; needs node and npm.
+typescript:
+	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
 	rm -rf $(VENV) .tests-aside.log build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,9 +4,7 @@ import sys
 
 import outrider
 
-address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7070"
-
-with outrider.Client(address) as client:
+with outrider.Client(*sys.argv[1:2]) as client:
     result = client.generate("def add(a, b):\n", max_tokens=48, temperature=0.6, seed=7)
     print(result.text)
 

@@ -6,12 +6,12 @@ import sys
 import outrider
 
 
-async def main(address: str) -> None:
-    async with outrider.AsyncClient(address) as client:
+async def main() -> None:
+    async with outrider.AsyncClient(*sys.argv[1:2]) as client:
         # `choice` numbers the samples of one prompt and seed.
         samples = [client.generate("x = [", max_tokens=24, seed=5, choice=number) for number in range(4)]
         for result in await asyncio.gather(*samples):
             print(repr(result.text))
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7070"))
+asyncio.run(main())

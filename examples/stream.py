@@ -4,9 +4,7 @@ import sys
 
 import outrider
 
-address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7070"
-
-with outrider.Client(address) as client:
+with outrider.Client(*sys.argv[1:2]) as client:
     try:
         with client.stream("class Stack:\n", max_tokens=64, temperature=0.8, seed=1, timeout=60) as stream:
             for chunk in stream:

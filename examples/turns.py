@@ -4,9 +4,7 @@ import sys
 
 import outrider
 
-address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7070"
-
-with outrider.Client(address) as client:
+with outrider.Client(*sys.argv[1:2]) as client:
     session = client.create_session().session_id
     history = ""
     for prompt in ("class Stack:\n", "\n\nclass Queue:\n", "\n\ndef main():\n"):

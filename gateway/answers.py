@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
-from outrider.client import FinishReason, Generation, Model, TokenLogprobs, Usage
+from outrider.client import FinishReason, Generation, Model, TokenLogprobs
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -90,17 +89,19 @@ def reason(generation: Generation) -> str:
     return _REASONS.get(generation.finish_reason, "length")
 
 
-def usage(prompt_tokens: int, answers: Sequence[tuple[Usage, int]]) -> Json:
-    """What all choices cost; of each its usage and how much of its prompt was there already. Prompts count once."""
-    completion = sum(used.completion_tokens for used, _ in answers)
+def cost(generations: Sequence[Generation], n: int) -> Json:
+    """What all choices cost, `n` of each prompt, one prompt after another. A prompt counts once."""
+    prompts = sum(generation.usage.prompt_tokens for generation in generations[::n])
+    completion = sum(generation.usage.completion_tokens for generation in generations)
+    accepted = sum(generation.usage.accepted for generation in generations)
     return {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": prompts,
         "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": max((cached for _, cached in answers), default=0)},
+        "total_tokens": prompts + completion,
+        "prompt_tokens_details": {"cached_tokens": max((one.cached_tokens for one in generations), default=0)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(used.accepted for used, _ in answers),
-            "rejected_prediction_tokens": sum(used.verified - used.accepted for used, _ in answers),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(one.usage.verified for one in generations) - accepted,
         },
     }
 
@@ -119,11 +120,6 @@ def model(entry: Model) -> Json:
 def envelope(kind: str, id_: str, model: str, created: int, choices: Sequence[Json], **more: Any) -> Json:
     """What is around choices."""
     return {"id": id_, "object": kind, "created": created, "model": model, "choices": [*choices], **more}
-
-
-def now() -> int:
-    """For `created`."""
-    return int(time.time())
 
 
 def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from outrider.client import AsyncClient, AsyncStream, Chunk, Generation, Options
+from outrider.errors import InvalidRequest
 
 Prompt = str | Sequence[int] | None
 
@@ -24,12 +25,13 @@ class Heard:
 def streams(
     client: AsyncClient, prompts: Sequence[Prompt], n: int, options: Options, timeout_s: float
 ) -> list[list[AsyncStream]]:
-    """For each prompt its choices, which share a seed; none has begun."""
+    """For each prompt its choices, which share a seed; none has begun. Raises InvalidRequest for what is for one."""
+    count = n * len(prompts)
+    for name in ("session", "idempotency_key"):
+        if name in options and count > 1:
+            raise InvalidRequest(name, f"is for one answer, and {count} are asked for; ask for them one by one")
     seed = options.get("seed")
     asked: Options = {**options, "seed": secrets.randbits(64) if seed is None else seed}
-    if n > 1 or len(prompts) > 1:  # these name one generation
-        asked.pop("session", None)
-        asked.pop("idempotency_key", None)
 
     def stream(prompt: Prompt, choice: int) -> AsyncStream:
         own: Options = {**asked, "choice": choice}

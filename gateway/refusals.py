@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fastapi.exceptions import RequestValidationError
+
+from gateway import schema
 from outrider.errors import (
     Busy,
     Cancelled,
@@ -25,7 +28,7 @@ class Refusal(NamedTuple):
     """An answer that is an error."""
 
     status: int
-    body: dict[str, object]
+    body: dict[str, Any]
     headers: dict[str, str]
 
 
@@ -59,6 +62,28 @@ def refusal(error: OutriderError) -> Refusal:
     return Refusal(kind.status, body(str(error), kind.type, param, kind.code), headers)
 
 
-def body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
+def body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error's JSON."""
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def invalid(error: RequestValidationError) -> dict[str, Any]:
+    """The JSON for a body that is not as it must be: OpenAI's words for the first thing that is wrong."""
+    entry = error.errors()[0]
+    path = [str(part) for part in entry["loc"][1:]]
+    match entry["type"]:
+        case "extra_forbidden":
+            return body(f"Unrecognized request argument supplied: {'.'.join(path)}", "invalid_request_error")
+        case "missing":
+            return body(f"you must provide a {'.'.join(path)} parameter", "invalid_request_error", ".".join(path))
+        case "json_invalid":
+            return body("We could not parse the JSON body of your request.", "invalid_request_error")
+        case schema.UNSUPPORTED:
+            said = f"Unsupported parameter: '{'.'.join(path)}' {entry['msg']}"
+            return body(said, "invalid_request_error", ".".join(path), "unsupported_parameter")
+    text = str(entry["msg"]).removeprefix("Value error, ")
+    if path:  # what follows the name tells which of several forms it was held against
+        code = "unsupported_value" if entry["type"] == "literal_error" else None
+        return body(f"{path[0]}: {text}", "invalid_request_error", path[0], code)
+    named = text.partition(":")[0]
+    return body(text, "invalid_request_error", named if named.isidentifier() else None)

@@ -2,6 +2,7 @@
 
 What OpenAI would do and this cluster cannot is refused by name, never ignored: an answer that is not what was asked for
 is worse than none. Fields that only label a request (`user`, `metadata`, `store`, ...) are taken and have no effect.
+docs/gateway.md has a table of all of them.
 """
 
 from __future__ import annotations
@@ -9,22 +10,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
 from outrider.core.contract import PolicyName, Priority, RuleName
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
+UNSUPPORTED = "unsupported"  # pydantic's name for the error of a field that is not served
 COMPLETION_TOKENS = 16  # of a completion that does not say how many it wants, as OpenAI has it
 
+
+def _refuse(value: object) -> None:
+    raise PydanticCustomError(UNSUPPORTED, "is not served here; leave it out")
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Unserved = Annotated[None, BeforeValidator(_refuse)]  # OpenAI knows it, and it would change the answer
+NoEffect = Any  # OpenAI knows it, and it does not change the answer
 
 
 class Body(BaseModel):
-    """Base of all bodies: what is not known is an error, as it is to OpenAI."""
+    """Base of all bodies. To it, as to OpenAI, what is not known is an error, and null is as good as left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class Outrider(Body):
@@ -66,7 +83,7 @@ class Sampled(Body):
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: NoEffect = None
     outrider: Outrider = Outrider()
 
     @property
@@ -101,21 +118,21 @@ class Sampled(Body):
             "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
             "seed": None if self.seed is None else self.seed % 2**64,
             "stop": self.stop,
-            "max_tokens": self.most_tokens,
             "logprobs": self.alternatives,
             **self.outrider.model_dump(),
         }
-        return {name: value for name, value in asked.items() if value is not None}  # type: ignore[return-value]
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**given, "max_tokens": self.most_tokens}  # type: ignore[typeddict-item]
 
 
 class Completion(Sampled):
     """The body of /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(default=COMPLETION_TOKENS, ge=1)
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
-    suffix: None = None
+    suffix: Unserved = None
     best_of: int | None = None
 
     @property
@@ -152,7 +169,11 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Text]
-    name: str | None = None
+    name: NoEffect = None
+    refusal: Unserved = None  # null in an answer that is sent back as a part of the conversation
+    tool_calls: Unserved = None
+    function_call: Unserved = None
+    audio: Unserved = None
 
     @property
     def said(self) -> dict[str, str]:
@@ -177,11 +198,24 @@ class Chat(Sampled):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: NoEffect = None
+    parallel_tool_calls: NoEffect = None
+    prediction: NoEffect = None  # is for speed, for which there are drafters
+    prompt_cache_key: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    safety_identifier: NoEffect = None
+    service_tier: NoEffect = None
+    store: NoEffect = None
+    audio: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    moderation: Unserved = None
+    reasoning_effort: Unserved = None
+    tool_choice: Unserved = None
+    tools: Unserved = None
+    verbosity: Unserved = None
+    web_search_options: Unserved = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -192,7 +226,9 @@ class Chat(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _alternatives_need_logprobs(self) -> Chat:
+    def _fits_together(self) -> Chat:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs to be true")
         return self

@@ -52,7 +52,7 @@ class Placed(Section):
 
 
 class TlsConfig(Section):
-    """Certificates for all servers of a cluster. `{role}` in a path stands for router, verifier or drafter."""
+    """Certificates for all servers of a cluster. `{role}` in a path stands for router, verifier, drafter or gateway."""
 
     ca: Path  # whose certificates are believed
     cert: Path
@@ -177,17 +177,24 @@ class DrafterConfig(WorkerConfig):
         return self
 
 
-class GatewayConfig(Section):
-    """OpenAI's interface in front of a router."""
+class GatewayConfig(ServerConfig):
+    """OpenAI's interface in front of a router. `ca` signed the router's certificate; with `cert` and `key` the gateway
+    itself speaks HTTPS only."""
 
     listen: Address = "127.0.0.1:8000"
-    router: str = "127.0.0.1:7070"  # as the SDK takes it
-    ca: Path | None = None  # that signed the router's certificate
+    router: str = "127.0.0.1:7070"  # as the SDK takes it; in a cluster's file it is the cluster's own
     tls: bool | None = None  # to the router; None: with a `ca`
     server_name: str = ""  # that the router's certificate must have; empty: its address's
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
-    log_format: Literal["text", "json"] = "text"
+    drain_s: float = Field(default=30.0, ge=0)  # that answers get to end, after a signal
+    metrics: None = None  # they are at /metrics, where it listens
+
+    @model_validator(mode="after")
+    def _a_certificate_has_its_key(self) -> Self:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("cert and key go together; `outrider certs` makes both")
+        return self
 
 
 class ClusterConfig(Section):
@@ -199,6 +206,7 @@ class ClusterConfig(Section):
     verifier: list[VerifierConfig] = Field(min_length=1)
     drafter: list[DrafterConfig] = []
     tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_listed)]] = {}  # more drafters, by their tier
+    gateway: GatewayConfig | None = None  # OpenAI's interface, if it is wanted
 
     @property
     def drafters(self) -> list[DrafterConfig]:
@@ -273,12 +281,14 @@ def load_cluster(path: Path) -> ClusterConfig:
     data = cluster.redis.data
     models = {name: _checkpoint(base, folder) for name, folder in cluster.router.models.items()}
     router = cluster.router.model_copy(update={"models": models, **_certificates(base, cluster.router)})
+    gateway = cluster.gateway and cluster.gateway.model_copy(update=_certificates(base, cluster.gateway))
     tls = cluster.tls and cluster.tls.model_copy(update=_certificates(base, cluster.tls))
     return cluster.model_copy(
         update={
             "redis": cluster.redis.model_copy(update={"data": data and base / data}),
             "tls": tls,
             "router": router,
+            "gateway": gateway,
             "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
             "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
             "tier": {

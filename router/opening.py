@@ -23,7 +23,7 @@ from router.fleet import Fleet
 from router.ledger import Ledger
 from router.lessons import Lessonbook
 from router.models import ServedModel
-from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt
+from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt, filled
 from router.telling import Metrics
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
@@ -103,7 +103,10 @@ async def begin(cluster: Cluster, ask: Ask, held: SessionRecord | None, deadline
         raise InvalidRequest(
             "messages", "are a whole conversation, and the session has a past; send all of it, and set whole_history"
         )
-    check_fits(history.tokens, ask.contract, await suitable(cluster, ask.model))
+    verifiers = await suitable(cluster, ask.model)
+    if ask.fills:
+        ask = replace(ask, contract=filled(history.tokens, ask.contract, verifiers))
+    check_fits(history.tokens, ask.contract, verifiers)
     try:
         return await _begin(cluster, ask, history, deadline)
     except (Superseded, Conflict):  # somebody has begun, gone on with, or ended a generation since we looked

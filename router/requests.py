@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
 from outrider.core.contract import SHARED_NOISE, Contract, Overlap, Plan
@@ -25,6 +25,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
+FILLING = 2**32 - 1  # stands for what fits, until the prompt's tokens are counted
 CHARACTERS = 4  # of a token, roughly
 PRIORITIES: dict[int, Priority] = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
@@ -65,6 +66,16 @@ class Ask:
                 return sum(len(message.content) for message in messages) // CHARACTERS
             case tokens:
                 return len(tokens)
+
+    @property
+    def fills(self) -> bool:
+        """Whether the answer may be as long as there is room for."""
+        return self.contract.max_tokens == FILLING
+
+    @property
+    def likely(self) -> int:
+        """About how many tokens the answer may have."""
+        return DEFAULT_MAX_TOKENS if self.fills else self.contract.max_tokens
 
     @property
     def name(self) -> str:
@@ -109,6 +120,15 @@ def parse(
         tenant=tenant,
         priority=_priority(request.priority),
     )
+
+
+def filled(tokens: Sequence[int], contract: Contract, verifiers: Sequence[Worker]) -> Contract:
+    """The contract of an answer that may take all the room that one of these verifiers has behind the prompt.
+
+    Raises InvalidRequest where that is less than its `min_tokens`.
+    """
+    room = max(worker.context for worker in verifiers) - len(tokens)
+    return replace(contract, max_tokens=max(room, 1))  # where there is none, `check_fits` says so
 
 
 def check_fits(
@@ -206,7 +226,7 @@ def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Accept
         allowed_ids=tuple(sampling.allowed_ids),
         banned_ids=tuple(sampling.banned_ids),
         min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        max_tokens=(sampling.max_tokens or FILLING) if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
         stop_ids=(*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )

@@ -181,7 +181,7 @@ class Inference(InferenceServicer):
         return await opening.open_record(sessions, tenant, request.session_id) if request.session_id else None
 
     def _claim(self, ask: Ask, remaining: float | None) -> Claim:
-        tokens = ask.roughly + OUTPUT_WEIGHT * ask.contract.max_tokens
+        tokens = ask.roughly + OUTPUT_WEIGHT * ask.likely
         return Claim(ask.model.name, ask.tenant, ask.priority, tokens, self._by(remaining))
 
     def _by(self, remaining: float | None) -> float | None:

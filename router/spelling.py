@@ -6,7 +6,8 @@ import re
 
 from tokenizers import Tokenizer
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+from router.text import REPLACEMENT
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _ANCHOR = "a"  # what is decoded before a token: some decoders treat a text's first one in their own way
 
@@ -31,7 +32,7 @@ class Spelling:
         if name is None:
             return b""
         text = self._decode([token])[self._before :]
-        if _REPLACEMENT not in text:
+        if REPLACEMENT not in text:
             return text.encode()
         if byte := _BYTE.fullmatch(name):
             return bytes([int(byte[1], 16)])

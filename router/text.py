@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not a character, or not yet
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not a character, or not yet
 _CONTEXT = 5  # tokens of the prompt that the first piece is decoded after
 _LONGEST_HOLD = 64  # tokens; a character has four bytes at most, so anything longer is not going to be one
 
@@ -29,7 +29,7 @@ class Detokenizer:
         self._silent = {*silent, *(token for token, added_token in added.items() if added_token.special)}
         self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
         self._settled_text = self._decode(self._settled)
-        if self._settled_text.endswith(_REPLACEMENT):  # the prompt ends inside a character; it keeps that part
+        if self._settled_text.endswith(REPLACEMENT):  # the prompt ends inside a character; it keeps that part
             self._settled, self._settled_text = [], ""
         self._open: list[int] = []  # tokens whose text is not out yet
 
@@ -39,7 +39,7 @@ class Detokenizer:
             return ""
         self._open.append(token)
         text = self._decode(self._settled + self._open)
-        if text.endswith(_REPLACEMENT) and len(self._open) < _LONGEST_HOLD:
+        if text.endswith(REPLACEMENT) and len(self._open) < _LONGEST_HOLD:
             return ""
         return self._release(text)
 

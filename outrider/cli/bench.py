@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from outrider.cli.connecting import Address, Profile
 from outrider.cli.reporting import INTERRUPTED, reported
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
@@ -49,7 +50,8 @@ def bench(
     prompts: Annotated[
         Path | None, typer.Argument(metavar="PROMPTS.jsonl", help='JSON lines: {"prompt": "..."}.')
     ] = None,
-    address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
+    address: Address = None,
+    profile: Profile = None,
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     callers: Annotated[list[int] | None, typer.Option(min=1, help="At once; may be repeated. [default: 1, 4]")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="That tokens are counted, for each way and load.")] = 10.0,
@@ -81,7 +83,7 @@ def bench(
         for repetition in range(repetitions)
     ]
     points: list[_Point] = []
-    run_until_signal(_run(address, model, loads, points))
+    run_until_signal(_run(address, profile, model, loads, points))
     if len(points) < 2 * len(loads):
         raise SystemExit(INTERRUPTED)
     _show(points)
@@ -94,17 +96,19 @@ def _check_writable(output: Path | None) -> None:
         raise ConfigError(f"--json: {output.parent} is not a folder")
 
 
-async def _run(address: str, model: str, loads: list[tuple[int, Load]], points: list[_Point]) -> None:
+async def _run(
+    address: str | None, profile: str | None, model: str, loads: list[tuple[int, Load]], points: list[_Point]
+) -> None:
     from rich.console import Console
 
     from outrider.cli.load import carry
     from outrider.client import AsyncClient
     from outrider.errors import Unavailable
 
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, profile=profile) as client:
         served = [entry for entry in await client.models(timeout=ANSWER_S) if model in ("", entry.name)]
         if not any(entry.drafters for entry in served):
-            raise Unavailable(f"no drafter can draft for {model or 'a model'} at {address}; start one")
+            raise Unavailable(f"no drafter can draft for {model or 'a model'} at {client.address}; start one")
         with Console(stderr=True).status("warming up ...") as status:
             for speculative in (False, True):
                 await client.generate(loads[0][1].prompts[0], model=model, max_tokens=16, speculation=_way(speculative))

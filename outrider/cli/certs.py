@@ -14,12 +14,12 @@ def certs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them.")],
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Another name or address that clients reach the router by; may be repeated."),
+        typer.Option(help="Another name or address that clients reach router and gateway by; may be repeated."),
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="For how long they are good.")] = 365,
     force: Annotated[bool, typer.Option("--force", help="Replace what is there, the CA too.")] = False,
 ) -> None:
-    """Make a CA and certificates for router, verifiers, drafters and tools, to develop with.
+    """Make a CA and certificates for router, verifiers, drafters, gateway and tools, to develop with.
 
     Keep ca.key where no server runs: whoever has it can be any of them.
     """

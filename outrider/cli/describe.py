@@ -292,10 +292,11 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
 
 async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Rows:
     from outrider.client._access import Access
+    from outrider.client._connection import resolve
     from outrider.v1 import inference_pb2, inference_pb2_grpc
 
     stub = inference_pb2_grpc.InferenceStub(channel)
-    metadata = Access.of(address, None, None, secured or None).metadata
+    metadata = Access.of(resolve(address, tls=secured or None)).metadata
     models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=TIMEOUT_S, metadata=metadata)).models
     facts = [("router", f"of {len(models)} model{'' if len(models) == 1 else 's'}")]
     for it in models:

@@ -8,13 +8,17 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.parent import die_with_parent
 from outrider.cli.reporting import reported
 from outrider.cli.serve import LogFormat
+from outrider.rpc.lifecycle import run_until_signal
 
 
 def gateway(
     router: Annotated[str | None, typer.Option(help="HOST:PORT of the router. [default: 127.0.0.1:7070]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:8000]")] = None,
+    cert: Annotated[Path | None, typer.Option(help="Of the gateway, in PEM: it speaks HTTPS then.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Of that certificate, in PEM.")] = None,
     ca: Annotated[Path | None, typer.Option(help="That signed the router's certificate, in PEM.")] = None,
     tls: Annotated[bool | None, typer.Option("--tls/--no-tls", help="To the router. [default: with a --ca]")] = None,
     server_name: Annotated[
@@ -22,10 +26,14 @@ def gateway(
     ] = None,
     max_request_bytes: Annotated[int | None, typer.Option(help="Of one body. [default: 4194304]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
+    drain_s: Annotated[
+        float | None, typer.Option(help="Seconds that answers get to end, after a SIGTERM. [default: 30]")
+    ] = None,
     log_format: LogFormat = None,
 ) -> None:
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models. Callers' keys go on to the router."""
     given = {name: value for name, value in locals().items() if value is not None}
+    die_with_parent()
     from gateway.serving import serve
     from outrider.config import GatewayConfig, parse
     from outrider.telemetry import logs
@@ -35,4 +43,6 @@ def gateway(
         config = parse(GatewayConfig, given, "flags")
         logs.to_stderr(config.log_format)
         with telling("gateway", f"gateway-{secrets.token_hex(4)}"):
-            serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
+            run_until_signal(
+                serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
+            )

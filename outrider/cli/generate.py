@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.connecting import Address, Profile
 from outrider.cli.reporting import INTERRUPTED, reported
 from outrider.core.contract import PolicyName, Priority, RuleName
 
@@ -20,7 +21,8 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The text is a user's message, for the model's chat template.")
     ] = False,
-    address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
+    address: Address = None,
+    profile: Profile = None,
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
@@ -37,7 +39,7 @@ def generate(
     min_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text. Drawn and shown if left out.")] = None,
     choice: Annotated[int, typer.Option(help="Which of several samples of one prompt and seed.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Most new tokens; 0: as many as fit into the context.")] = 128,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
@@ -58,7 +60,7 @@ def generate(
     """Continue a text, shown as it comes. Figures follow on stderr; the session in them can be continued."""
     from outrider.client import Client
 
-    with reported(), Client(address) as client:
+    with reported(), Client(address, profile=profile) as client:
         text = sys.stdin.read() if prompt == "-" else prompt
         stream = client.stream(
             None if chat else text,
@@ -78,7 +80,7 @@ def generate(
             min_tokens=min_tokens,
             seed=seed,
             choice=choice,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens or None,
             stop=stop or (),
             stop_ids=stop_id or (),
             ignore_eos=ignore_eos,

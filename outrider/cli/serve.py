@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli.parent import die_with_parent
 from outrider.cli.redis import Redis
 from outrider.cli.reporting import reported
 from outrider.fleet import surroundings
 from outrider.hub import hub_name
-from outrider.rpc.lifecycle import PARENT, run_until_signal
+from outrider.rpc.lifecycle import run_until_signal
 from outrider.telemetry import logs
 
 if TYPE_CHECKING:
     from outrider.config import Section, ServerConfig
 
-_PR_SET_PDEATHSIG = 1
 
 SectionT = TypeVar("SectionT", bound="Section")
 
@@ -307,7 +305,7 @@ def _process(
     role: str, config: ServerConfig, *, loads: str, checkpoints: Iterable[Path]
 ) -> Iterator[Callable[[str], None]]:
     """Sets this process up as a server; gives the function that says on stdout when and where it listens."""
-    _die_with_parent()
+    die_with_parent()
     surroundings.settle(getattr(config, "threads", 1))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logs.to_stderr(config.log_format)
@@ -335,13 +333,3 @@ async def _reachable_first(redis_url: str, service: Callable[[], Coroutine[Any, 
     finally:
         await client.aclose()
     await service()
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to end this process with the one named in the environment, however that one dies."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we asked
-        raise SystemExit(1)

@@ -8,35 +8,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.connecting import Address, Profile
 from outrider.cli.reporting import INTERRUPTED, reported
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-    from outrider.client import StepTree
+    from outrider.client import AsyncClient, StepTree
 
 
 def trace(
     session: Annotated[str, typer.Argument(help="A session, as `outrider generate` names it.")],
-    address: Annotated[str, typer.Option(help="The router's HOST:PORT.")] = "127.0.0.1:7070",
+    address: Address = None,
+    profile: Profile = None,
     steps: Annotated[int | None, typer.Option(min=1, help="End after so many. [default: when it is closed]")] = None,
 ) -> None:
     """Draw the trees that a session's steps verify from now on, and what was accepted. Shows the session's text."""
     from rich.console import Console
 
+    from outrider.client import AsyncClient
+
     with reported():
         try:
-            asyncio.run(_follow(Console(), session, address, steps))
+            asyncio.run(_follow(Console(), AsyncClient(address, profile=profile), session, steps))
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
 
 
-async def _follow(console: Console, session: str, address: str, steps: int | None) -> None:
-    from outrider.client import AsyncClient
-
+async def _follow(console: Console, client: AsyncClient, session: str, steps: int | None) -> None:
     shown = 0
-    async with AsyncClient(address) as client, aclosing(client.watch(session)) as trees:
+    async with client, aclosing(client.watch(session)) as trees:
         async for tree in trees:
             console.print(drawn(tree), soft_wrap=True)
             shown += 1

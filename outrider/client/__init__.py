@@ -7,6 +7,7 @@
 """
 
 from outrider.client._async import AsyncClient
+from outrider.client._connection import Connecting
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
@@ -27,6 +28,7 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
+    "Connecting",
     "FinishReason",
     "Generation",
     "Model",

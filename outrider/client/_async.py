@@ -6,49 +6,49 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
 from outrider.client import _wire
 from outrider.client._access import Access
-from outrider.client._router import Router
+from outrider.client._connection import Connecting, resolve
+from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Generation, Model, Session, StepTree
 from outrider.client._wire import Options
-from outrider.errors import ConfigError, InvalidRequest
+from outrider.errors import InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 
 
 class AsyncClient:
     """A connection to the router at `address` ("host:port"), made with the first call.
 
+    What `address` and the keywords of `Connecting` leave out is the environment's (OUTRIDER_ROUTER, OUTRIDER_API_KEY or
+    OUTRIDER_API_KEY_FILE, OUTRIDER_CA, OUTRIDER_SERVER_NAME), or else that of a profile (OUTRIDER_PROFILE, in the file
+    OUTRIDER_PROFILES or ~/.config/outrider/profiles.toml). A key is not sent in the clear to other machines, unless
+    `tls=False`. What cannot be raises ConfigError.
+
     Several routers may be given as gRPC writes them, "ipv4:HOST:PORT,HOST:PORT" with numeric hosts, or by a name that
     stands for all of them: streams go on at the next one when theirs ends.
 
     Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound, Overloaded, Unavailable,
     DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on. Use it on one event loop,
-    as an async context manager or with `close`. A bad address raises ConfigError.
+    as an async context manager or with `close`.
 
-    `api_key`, where the router demands one, is else OUTRIDER_API_KEY's. `ca`, else OUTRIDER_CA's, is a file in PEM: the
-    connection is by TLS then, with a router whose certificate this CA signed for the address's host, or for
-    `server_name`. `tls=True` without a `ca` believes whom the web does. A key is not sent in the clear to other
-    machines, unless `tls=False`.
+    What is tried again, within the call's timeout and after pauses that differ from caller to caller: a call that broke
+    off, or whose router or verifier is not there, up to six times in a row that bring nothing (the first connection is
+    not); one whose router goes down in order, at once; and a generation that there is no room for (Overloaded), up to
+    `retries` times and after as long as the router says, if that is at most 30 s. Other errors are raised at once.
     """
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:7070",
-        *,
-        api_key: str | None = None,
-        ca: str | Path | None = None,
-        tls: bool | None = None,
-        server_name: str = "",
-    ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"address: is {address!r}, must be HOST:PORT, for example 127.0.0.1:7070")
-        self._router = Router(address, Access.of(address, api_key, ca, tls, server_name))
+    def __init__(self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[Connecting]) -> None:
+        connection = resolve(address, **connecting)
+        self._router = Router(connection.address, Access.of(connection), retries)
+
+    @property
+    def address(self) -> str:
+        """The router's, as it was looked up."""
+        return self._router.address
 
     async def generate(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]

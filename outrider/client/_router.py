@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
@@ -18,28 +19,31 @@ from outrider.rpc.status import from_rpc_error, is_from_outrider
 from outrider.v1 import inference_pb2_grpc
 
 CLOSED = "the client was closed"
+RETRIES = 2  # times that what there is no room for is asked for again, unless the client was told otherwise
+LONGEST_WAIT_S = 30.0  # that a router may ask for; beyond it the caller decides
 _PAUSES_S = (0.1, 0.3)  # before a question is asked again
 
 
 class Router:
     """The channel, opened when first needed because it belongs to the event loop of that moment."""
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Access, retries: int = RETRIES) -> None:
+        self.address = address
+        self.retries = retries
         self.was_reached = False  # some call got through to a server
         self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = set()  # end a running stream, and say why
         self.metadata = access.metadata  # of every call
-        self._address = address
         self._access = access
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
 
     @property
-    def stub(self) -> inference_pb2_grpc.InferenceStub:
-        """For calls. Raises RuntimeError when the client is closed."""
+    def stub(self) -> Any:
+        """An InferenceStub, which is generated without types. Raises RuntimeError when the client is closed."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
-            self._channel = open_channel(self._address, self._access.tls, self._access.server_name)
+            self._channel = open_channel(self.address, self._access.tls, self._access.server_name)
         return inference_pb2_grpc.InferenceStub(self._channel)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
@@ -55,7 +59,7 @@ class Router:
                 return answer
             except grpc.aio.AioRpcError as error:
                 known = self.failure(error)
-                pause = next(pauses, math.inf)
+                pause = jittered(next(pauses, math.inf))
                 if not self._is_lost(error, known) or time.monotonic() + pause >= give_up:
                     raise known from None
             except asyncio.CancelledError:
@@ -90,7 +94,7 @@ class Router:
         if isinstance(known, Moved):
             return known
         if isinstance(known, Unavailable | DeadlineExceeded) and state is not grpc.ChannelConnectivity.READY:
-            return Unavailable(f"no router can be reached at {self._address}: {known}")
+            return Unavailable(f"no router can be reached at {self.address}: {known}")
         return known
 
     async def close(self) -> None:
@@ -99,6 +103,11 @@ class Router:
         self._closed = True
         if self._channel is not None:
             await self._channel.close(None)
+
+
+def jittered(pause_s: float) -> float:
+    """A little more, each time another: lest all clients of a router that died, or is full, come back together."""
+    return pause_s * random.uniform(1.0, 1.5)
 
 
 def task_is_cancelled() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
@@ -14,7 +13,7 @@ import grpc.aio
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from outrider.client import _wire
-from outrider.client._router import CLOSED, Router, check_timeout, task_is_cancelled
+from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.status import is_from_outrider
@@ -26,7 +25,6 @@ MOST_FAILURES = 6  # calls in a row that bring nothing, before a stream gives up
 MOVE_PAUSE_S = 0.05  # before the second of several moves in a row
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between them; each is up to twice the one before
 MOST_MOVES = 64  # in a row that bring nothing: each is a server that goes down in order
-LONGEST_WAIT_S = 30.0  # that a router may ask for; beyond it the caller decides
 
 
 class AsyncStream:
@@ -47,6 +45,7 @@ class AsyncStream:
         self._begun = False
         self._calls = 0  # since the last chunk
         self._moves = 0  # likewise, of those: ended by a router that goes down in order
+        self._refusals = 0  # for want of room
         self._resumes = 0
         self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the call that runs
         self._waiting: grpc.aio.UnaryStreamCall[object, pb.GenerateResponse] | asyncio.Task[None] | None = None
@@ -149,6 +148,8 @@ class AsyncStream:
                 self._settle()
                 with suppress(grpc.aio.AioRpcError):
                     await anext(self._events, None)  # the server's end of the call; we have all that we want
+            case _:  # of a later version
+                pass
         return None
 
     def _call(self) -> AsyncIterator[pb.GenerateResponse]:
@@ -194,8 +195,10 @@ class AsyncStream:
         if self._why:
             raise Cancelled(self._why)
         if isinstance(error, Overloaded):
-            worth_it = self._started is not None and error.retry_after <= LONGEST_WAIT_S
+            has_turns = self._started is not None or self._refusals < self._router.retries
+            worth_it = has_turns and error.retry_after <= LONGEST_WAIT_S
             pause = error.retry_after
+            self._refusals += 1
         elif isinstance(error, Moved):
             worth_it = self._moves < MOST_MOVES
             pause = MOVE_PAUSE_S if self._moves else 0.0  # the next call finds another router, as a rule
@@ -204,11 +207,11 @@ class AsyncStream:
         else:
             worth_it = self._started is not None or self._router.was_reached
             pause = min(FIRST_PAUSE_S * 2**self._calls, LONGEST_PAUSE_S)
-        pause *= random.uniform(1.0, 1.5)  # lest all clients of a router that died come back together
+        pause = jittered(pause)
         left = self._left()
         if not worth_it or self._calls >= MOST_FAILURES or (left is not None and left <= pause):
             raise error
-        self._resumes += 1
+        self._resumes += self._started is not None or not isinstance(error, Overloaded)
         self._span.add_event("resume", {"error.type": type(error).__name__, "outrider.pause": pause})
         self._waiting = asyncio.create_task(asyncio.sleep(pause))
         await self._waiting

@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from outrider.client._async import AsyncClient
+from outrider.client._connection import Connecting
+from outrider.client._router import RETRIES
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Chunk, Generation, Model, Session
 from outrider.client._wire import Options
@@ -21,25 +22,23 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """A connection to the router at `address`, made with the first call; addresses, key and TLS as for `AsyncClient`.
+    """A connection to the router at `address`, made with the first call; looked up, secured and tried again as
+    `AsyncClient` says.
 
     Threads may share it. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
     Overloaded, Unavailable, DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on.
-    Use it as a context manager or with `close`. A bad address raises ConfigError.
+    Use it as a context manager or with `close`.
     """
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1:7070",
-        *,
-        api_key: str | None = None,
-        ca: str | Path | None = None,
-        tls: bool | None = None,
-        server_name: str = "",
-    ) -> None:
-        self._client = AsyncClient(address, api_key=api_key, ca=ca, tls=tls, server_name=server_name)
+    def __init__(self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[Connecting]) -> None:
+        self._client = AsyncClient(address, retries=retries, **connecting)
         self._thread = _LoopThread(self._client)
         self._finalizer = weakref.finalize(self, self._thread.close)  # also at interpreter exit
+
+    @property
+    def address(self) -> str:
+        """The router's, as it was looked up."""
+        return self._client.address
 
     def generate(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, Priority, RuleName
@@ -23,6 +23,7 @@ _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
 }
 
+_FILLING = 2**32 - 1  # more tokens than any context has
 _PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATCH}
 
 
@@ -46,7 +47,7 @@ class Options(TypedDict, total=False):
     min_tokens: int  # of the answer, before a stop id or string can end it; 0
     seed: int | None  # 0 to 2**64 - 1; drawn by the router when left out, and part of the result
     choice: int  # which of several samples of one prompt and seed; 0
-    max_tokens: int  # 128
+    max_tokens: int | None  # 128; None: as many as fit into the context behind the prompt
     stop: str | Sequence[str]  # strings that end the text and are not part of it
     stop_ids: Sequence[int]  # token ids that end the text, beside the model's own
     ignore_eos: bool  # go on after the model's end of text; False
@@ -82,7 +83,7 @@ def request_to_pb(
     min_tokens: int = 0,
     seed: int | None = None,
     choice: int = 0,
-    max_tokens: int = 128,
+    max_tokens: int | None = 128,
     stop: str | Sequence[str] = (),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
@@ -102,7 +103,7 @@ def request_to_pb(
     """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
     checked = Contract(
         seed=0 if seed is None else seed,
-        max_tokens=max_tokens,
+        max_tokens=_FILLING if max_tokens is None else max_tokens,
         choice=choice,
         temperature=temperature,
         top_k=top_k,
@@ -125,7 +126,7 @@ def request_to_pb(
     checked.check_vocabulary(2**32)
     if priority not in _PRIORITIES:
         raise InvalidRequest("priority", f"is {priority!r}, must be one of: {', '.join(_PRIORITIES)}")
-    if max_tokens >= 2**32:
+    if max_tokens is not None and max_tokens >= _FILLING:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
         raise InvalidRequest("depth", f"is {depth}, must be 1 to 64; speculation='off' turns it off")
@@ -145,7 +146,7 @@ def request_to_pb(
             allowed_ids=checked.allowed_ids,
             banned_ids=checked.banned_ids,
             min_tokens=min_tokens,
-            max_tokens=max_tokens,
+            max_tokens=max_tokens or 0,
             stop=[encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
             stop_ids=checked.stop_ids,
             ignore_eos=ignore_eos,
@@ -196,7 +197,7 @@ def encodable(field: str, text: str) -> str:
     return text
 
 
-def _message(index: int, message: Mapping[str, str]) -> pb.Message:
+def _message(index: int, message: Any) -> pb.Message:
     field = f"messages[{index}]"
     try:
         known = set(message) == {"role", "content"} and all(isinstance(value, str) for value in message.values())

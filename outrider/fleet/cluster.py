@@ -58,6 +58,8 @@ class Cluster(ABC, Generic[ServerT]):
             *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
             ("router", "router", config.certified("router", config.router)),
         ]
+        if config.gateway is not None:
+            sections.append(("gateway", "gateway", config.certified("gateway", config.gateway)))
         for role, name, section in sections:
             self.processes[name] = self._server(role, name, section)
 
@@ -78,8 +80,11 @@ class Cluster(ABC, Generic[ServerT]):
         async with AsyncExitStack() as stack:
             self.redis_url = self._config.redis.url or os.environ.get("REDIS_URL") or self._own_redis(stack)
             stack.push_async_callback(self._stop)
-            await _all(self._start(process) for process in self.processes.values())
+            await _all(self._start(process) for process in self.processes.values() if process.role != "gateway")
             await self._registered()
+            if gateway := self.processes.get("gateway"):
+                gateway.section = self._in_front(gateway.section)
+                await self._start(gateway)
             self._stack = stack.pop_all()
         return self
 
@@ -126,8 +131,20 @@ class Cluster(ABC, Generic[ServerT]):
         self._ready(process)
 
     async def _stop(self) -> None:
-        for role in ("router", "drafter", "verifier"):  # the callers first, so that they can still say goodbye
+        for role in (
+            "gateway",
+            "router",
+            "drafter",
+            "verifier",
+        ):  # callers first: they say goodbye
             await _all(process.stop() for process in self.processes.values() if process.role == role)
+
+    def _in_front(self, gateway: Section) -> Section:
+        """The gateway's section, once its router has an address."""
+        router = self.processes["router"].section
+        assert isinstance(router, RouterConfig)
+        named = {"ca": router.ca, "tls": router.ca is not None, "server_name": ROUTER if router.ca else ""}
+        return gateway.model_copy(update={"router": self.router_address, **named})
 
     async def _registered(self) -> None:
         """Waits until the router sees the workers. Raises ConfigError when it does not."""

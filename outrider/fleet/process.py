@@ -12,18 +12,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Protocol
 
-from outrider.config import Placed, RouterConfig, Section
+from outrider.config import GatewayConfig, Placed, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.hub import hub_name
 from outrider.rpc.lifecycle import MISTAKE, PARENT
 
-Role = Literal["router", "verifier", "drafter"]
+Role = Literal["router", "verifier", "drafter", "gateway"]
 
 START_S = 300.0  # a large checkpoint takes its time
 FETCH_S = 6 * 3600.0  # more, for one that may have to be fetched first
 GRACE_S = 3.0  # beyond its own drain, before a process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
-CERTIFICATES = ("OUTRIDER_CA", "OUTRIDER_CERT", "OUTRIDER_KEY")  # environment of servers
+OTHERS = (  # of the environment: what names a server's certificates, and what is meant for clients
+    *("OUTRIDER_CA", "OUTRIDER_CERT", "OUTRIDER_KEY", "OUTRIDER_SERVER_NAME", "OUTRIDER_ROUTER"),
+    *("OUTRIDER_API_KEY", "OUTRIDER_API_KEY_FILE", "OUTRIDER_PROFILE", "OUTRIDER_PROFILES"),
+)
 _FETCHING = " outrider.hub: "
 _LAST_LINES = 40
 
@@ -32,7 +35,7 @@ class Server(Protocol):
     """One server of a cluster, wherever it runs."""
 
     role: Role
-    name: str  # "router", "verifier-0", "drafter-1"
+    name: str  # "router", "verifier-0", "drafter-1", "gateway"
     section: Section
     address: str  # "host:port", once it is ready
 
@@ -164,8 +167,8 @@ class Process:
 
 
 def _inherited() -> dict[str, str]:
-    """The environment, but for certificates: a section names its own, and whoever starts us may have a client's."""
-    return {name: value for name, value in os.environ.items() if name not in CERTIFICATES}
+    """The environment, but for `OTHERS`: a section names its own, and whoever starts us may have a client's."""
+    return {name: value for name, value in os.environ.items() if name not in OTHERS}
 
 
 def start_limit(section: Section) -> float:
@@ -196,5 +199,6 @@ def flags(section: Section) -> list[str]:
 
 def flagged(section: Section) -> list[str]:
     """The fields that a server's command line can say; the others are for whoever starts it."""
-    others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig) else ())}
+    others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig | GatewayConfig) else ())}
+    others |= {"metrics"} if isinstance(section, GatewayConfig) else set()
     return [field for field in type(section).model_fields if field not in others]

@@ -18,6 +18,7 @@ from outrider.rpc.tls import NAMES
 
 CA_DAYS = 3650
 DAYS = 365
+CALLED = ("router", "gateway")  # by clients, who know them by their hosts
 LOCAL = ("localhost", "127.0.0.1", "::1")
 CLOCK_SKEW = timedelta(minutes=5)  # a certificate is good a little before it was made: clocks differ
 
@@ -27,9 +28,9 @@ Key = ec.EllipticCurvePrivateKey
 def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bool = False) -> list[Path]:
     """Writes ca.pem, ca.key, and ROLE.pem and ROLE.key for every role into `folder`; returns the files.
 
-    `hosts`: names and addresses, beside this machine's own, that clients reach the router by. Keys are readable by
-    their owner alone. Raises ConfigError when a file is there already, unless `force` replaces all of them, or when
-    they cannot be written.
+    `hosts`: names and addresses, beside this machine's own, that clients reach router and gateway by. Keys are
+    readable by their owner alone. Raises ConfigError when a file is there already, unless `force` replaces all of
+    them, or when they cannot be written.
     """
     files = [folder / f"{name}.{kind}" for name in ("ca", *NAMES) for kind in ("pem", "key")]
     there = [file.name for file in files if file.exists()]
@@ -42,7 +43,7 @@ def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bo
         _write(folder, "ca", ca, ca_key)
         for role, names in NAMES.items():
             key = ec.generate_private_key(ec.SECP256R1())
-            own = (*names, *LOCAL, *hosts) if role == "router" else names
+            own = (*names, *LOCAL, *hosts) if role in CALLED else names
             _write(folder, role, _certificate(role, own, key, ca, ca_key, days), key)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None

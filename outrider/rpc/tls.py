@@ -18,11 +18,13 @@ from typing import Self
 from outrider.errors import ConfigError
 
 ROUTER, VERIFIER, DRAFTER, CLIENT = "router.outrider", "verifier.outrider", "drafter.outrider", "client.outrider"
-SERVER = "server.outrider"  # any of the three: for callers that cannot know which they will find
+GATEWAY = "gateway.outrider"
+SERVER = "server.outrider"  # any of the first three: for callers that cannot know which they will find
 NAMES: dict[str, tuple[str, ...]] = {  # what a role's certificate must hold
     "router": (ROUTER, SERVER),
     "verifier": (VERIFIER, SERVER),
     "drafter": (DRAFTER, SERVER),
+    "gateway": (GATEWAY,),  # for HTTPS; it calls a router, which asks for no certificate
     "client": (CLIENT,),  # `outrider describe`, dashboards, probes: they look and change nothing
 }
 

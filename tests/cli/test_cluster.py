@@ -100,14 +100,12 @@ def up(folder: Path) -> tuple[subprocess.Popen[str], list[int], str]:
     return process, pids, address
 
 
-def test_up_serves_the_examples_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
+def test_up_serves_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
     process, pids, address = up(tmp_path)
-    for example in sorted((ROOT / "examples").glob("*.py")):
-        done = subprocess.run(
-            [sys.executable, str(example), address], capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (done.returncode, done.stderr) == (0, ""), example
-        assert done.stdout
+    example = [sys.executable, str(ROOT / "examples" / "generate.py"), address]
+    done = subprocess.run(example, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
     process.terminate()
     process.communicate(timeout=15)
     assert process.returncode == 0

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from outrider.cli import serve
 from outrider.cli.main import app
 from outrider.cli.pad import parse_count
-from outrider.config import DrafterConfig, RouterConfig, Section, VerifierConfig
+from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, Section, VerifierConfig
 from outrider.fleet.process import flagged, flags
+from outrider.rpc.lifecycle import PARENT
 
 SECTIONS: dict[str, Section] = {
     "router": RouterConfig(
@@ -129,10 +130,26 @@ SECTIONS: dict[str, Section] = {
 }
 
 
+SECTIONS["gateway"] = GatewayConfig(
+    listen="0.0.0.0:73",
+    router="h:7070",
+    cert=Path("/cert.pem"),
+    key=Path("/key.pem"),
+    ca=Path("/ca.pem"),
+    tls=True,
+    server_name="n",
+    max_request_bytes=88,
+    timeout_s=9.0,
+    drain_s=2.0,
+    log_format="json",
+)
+
+
 def parsed(role: str, arguments: list[str]) -> Section:
     """What the command makes of a command line, without running the server."""
     command = typer.main.get_command(app).commands[role]  # type: ignore[attr-defined]
-    context = command.make_context(role, ["--redis", "redis://x", *arguments])
+    redis = [] if role == "gateway" else ["--redis", "redis://x"]
+    context = command.make_context(role, [*redis, *arguments])
     kind = type(SECTIONS[role])
     models = context.params.get("models")
     return serve._section(kind, context, **({"models": serve.model_folders(models)} if models else {}))
@@ -163,7 +180,7 @@ def test_the_help_states_the_defaults_of_the_configuration(role: str) -> None:
             field = kind.model_fields["context" if parameter.name == "context_tokens" else parameter.name]
             assert str(field.default).removesuffix(".0") == match[1], parameter.name
     shown = CliRunner().invoke(app, [role, "--help"]).output
-    assert shown.count("[default:") == sum("[default:" in (parameter.help or "") for parameter in command.params) > 9
+    assert shown.count("[default:") == sum("[default:" in (parameter.help or "") for parameter in command.params) > 6
 
 
 def test_counts_may_be_written_with_a_unit() -> None:
@@ -184,7 +201,7 @@ def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
 
 
 def test_a_server_started_for_a_parent_that_is_gone_does_not_start() -> None:
-    environment = {**os.environ, serve.PARENT: "1", "REDIS_URL": "redis://127.0.0.1:1"}
+    environment = {**os.environ, PARENT: "1", "REDIS_URL": "redis://127.0.0.1:1"}
     command = [sys.executable, "-m", "outrider.cli", "drafter", "--model", "models/drafter"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

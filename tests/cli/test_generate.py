@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -29,6 +30,18 @@ def test_text_goes_to_stdout_and_figures_to_stderr(router: ScriptedRouter) -> No
     sampling = router.requests[0].sampling
     assert (list(sampling.stop), sampling.temperature) == (["a", "b"], 0.0)
     assert router.requests[0].speculation.policy == "off"
+
+
+def test_the_router_may_be_named_by_a_profile(
+    router: ScriptedRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_PROFILES", str(tmp_path / "profiles.toml"))
+    (tmp_path / "profiles.toml").write_text(f'[here]\nrouter = "{router.address}"\n')
+    result = CliRunner().invoke(app, ["generate", "hello", "--profile", "here"])
+    assert (result.exit_code, result.stdout) == (0, "".join(WORDS) + "\n")
+    result = CliRunner().invoke(app, ["generate", "hello", "--profile", "there"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith("profiles.toml: has no profile 'there'; there are: here\n")
 
 
 def test_work_that_can_wait_says_so(router: ScriptedRouter) -> None:

@@ -1,23 +1,41 @@
-"""What a client sends and believes: from its arguments, or from the environment."""
+"""What a client sends and believes: from its arguments, else the environment, else a profile."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import outrider
 from outrider.client._access import Access
+from outrider.client._connection import Connection, resolve
 from outrider.errors import ConfigError
 from outrider.rpc.certificates import make
 
 KEY = "outrider_abc"
+VARIABLES = ("ROUTER", "API_KEY", "API_KEY_FILE", "CA", "SERVER_NAME", "PROFILE", "PROFILES")
+FILE = """
+[default]
+router = "usual:1"
+
+[prod]
+router = "prod:1"
+ca = "ca.pem"
+api_key_file = "prod.key"
+server_name = "router.outrider"
+
+[open]
+router = "open:1"
+tls = false
+"""
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OUTRIDER_API_KEY", "OUTRIDER_CA"):
-        monkeypatch.delenv(name, raising=False)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(f"OUTRIDER_{name}", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="session")
@@ -27,35 +45,136 @@ def ca(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "ca.pem"
 
 
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    """Where the file of profiles is looked for, beside the files that it names."""
+    folder = tmp_path / "home" / ".config" / "outrider"
+    folder.mkdir(parents=True)
+    (folder / "prod.key").write_text(f"{KEY}\n")
+    (folder / "profiles.toml").write_text(FILE)
+    return folder / "profiles.toml"
+
+
+def test_without_anything_it_is_this_machines_router() -> None:
+    assert resolve() == Connection("127.0.0.1:7070")
+    assert Access.of(resolve()) == Access()
+
+
 def test_key_and_ca_come_from_the_environment_unless_they_are_given(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Access.of("h:1", None, None, None) == Access()
+    monkeypatch.setenv("OUTRIDER_ROUTER", "env:1")
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
     monkeypatch.setenv("OUTRIDER_CA", str(ca))
-    from_environment = Access.of("h:1", None, None, None)
-    assert from_environment.metadata == (("authorization", f"Bearer {KEY}"),)
-    assert from_environment.tls is not None
-    assert from_environment.tls.ca == ca.read_bytes()
-    assert Access.of("h:1", "other", None, False) == Access(metadata=(("authorization", "Bearer other"),))
-    assert KEY not in repr(from_environment)
+    monkeypatch.setenv("OUTRIDER_SERVER_NAME", "n")
+    connection = resolve()
+    assert connection == Connection("env:1", KEY, ca, None, "n")
+    access = Access.of(connection)
+    assert access.metadata == (("authorization", f"Bearer {KEY}"),)
+    assert access.tls is not None
+    assert access.tls.ca == ca.read_bytes()
+    assert KEY not in repr(access) + repr(connection)
+    assert resolve("h:1", api_key="other", tls=False, server_name="") == Connection("h:1", "other", None, False)
+    assert resolve("h:1", api_key="") == Connection("h:1", "", ca, None, "n")
+
+
+def test_a_profile_is_taken_by_its_name_and_the_default_one_where_nothing_names_a_router(
+    profiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prod = Connection("prod:1", KEY, profiles.parent / "ca.pem", None, "router.outrider")
+    assert resolve() == Connection("usual:1")
+    assert resolve(profile="prod") == prod
+    assert resolve(profile="open") == Connection("open:1", tls=False)
+    monkeypatch.setenv("OUTRIDER_PROFILE", "prod")
+    assert resolve() == prod
+    assert resolve(profile="open") == Connection("open:1", tls=False)
+    assert resolve(profile="prod", tls=False, api_key="k") == Connection("prod:1", "k", None, False, "router.outrider")
+    monkeypatch.setenv("OUTRIDER_ROUTER", "env:1")
+    monkeypatch.setenv("OUTRIDER_CA", "/env.pem")
+    assert resolve() == Connection("env:1", KEY, Path("/env.pem"), None, "router.outrider")
+    assert resolve(profile="open") == Connection("open:1", tls=False)  # an argument is stronger than the environment
+    other = profiles.parent / "other.toml"
+    other.write_text('[prod]\nrouter = "other:1"')
+    monkeypatch.setenv("OUTRIDER_PROFILES", str(other))
+    monkeypatch.delenv("OUTRIDER_ROUTER")
+    assert resolve().address == "other:1"
+
+
+def test_the_key_of_a_profile_goes_to_no_other_router_unless_told(
+    profiles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiles.write_text('[default]\nrouter = "usual:1"\napi_key_file = "prod.key"\n' + FILE.partition('1"')[2])
+    assert resolve().api_key == KEY
+    monkeypatch.setenv("OUTRIDER_ROUTER", "env:1")
+    assert resolve() == Connection("env:1")
+    monkeypatch.setenv("OUTRIDER_PROFILE", "prod")
+    assert resolve().api_key == KEY
+    assert resolve("h:1") == Connection("h:1")
+    assert resolve("h:1", profile="prod").api_key == KEY
+
+
+def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match=r"OUTRIDER_API_KEY_FILE: .*/key cannot be read: No such file"):
+        resolve()
+    (tmp_path / "key").write_text(" \n")
+    with pytest.raises(ConfigError, match=r"OUTRIDER_API_KEY_FILE: .* is empty"):
+        resolve()
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    assert resolve().api_key == KEY
+    assert resolve(api_key="other").api_key == "other"
+    monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
+    with pytest.raises(ConfigError, match="unset one"):
+        resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "said"),
+    [
+        ("[prod", {}, "profiles.toml: not valid TOML"),
+        ("[a]\n[b]\n", {"profile": "prod"}, "profiles.toml: has no profile 'prod'; there are: a, b"),
+        ('prod = "x"', {"profile": "prod"}, "has no profile 'prod'; there are: none"),
+        ('[default]\nhost = "x"', {}, "profiles.toml: default.host: unknown key; there are: router, "),
+        ('[default]\napi_key = "x"', {}, "default.api_key: a key does not belong here"),
+        ("[default]\nrouter = 7070", {}, "default.router: is 7070, must be text"),
+        ("[default]\ntls = 1", {}, "default.tls: is 1, must be true or false"),
+        ('[default]\ntls = false\nca = "ca.pem"', {}, "default: tls is false, and there is a `ca`"),
+        ('[default]\napi_key_file = "none"', {}, "profiles.toml: default.api_key_file: .*none cannot be read"),
+        ('[default]\nrouter = "x"', {}, "address: is 'x', must be HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_names_the_file_and_the_key(
+    profiles: Path, text: str, named: dict[str, Any], said: str
+) -> None:
+    profiles.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        resolve(**named)
+
+
+def test_a_file_that_is_asked_for_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"profiles.toml: cannot be read: No such file"):
+        resolve(profile="prod")
+    monkeypatch.setenv("OUTRIDER_PROFILES", str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"none.toml: cannot be read"):
+        resolve()
+    assert resolve("h:1") == Connection("h:1")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7070", "localhost:1", "[::1]:1", "ipv4:127.0.0.1:1,127.0.0.2:2"])
 def test_a_key_may_go_in_the_clear_to_this_machine(address: str) -> None:
-    assert Access.of(address, KEY, None, None).tls is None
+    assert Access.of(resolve(address, api_key=KEY)).tls is None
 
 
 @pytest.mark.parametrize("address", ["router:7070", "192.0.2.1:1", "ipv4:127.0.0.1:1,192.0.2.1:2", "dns:///router:1"])
 def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_told(address: str) -> None:
     with pytest.raises(ConfigError, match="OUTRIDER_CA") as caught:
-        Access.of(address, KEY, None, None)
+        Access.of(resolve(address, api_key=KEY))
     assert KEY not in str(caught.value)
-    assert Access.of(address, KEY, None, False).tls is None
+    assert Access.of(resolve(address, api_key=KEY, tls=False)).tls is None
     with pytest.raises(ConfigError):
         outrider.Client(address, api_key=KEY)
 
 
 def test_tls_without_a_ca_believes_whom_the_web_does() -> None:
-    access = Access.of("h:1", KEY, None, True)
+    access = Access.of(resolve("h:1", api_key=KEY, tls=True))
     assert access.tls is not None
     assert access.tls.ca is None
 
@@ -63,12 +182,12 @@ def test_tls_without_a_ca_believes_whom_the_web_does() -> None:
 @pytest.mark.parametrize("key", ["two words", "line\n", "é"])
 def test_a_key_that_cannot_be_sent_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="api_key") as caught:
-        Access.of("localhost:1", key, None, None)
+        Access.of(resolve("localhost:1", api_key=key))
     assert key not in str(caught.value)
 
 
 def test_a_ca_that_is_none_is_named(tmp_path: Path, ca: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.pem"):
-        Access.of("h:1", None, tmp_path / "none.pem", None)
+        Access.of(resolve("h:1", ca=tmp_path / "none.pem"))
     with pytest.raises(ConfigError, match="tls: is False"):
-        Access.of("h:1", None, ca, False)
+        resolve("h:1", ca=ca, tls=False)

@@ -127,7 +127,7 @@ async def test_models_are_listed(router: ScriptedRouter) -> None:
 
 
 async def test_errors_are_typed(router: ScriptedRouter) -> None:
-    async with outrider.AsyncClient(router.address) as client:
+    async with outrider.AsyncClient(router.address, retries=0) as client:
         with pytest.raises(errors.InvalidRequest) as invalid:
             await client.generate("refused")
         assert (invalid.value.field, str(invalid.value)) == ("prompt", "prompt: is refused")

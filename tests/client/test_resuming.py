@@ -15,7 +15,7 @@ import pytest
 import outrider
 from bench.faults import FaultProxy
 from outrider import errors
-from outrider.client import _stream
+from outrider.client import _router, _stream
 from outrider.v1 import inference_pb2 as pb
 from tests.client.conftest import WORDS, Fault, ScriptedRouter, served
 
@@ -219,20 +219,51 @@ async def test_a_router_that_has_no_room_for_the_rest_says_when_to_come_back(rou
 
 @pytest.mark.parametrize(
     ("after", "retry_after", "timeout"),
-    [(0, 0.0, None), (3, _stream.LONGEST_WAIT_S + 1, None), (3, 5.0, 2.0)],
-    ids=["before it started", "for too long", "beyond the timeout"],
+    [(0, 0.0, None), (3, _router.LONGEST_WAIT_S + 1, None), (3, 5.0, 2.0)],
+    ids=["before it started, without retries", "for too long", "beyond the timeout"],
 )
 async def test_a_router_that_has_no_room_is_the_callers_affair(
     router: ScriptedRouter, after: int, retry_after: float, timeout: float | None
 ) -> None:
     router.faults = iter([Fault(after, errors.Overloaded("full", retry_after))])
     begin = time.monotonic()
-    async with outrider.AsyncClient(router.address) as client:
+    async with outrider.AsyncClient(router.address, retries=0) as client:
         with pytest.raises(errors.Overloaded) as caught:
             await client.generate("hello", timeout=timeout)
     assert caught.value.retry_after == retry_after
     assert time.monotonic() - begin < 1
     assert len(router.requests) + len(router.resumes) == 1
+
+
+async def test_a_generation_that_there_is_no_room_for_comes_back_when_the_router_says(router: ScriptedRouter) -> None:
+    router.faults = iter([Fault(0, errors.Overloaded("full", retry_after=0.2)) for _ in range(2)])
+    begin = time.monotonic()
+    async with outrider.AsyncClient(router.address) as client:
+        result = await client.generate("hello", timeout=5)
+    assert_whole(result)
+    assert result.resumes == 0  # nothing had begun
+    assert 0.4 <= time.monotonic() - begin < 2
+    assert len(router.requests) == 3
+    assert all(request == router.requests[0] for request in router.requests)
+
+
+async def test_coming_back_has_its_bounds(router: ScriptedRouter) -> None:
+    router.faults = itertools.repeat(Fault(0, errors.Overloaded("full", retry_after=0.01)))
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Overloaded):
+            await client.generate("hello", timeout=5)
+    assert len(router.requests) == 1 + _router.RETRIES
+    router.faults = iter([Fault(0, errors.Overloaded("full", retry_after=3.0))])
+    async with outrider.AsyncClient(router.address) as client:
+        with pytest.raises(errors.Overloaded):  # at once: the timeout passes before
+            await client.generate("hello", timeout=2)
+    assert len(router.requests) == 2 + _router.RETRIES
+
+
+def test_no_two_callers_come_back_together() -> None:
+    pauses = {_router.jittered(2.0) for _ in range(100)}
+    assert len(pauses) == 100
+    assert all(2.0 <= pause <= 3.0 for pause in pauses)
 
 
 async def test_the_timeout_is_for_all_calls_together(router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch) -> None:

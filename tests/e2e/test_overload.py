@@ -126,7 +126,7 @@ async def overload(cluster: LocalCluster, prompts: list[str], seconds: float) ->
     """Measures the peak, then asks for several times as much."""
     dice = random.Random(7)
     router = cluster.processes["router"].pid
-    async with outrider.AsyncClient(cluster.router_address) as client:
+    async with outrider.AsyncClient(cluster.router_address, retries=0) as client:
         most = await peak(client, prompts)
         rate = TIMES * most / TOKENS
         heard = Heard(time.monotonic() + RAMP_S)

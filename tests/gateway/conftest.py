@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,7 +16,7 @@ import pytest
 from gateway.serving import bound, server
 from outrider.config import GatewayConfig
 from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import MODEL, SCRIPT, Rig, running_router
+from tests.router.rig import FOLDER, MODEL, SCRIPT, Rig, running_router
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ async def fronted(
     async with running_router(redis_url, **router) as rig, announced(verifier, rig.registry, MODEL.digest):
         with bound("127.0.0.1:0") as listening:
             front = server(GatewayConfig(router=rig.address, **(gateway or {})))
-            serving = asyncio.create_task(front._serve([listening]))
+            serving = asyncio.create_task(front.serve([listening]))
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             try:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
@@ -51,4 +53,15 @@ Fronted = Callable[..., AbstractAsyncContextManager[Front]]
 @pytest.fixture
 async def front(redis_url: str) -> AsyncIterator[Front]:
     async with fronted(redis_url) as running:
+        yield running
+
+
+@pytest.fixture
+async def chat_front(redis_url: str, tmp_path: Path) -> AsyncIterator[Front]:
+    """One whose model has a chat template."""
+    shutil.copytree(FOLDER, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    )
+    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as running:
         yield running

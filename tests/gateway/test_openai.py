@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +12,8 @@ import pytest
 from gateway.serving import bound, server
 from outrider.config import GatewayConfig
 from tests.gateway.conftest import Front, fronted
-from tests.router.fakes import FakeVerifier
-from tests.router.rig import FOLDER, MODEL, SAID, SCRIPT, finished_reason, until
+from tests.router.fakes import CONTEXT, FakeVerifier
+from tests.router.rig import MODEL, SAID, SCRIPT, finished_reason, until
 
 PROMPT = "import os\n"
 PROMPT_TOKENS = len(MODEL.tokenizer.encode(PROMPT).ids)
@@ -106,6 +104,7 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
     [
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"suffix": "x"}, 400, "suffix", "Unsupported parameter: 'suffix'"),
         ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
         ({"max_tokens": 1000}, 400, "max_tokens", "at most"),
         ({"prompt": ""}, 400, "prompt", "empty"),
@@ -121,6 +120,13 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
             "Unrecognized request argument supplied: outrider.gamma",
         ),
         ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
+        ({"n": 2, "extra_body": {"outrider": {"session": "s"}}}, 400, "session", "is for one answer, and 2"),
+        (
+            {"prompt": ["x", "y"], "extra_body": {"outrider": {"idempotency_key": "k"}}},
+            400,
+            "idempotency_key",
+            "is for one answer, and 2",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +166,7 @@ async def test_a_body_that_is_too_large_is_refused_unread(redis_url: str, announ
     ):
         answer = await web.post("/v1/completions", content=b" " * 65536 if announced else parts())
         assert answer.status_code == 413
-        assert "larger than 4096 bytes" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"] == "POST /v1/completions: the body is larger than 4096 bytes"
         assert (await web.get("/health")).status_code == 200
 
 
@@ -205,7 +211,7 @@ async def test_no_room_says_when_to_come_back(redis_url: str) -> None:
 async def test_a_router_that_is_not_there_is_unavailable() -> None:
     with bound("127.0.0.1:0") as listening:
         front = server(GatewayConfig(router="127.0.0.1:1"))
-        serving = asyncio.create_task(front._serve([listening]))
+        serving = asyncio.create_task(front.serve([listening]))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}") as web:
             health = await web.get("/health")
             answer = await web.post("/v1/completions", json={"model": "target", "prompt": "x"})
@@ -224,46 +230,58 @@ async def test_requests_are_counted(front: Front) -> None:
     assert 'outrider_gateway_requests_total{path="other",status="404"} 1.0' in shown
 
 
-async def test_a_chat_is_rendered_by_the_models_own_template(redis_url: str, tmp_path: Path) -> None:
-    shutil.copytree(FOLDER, tmp_path / "chat")
-    (tmp_path / "chat" / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-    )
+async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) -> None:
+    front = chat_front
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "f."}]},
     ]
     prompt = MODEL.tokenizer.encode("<system>Be brief.\n<user>Say f.\n<assistant>", add_special_tokens=False).ids
-    async with fronted(redis_url, models={"target": tmp_path / "chat"}) as front:
-        answer = await front.client.chat.completions.create(
-            model="target", messages=messages, max_completion_tokens=4, logprobs=True, top_logprobs=1
-        )
-        assert list(front.verifier.starts[0].tokens) == prompt
-        (choice,) = answer.choices
-        assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
-        assert choice.logprobs is not None
-        assert choice.logprobs.content is not None
-        assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
-        assert [bytes(entry.bytes or ()).decode() for entry in choice.logprobs.content] == [
-            entry.token for entry in choice.logprobs.content
-        ]
-        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [1] * 4
-        stream = await front.client.chat.completions.create(
-            model="target", messages=messages, max_tokens=len(SCRIPT), stream=True
-        )
-        deltas = [piece.choices[0].delta async for piece in stream]
-        assert deltas[0].role == "assistant"
-        assert "".join(delta.content or "" for delta in deltas) == SAID
+    answer = await front.client.chat.completions.create(
+        model="target", messages=messages, max_completion_tokens=4, logprobs=True, top_logprobs=1
+    )
+    assert list(front.verifier.starts[0].tokens) == prompt
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    assert [bytes(entry.bytes or ()).decode() for entry in choice.logprobs.content] == [
+        entry.token for entry in choice.logprobs.content
+    ]
+    assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [1] * 4
+    stream = await front.client.chat.completions.create(
+        model="target", messages=messages, max_tokens=len(SCRIPT), stream=True
+    )
+    deltas = [piece.choices[0].delta async for piece in stream]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == SAID
+
+
+async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_context(chat_front: Front) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Say f."}]
+    first = await chat_front.client.chat.completions.create(model="target", messages=asked, max_tokens=4)
+    asked += [first.choices[0].message, {"role": "user", "content": "More."}]
+    second = await chat_front.client.chat.completions.create(model="target", messages=asked)
+    assert second.usage is not None
+    assert second.usage.total_tokens == CONTEXT
+    start = chat_front.verifier.starts[-1]
+    conversation = f"<user>Say f.\n<assistant>{first.choices[0].message.content}\n<user>More.\n<assistant>"
+    assert list(start.tokens) == MODEL.tokenizer.encode(conversation, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "Unrecognized request argument supplied: tools"),
+        (
+            {"tools": [{"type": "function"}]},
+            "Unsupported parameter: 'tools' is not served here",
+        ),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs: needs logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
     ],
 )
 async def test_what_a_text_model_cannot_do_is_refused_by_name(front: Front, wrong: dict[str, Any], said: str) -> None:

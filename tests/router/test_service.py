@@ -70,6 +70,14 @@ async def test_the_verifier_hears_a_few_times_in_a_window_what_is_durable(redis_
         assert len(told) > 10  # the end of the call may overtake the last one
 
 
+async def test_an_answer_of_any_length_ends_where_the_context_does(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        started, chunks, finished = await collect(rig.stub.Generate(ask(max_tokens=0)))
+        room = CONTEXT - started.prompt_tokens
+        assert sum(len(chunk.token_ids) for chunk in chunks) == finished.usage.completion_tokens == room
+        assert finished.reason == types_pb2.FINISH_REASON_LENGTH
+
+
 async def test_a_seed_is_drawn_when_there_is_none(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         seeds = {(await collect(rig.stub.Generate(ask(max_tokens=1))))[0].seed for _ in range(3)}
@@ -117,7 +125,8 @@ BAD = [
     (pb.GenerateRequest(), "INVALID_ARGUMENT", "prompt: is empty"),
     (pb.GenerateRequest(token_ids=pb.TokenIds()), "INVALID_ARGUMENT", "prompt: is empty"),
     (pb.GenerateRequest(model="gpt", text="x"), "NOT_FOUND", "there are: target"),
-    (ask(max_tokens=0), "INVALID_ARGUMENT", "max_tokens: is 0"),
+    (ask(max_tokens=0, min_tokens=CONTEXT), "INVALID_ARGUMENT", "min_tokens"),
+    (ask("x " * CONTEXT, max_tokens=0), "INVALID_ARGUMENT", "prompt: has"),
     (ask(max_tokens=CONTEXT), "INVALID_ARGUMENT", "max_tokens: is 64, must be at most"),
     (ask("x " * CONTEXT), "INVALID_ARGUMENT", "prompt: has"),
     (ask(temperature=-1), "INVALID_ARGUMENT", "temperature: is -1.0"),

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 from redis.asyncio import Redis
 
 from outrider.errors import NotFound
-from outrider.store.client import connect
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
 
 MOMENTS = 60  # turns of the loop; a command takes a few
 AGAIN = 10  # turns differ
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 async def _look_for_workers(client: Redis) -> None:

@@ -1,10 +1,8 @@
 """What one router's sessions learned, another's begin with; and nothing that is stored can break them."""
 
 import json
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from outrider.core.contract import Plan, StepReport
 from outrider.core.goodput import Goodput, Lessons
@@ -14,13 +12,6 @@ from outrider.store.lessons import MOST_STEPS, share
 
 KEY = "outrider:{lessons}:target:drafter:hot"
 NAME = "target:drafter:hot"
-
-
-@pytest_asyncio.fixture
-async def client(redis_url: str) -> AsyncIterator[Client]:
-    client = connect(redis_url)
-    yield client
-    await client.aclose()
 
 
 def learn(lessons: Lessons, steps: int, *, accepted: int = 2, verified: int = 4) -> None:

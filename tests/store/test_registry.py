@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +36,6 @@ DRAFTER = replace(VERIFIER, worker_id="d1", role="drafter", model="drafter")
 def server() -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder), appendonly="no") as server:
         yield server
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 async def test_workers_are_listed_by_role_as_they_described_themselves(client: Redis) -> None:

@@ -1,6 +1,5 @@
 """An owner puts back what Redis lost, and nobody else's text is touched."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +9,12 @@ from redis.asyncio import Redis
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, NotFound, Superseded
-from outrider.store.client import connect
 from outrider.store.sessions import Log, OwnedSession, SessionRecord, Sessions, Turn
 
 RECORD, LOG = "outrider:{s1}:session", "outrider:{s1}:log"
 TOKENS = [5, 6, 7, 8, 1, 2, 3]  # a prompt of four and an answer of three
 LOGPROBS = b"aabbcc"
 TURN = Turn(Contract(seed=1, max_tokens=9, logprobs=0), (), answer_position=4, deadline=None)
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Sessions in a real server: fenced, idempotent, and read back as they were written."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +29,6 @@ CONTRACT = Contract(seed=2**64 - 1, max_tokens=9, temperature=0.1 + 0.2, stop_id
 TURN = Turn(CONTRACT, ("\n\n", "ü\0"), answer_position=4, deadline=1_800_000_000.123456)
 PLAN = Plan(version=1, depth=6)
 NEW = SessionRecord("s1", "tenant", "target", bytes(range(240, 256)))
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

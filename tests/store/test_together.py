@@ -1,11 +1,9 @@
 """What many sessions write at the same moment takes few round trips, and each hears what became of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from redis.asyncio import Redis
 
 from outrider.core.contract import Contract
@@ -18,14 +16,6 @@ from tests.store.server import Server
 PROMPT = [5, 6, 7, 8]
 TURN = Turn(Contract(seed=1, max_tokens=99), (), answer_position=4, deadline=None)
 MANY = 64
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 async def begun(client: Redis, count: int = MANY) -> tuple[Sessions, list[OwnedSession]]:

@@ -1,0 +1,80 @@
+"""Clients that read slowly or leave several answers: what they hold is bounded, and nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider.client import AsyncStream, Chunk
+from tests.gateway.conftest import fronted
+from tests.router import fakes
+from tests.router.fakes import FakeVerifier
+from tests.router.rig import SCRIPT, finished_reason, until
+
+LONG = 100_000  # tokens of an answer: megabytes, more than the kernel keeps for a connection
+ASKED: dict[str, Any] = {"model": "target", "prompt": "x", "max_tokens": 50, "n": 4, "stream": True}
+
+
+def ours() -> list[str]:
+    """The tasks of the gateway and of the SDK that run."""
+    running = [task.get_coro() for task in asyncio.all_tasks()]
+    files = [code.co_filename for coro in running if (code := getattr(coro, "cr_code", None))]
+    return [file for file in files if Path(file).parent.name in ("gateway", "client") and "tests" not in file]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_several_answers_ends_them_all(redis_url: str, stream: bool) -> None:
+    async with fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front:
+        async with httpx.AsyncClient(base_url=front.url) as web:
+            asking = asyncio.create_task(_read(web, {**ASKED, "stream": stream}))
+            await until(lambda: front.verifier.open == 4 and front.verifier.steps > 16 and len(ours()) >= 4)
+            asking.cancel()
+        await until(lambda: front.verifier.open == 0)
+        for start in front.verifier.starts:
+            assert await finished_reason(front.rig, start.session_id) == "cancelled"
+        await until(lambda: not ours())
+        async with httpx.AsyncClient(base_url=front.url) as web:
+            assert "outrider_gateway_running 1.0" in (await web.get("/metrics")).text  # this one
+
+
+async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:
+    async with web.stream("POST", "/v1/completions", json=asked) as answer:
+        async for _ in answer.aiter_bytes():
+            pass
+
+
+async def test_who_does_not_read_has_the_gateway_take_no_more_from_the_router(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes, "CONTEXT", 2 * LONG)
+    taken = 0
+    take = AsyncStream.next
+
+    async def counted(stream: AsyncStream) -> Chunk | None:
+        nonlocal taken
+        chunk = await take(stream)
+        taken += len(chunk.token_ids) if chunk else 0
+        return chunk
+
+    monkeypatch.setattr(AsyncStream, "next", counted)
+    async with fronted(redis_url, FakeVerifier(SCRIPT, stride=64)) as front:
+        with socket.socket() as unread:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # the kernel's megabytes are not the gateway's
+            unread.connect(("127.0.0.1", int(front.url.rpartition(":")[2])))
+            body = json.dumps({**ASKED, "max_tokens": LONG, "logprobs": 20})
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            unread.sendall(f"{head}content-type: application/json\r\n\r\n{body}".encode())
+            stood, before = 0, 0
+            while stood < 4:  # looks in a row at which nothing came
+                await asyncio.sleep(0.25)
+                stood, before = (stood + 1 if taken == before > 0 else 0), taken
+            assert len(ours()) >= 4
+            print(f"\nof 4 answers that nobody reads the gateway took {taken} tokens of {4 * LONG}")
+            assert taken < LONG
+        await until(lambda: not ours())

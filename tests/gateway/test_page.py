@@ -1,0 +1,63 @@
+"""docs/gateway.md: its table has every field of OpenAI's requests, and is what the gateway does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chats
+from pydantic import ValidationError
+
+from gateway.schema import UNSUPPORTED, Chat, Completion, Sampled
+from outrider.core.contract import PolicyName
+
+PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+MINIMAL: dict[type[Sampled], dict[str, Any]] = {
+    Chat: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    Completion: {"model": "m", "prompt": "x"},
+}
+
+
+def column(number: int) -> dict[str, str]:
+    """What the table of fields says of each, for one endpoint; blank where it does not have the field."""
+    rows = PAGE.partition("| field | chat |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {row[0].strip("`"): row[number] for row in cells}
+
+
+ENDPOINTS = [(Chat, chats.CompletionCreateParamsBase, 1), (Completion, completions.CompletionCreateParamsBase, 2)]
+
+
+@pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
+def test_every_field_that_openai_has_is_in_the_table(kind: type[Sampled], theirs: Any, number: int) -> None:
+    known = {name for name, said in column(number).items() if said}
+    assert known == {*theirs.__annotations__, "stream"}
+    assert known == {*kind.model_fields} - {"outrider"}
+
+
+@pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
+def test_fields_do_what_the_table_says(kind: type[Sampled], theirs: Any, number: int) -> None:
+    plain = kind.model_validate(MINIMAL[kind])
+    for name, said in column(number).items():
+        assert said in ("", "served", "no effect", "refused")
+        assert kind.model_validate(
+            {**MINIMAL[kind], name: None} if said and name not in MINIMAL[kind] else MINIMAL[kind]
+        )
+        if said == "no effect":
+            taken = kind.model_validate({**MINIMAL[kind], name: {"any": "thing"}})
+            assert taken.options() == plain.options()
+        elif said == "refused":
+            with pytest.raises(ValidationError) as refused:
+                kind.model_validate({**MINIMAL[kind], name: "x"})
+            (error,) = refused.value.errors()
+            assert (error["type"], error["loc"]) == (UNSUPPORTED, (name,))
+    for policy in get_args(PolicyName):
+        assert kind.model_validate({**MINIMAL[kind], "outrider": {"speculation": policy}})
+
+
+def test_every_field_of_outrider_is_on_the_page() -> None:
+    rows = PAGE.partition("| field of `outrider` |")[2].partition("\n\n")[0]
+    for name in type(Chat.model_validate(MINIMAL[Chat]).outrider).model_fields:
+        assert f"`{name}`" in rows
