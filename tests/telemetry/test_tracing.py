@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -143,6 +145,33 @@ async def test_a_request_is_one_trace_through_all_processes(watched: Watched) ->
 
 def _drafting(spans: list[Span]) -> int:
     return sum(span.name == "drafting" for span in spans)
+
+
+async def test_whoever_asks_the_gateway_finds_its_request_in_his_own_trace(watched: Watched) -> None:
+    trace, parent = secrets.token_bytes(16), secrets.token_bytes(8)
+    flags = ("--router", watched.cluster.router_address, "--listen", "127.0.0.1:0")
+    gateway = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", "gateway", *flags), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert gateway.stdout is not None
+        address = (await gateway.stdout.readline()).decode().split()[-1]
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(
+                f"http://{address}/v1/completions",
+                json={"model": "target", "prompt": PROMPT, "max_tokens": 5},
+                headers={"traceparent": f"00-{trace.hex()}-{parent.hex()}-01"},
+                timeout=30,
+            )
+        assert answer.status_code == 200
+        (request,) = await watched.named(trace, "POST /v1/completions", "gateway")
+        (generate,) = await watched.named(trace, "generate", "gateway")
+        assert (request.parent, generate.parent) == (parent, request.identity)
+        assert request.about["http.response.status_code"] == 200
+        assert (await watched.call(trace)).parent == generate.identity
+    finally:
+        gateway.terminate()
+        await gateway.wait()
 
 
 async def test_a_call_that_is_cancelled_is_told_of_as_cancelled(watched: Watched) -> None:
