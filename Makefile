@@ -51,9 +51,9 @@ bench-trees: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(ARGS)
 
-# The pages of docs/, in site/: links that lead nowhere are errors.
+# The pages of docs/, in site/: links that lead nowhere are errors. (With --quiet they would be none.)
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
