@@ -194,7 +194,7 @@ class GatewayConfig(Section):
     server_name: str = ""  # that the router's certificate must have; empty: its address's
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
-    log_format: Literal["text", "json"] = "text"
+    log_format: Literal["text", "json"] = "text"  # as of other servers
 
 
 class ClusterConfig(Section):

@@ -20,7 +20,7 @@ from tests.docs.pages import ROOT
 from tests.docs.sandbox import Sandbox
 
 SERVERS = {"up", "router", "verifier", "drafter", "gateway"}
-MEASURING = {"bench", "demo", "plan", "simulate", "verify"}  # take from ten seconds to minutes
+LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace"}  # take from ten seconds to for ever
 DEPLOYING = {"docker", "helm", "kind", "kubectl", "podman"}  # there is no cluster of theirs
 MINIMAL: dict[str, Any] = {"router": {"models": {"target": "models/target"}}, "verifier": [{"model": "models/target"}]}
 
@@ -28,6 +28,8 @@ MINIMAL: dict[str, Any] = {"router": {"models": {"target": "models/target"}}, "v
 def check_shell(commands: list[str], sandbox: Sandbox) -> None:
     """All commands of a block. Raises AssertionError."""
     servers = [command for command in commands if _is_server(command)]
+    for command in commands:
+        named_paths_exist(shlex.split(command, comments=True))
     for command in commands:
         if command in servers:
             if command == servers[0]:
@@ -39,7 +41,6 @@ def check_shell(commands: list[str], sandbox: Sandbox) -> None:
 def check_command(command: str, sandbox: Sandbox) -> None:
     """One command. Raises AssertionError for one that nobody knows how to check."""
     words = shlex.split(command, comments=True)
-    named_paths_exist(words)
     match words:
         case ["export", *assignments]:
             sandbox.environment |= dict(sandbox.placed(word).split("=", 1) for word in assignments)
@@ -52,7 +53,7 @@ def check_command(command: str, sandbox: Sandbox) -> None:
             assert extras <= project()["optional-dependencies"].keys(), command
         case ["python", "-m", module, *arguments]:
             assert _flags(arguments) <= set(re.findall(r"--[\w-]+", module_help(module))), command
-        case ["outrider", name, *arguments] if name in MEASURING or (name == "describe" and not _address(arguments)):
+        case ["outrider", name, *arguments] if name in LONG or (name == "describe" and not _address(arguments)):
             parsed(name, arguments)
         case ["outrider" | "python", *_]:
             sandbox.need_cluster()

@@ -43,8 +43,9 @@ class Sandbox:
             for file in (ROOT / "models" / model).iterdir():
                 (folder / "checkpoints" / name / file.name).symlink_to(file)
         shutil.copytree(ROOT / "examples", folder / "examples")
-        for file in (folder / "examples").rglob("*.*"):
-            file.write_text(self.placed(file.read_text(encoding="utf-8")), encoding="utf-8")
+        for file in (folder / "examples").rglob("*"):
+            if file.suffix in (".py", ".toml"):
+                file.write_text(self.placed(file.read_text(encoding="utf-8")), encoding="utf-8")
 
     def __enter__(self) -> Sandbox:
         return self

@@ -91,6 +91,13 @@ def test_commands_that_the_text_names_exist(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_files_that_the_text_names_exist(name: str) -> None:
+    tops = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir()))
+    for path in re.findall(rf"`((?:{tops})/[\w./-]+)", prose(name)):
+        assert (ROOT / path).exists() or path.startswith("bench/results"), path
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_links_to_files_lead_somewhere(name: str) -> None:
     folder = (ROOT / name).parent
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose(name)):
