@@ -33,7 +33,7 @@ def check_shell(commands: list[str], sandbox: Sandbox) -> None:
     for command in commands:
         if command in servers:
             if command == servers[0]:
-                sandbox.start([line.partition(" #")[0].strip() for line in servers])
+                sandbox.start(servers)
         else:
             check_command(command, sandbox)
 
@@ -53,7 +53,7 @@ def check_command(command: str, sandbox: Sandbox) -> None:
             assert extras <= project()["optional-dependencies"].keys(), command
         case ["python", "-m", module, *arguments]:
             assert _flags(arguments) <= set(re.findall(r"--[\w-]+", module_help(module))), command
-        case ["outrider", name, *arguments] if name in LONG or (name == "describe" and not _address(arguments)):
+        case ["outrider", name, *arguments] if _is_long(name, arguments):
             parsed(name, arguments)
         case ["outrider" | "python", *_]:
             sandbox.need_cluster()
@@ -121,8 +121,10 @@ def _is_server(command: str) -> bool:
     return words[0] == "outrider" and words[1] in SERVERS
 
 
-def _address(arguments: list[str]) -> bool:
-    return any(re.fullmatch(r"[\w.]+:\d+", word) for word in arguments)
+def _is_long(name: str, arguments: list[str]) -> bool:
+    if name == "describe":  # of a checkpoint it measures passes
+        return not re.fullmatch(r"[\w.]+:\d+", arguments[0])
+    return name in LONG and "--once" not in arguments
 
 
 def _flags(arguments: list[str]) -> set[str]:

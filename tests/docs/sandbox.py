@@ -18,9 +18,10 @@ RUN_S = 60.0
 STOP_S = 15.0
 CLUSTER, GATEWAY = "outrider up examples/cluster.toml", "outrider gateway --router 127.0.0.1:7070"
 BY_HAND = "by hand"
-DEFAULTS = (
-    ("outrider generate", "--address", "127.0.0.1:7070"),
-    ("outrider gateway", "--listen", "127.0.0.1:8000"),
+DEFAULTS = (  # a command, how it would say an address, and the one that it takes else
+    ("outrider generate", "--address", "--address 127.0.0.1:7070"),
+    ("outrider gateway", "--listen", "--listen 127.0.0.1:8000"),
+    ("outrider top", ":", "127.0.0.1:9464"),
 )
 
 _REDIS = re.compile(r"redis://[\w.]+:6379")
@@ -36,6 +37,7 @@ class Sandbox:
         self._redis_url = redis_url
         self._ports: dict[str, int] = defaultdict(free_port)  # by address
         self._servers: dict[str, subprocess.Popen[str]] = {}  # by command
+        self._session = ""
         self.environment: dict[str, str] = {}
         (folder / "models").symlink_to(ROOT / "models")
         for name, model in _CHECKPOINTS.items():
@@ -54,15 +56,17 @@ class Sandbox:
         self.stop(list(self._servers))
 
     def placed(self, text: str) -> str:
-        """With addresses of this sandbox: a free port for each that is named, or left to a command's default."""
-        for command, flag, default in DEFAULTS:
-            if text.startswith(command) and flag not in text:
-                text += f" {flag} {default}"
-        text = _REDIS.sub(lambda _: self._redis_url, text)
+        """With addresses of this sandbox, a free port for each that is named or left to a command's default, and with
+        the session that the last answer was of."""
+        text = text.partition(" #")[0] if text.startswith("outrider ") else text
+        for command, said, default in DEFAULTS:
+            if text.startswith(command) and said not in text:
+                text += f" {default}"
+        text = _REDIS.sub(lambda _: self._redis_url, text).replace("SESSION", self._session)
         return _ADDRESS.sub(lambda match: f"127.0.0.1:{self._ports[match[0].replace('0.0.0.0', '127.0.0.1')]}", text)
 
-    def run(self, command: str) -> str:
-        """Runs it and returns what it wrote. Raises AssertionError with that if it fails."""
+    def run(self, command: str) -> None:
+        """Runs it. Raises AssertionError with what it wrote if it fails."""
         done = subprocess.run(
             ["bash", "-c", self.placed(command)],
             cwd=self.folder,
@@ -73,7 +77,8 @@ class Sandbox:
             check=False,
         )
         assert done.returncode == 0, f"{command}\nended with status {done.returncode}:\n{done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
+        if named := re.search(r"^outrider: session (\w+)", done.stderr, re.MULTILINE):
+            self._session = named[1]
 
     def run_python(self, snippet: str) -> None:
         """Runs it as a program."""

@@ -53,12 +53,12 @@ def test_the_references_are_where_their_marks_stand(site: Path) -> None:
     assert "--speculation" in (site / "commands" / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](operations.md#nowhere)"])
-def test_a_link_that_leads_nowhere_fails_the_build(link: str, tmp_path: Path) -> None:
+def test_links_that_lead_nowhere_fail_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     with (tmp_path / "docs" / "concepts.md").open("a", encoding="utf-8") as page:
-        page.write(f"\n{link}\n")
+        page.write("\n[a page](nowhere.md) and [a heading](operations.md#not-there)\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
-    assert "nowhere" in done.stderr
+    assert "nowhere.md" in done.stderr
+    assert "#not-there" in done.stderr
