@@ -26,7 +26,13 @@ DEFAULTS = (  # a command, how it would say an address, and the one that it take
 
 _REDIS = re.compile(r"redis://[\w.]+:6379")
 _ADDRESS = re.compile(r"\b(127\.0\.0\.1|0\.0\.0\.0|10\.0\.0\.\d+):([1-9]\d+)\b")
-_CHECKPOINTS = {"my-model": "target", "my-middle-model": "mid", "my-small-model": "drafter"}
+_CHECKPOINTS = {
+    **{f"models/{model}": model for model in ("target", "mid", "drafter")},
+    "checkpoints/my-model": "target",
+    "checkpoints/my-middle-model": "mid",
+    "checkpoints/my-small-model": "drafter",
+}
+_CHAT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"  # the reference models have no template
 
 
 class Sandbox:
@@ -39,11 +45,11 @@ class Sandbox:
         self._servers: dict[str, subprocess.Popen[str]] = {}  # by command
         self._session = ""
         self.environment: dict[str, str] = {}
-        (folder / "models").symlink_to(ROOT / "models")
         for name, model in _CHECKPOINTS.items():
-            (folder / "checkpoints" / name).mkdir(parents=True)
+            (folder / name).mkdir(parents=True)
+            (folder / name / "chat_template.jinja").write_text(_CHAT, encoding="utf-8")
             for file in (ROOT / "models" / model).iterdir():
-                (folder / "checkpoints" / name / file.name).symlink_to(file)
+                (folder / name / file.name).symlink_to(file)
         shutil.copytree(ROOT / "examples", folder / "examples")
         for file in (folder / "examples").rglob("*"):
             if file.suffix in (".py", ".toml"):
