@@ -141,7 +141,7 @@ class Sandbox:
 
     def _environ(self, environment: dict[str, str] | None = None) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        inherited = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+        inherited = {name: it for name, it in os.environ.items() if not name.startswith(("REDIS_", "OUTRIDER_"))}
         return {
             **inherited,
             "PATH": path,
