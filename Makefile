@@ -4,15 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu lint manifests proto \
-	typescript clean
+.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu docs lint manifests \
+	proto typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
 # Tests of whole clusters one after another: two at once would starve each other's drafters. What needs no clock runs
 # beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli core drafter engine examples gateway hostile model simulation verifier)
+ASIDE := $(addprefix tests/,bench cli core docs drafter engine examples gateway hostile live model rpc simulation store \
+	telemetry verifier)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside
@@ -52,6 +53,10 @@ bench-trees: $(STAMP)
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(ARGS)
 
+# The pages of docs/, in site/: links that lead nowhere are errors. (With --quiet they would be none.)
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,10 +75,10 @@ typescript:
 	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .tests-aside.log build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .tests-aside.log build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,dev,bench]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,dev,bench,docs]'
 	touch $@

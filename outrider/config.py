@@ -6,7 +6,16 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from outrider.errors import ConfigError
 from outrider.hub import hub_name
@@ -27,7 +36,7 @@ def _listed(value: Any) -> Any:
 TreeName = Literal["best-first", "opt-tree", "eagle-2", "chain", "k-ary", "sequoia"]  # see outrider.core.construction
 SectionT = TypeVar("SectionT", bound="Section")
 ServerT = TypeVar("ServerT", bound="ServerConfig")
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "string", "format": "HOST:PORT"})]
 
 
 class Section(BaseModel):
@@ -46,8 +55,8 @@ class RedisConfig(Section):
 class Placed(Section):
     """What a server takes of a Ray cluster's resources; a rank each, where it has several."""
 
-    cpus: float | None = Field(default=None, ge=0)  # None: its threads
-    gpus: float = Field(default=0.0, ge=0)  # 0: one, if its `device` is a GPU
+    cpus: float | None = Field(default=None, ge=0)  # of a server, or of each rank; None: its threads
+    gpus: float = Field(default=0.0, ge=0)  # the same; 0: one, if its `device` is a GPU
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # others, by the names that the nodes were started with
 
 
@@ -55,8 +64,8 @@ class TlsConfig(Section):
     """Certificates for all servers of a cluster. `{role}` in a path stands for router, verifier, drafter or gateway."""
 
     ca: Path  # whose certificates are believed
-    cert: Path
-    key: Path
+    cert: Path  # a server's own, which must have the name of its role
+    key: Path  # the private key of that
 
 
 class ServerConfig(Placed):
@@ -64,23 +73,23 @@ class ServerConfig(Placed):
 
     ca: Path | None = None  # whose certificates it believes
     cert: Path | None = None  # its own, which must have the name of its role
-    key: Path | None = None
+    key: Path | None = None  # the private key of that
     metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
-    log_format: Literal["text", "json"] = "text"
+    log_format: Literal["text", "json"] = "text"  # of what it writes on stderr; json: an object each line
     health: Address | None = None  # where health alone is told, in plaintext: for probes, which have no certificate
 
 
 class RouterConfig(ServerConfig):
     """One router."""
 
-    listen: Address = "127.0.0.1:7070"
+    listen: Address = "127.0.0.1:7070"  # for clients; port 0 takes a free one
     zone: str = ""  # where it is: verifiers of the same zone are near
     models: dict[str, Path] = Field(min_length=1)  # model name -> checkpoint; its tokenizer.json is enough
-    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # as core.contract.PolicyName
+    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # how gamma is chosen
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
-    width: int = Field(default=4, ge=1, le=64)
+    width: int = Field(default=4, ge=1, le=64)  # most children of one node
     nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on one session's nodes in a step
-    wait_us: int = Field(default=500_000, ge=0, le=10_000_000)
+    wait_us: int = Field(default=500_000, ge=0, le=10_000_000)  # the longest that a step is held back for drafts
     overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
     drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
     tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
@@ -94,11 +103,11 @@ class RouterConfig(ServerConfig):
     tenant_requests_per_s: float | None = Field(default=None, gt=0)  # that a tenant may begin; None: no limit
     tenant_tokens_per_min: int | None = Field(default=None, ge=1)  # of its prompts and answers; None: no limit
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
-    session_ttl_s: int = Field(default=3600, ge=1)
+    session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
     auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
-    drain_s: float = Field(default=5.0, ge=0)
+    drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
 
 
 class WorkerConfig(ServerConfig):
@@ -106,22 +115,22 @@ class WorkerConfig(ServerConfig):
 
     model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
     name: str | None = None  # the model's name; None: the folder's, or NAME
-    listen: Address = "127.0.0.1:0"
+    listen: Address = "127.0.0.1:0"  # for routers and drafters; port 0 takes a free one
     zone: str = ""  # where it is: what is in one zone is near
     advertise: str | None = None  # address that others reach this worker at; None: the listening one
     backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # what the model runs on
     numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)  # of a forward pass, in each rank
     slots: int = Field(default=8, ge=1)  # sessions at once
-    context: int | None = Field(default=None, ge=2)  # None: the checkpoint's
+    context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
     prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt between two steps
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each an actor on Ray
     spread: bool = False  # ranks on as many nodes as there are, not on as few as will do
     ray: str | None = None  # address of a Ray cluster for the ranks, or "auto"; None: one of its own on this machine
     join_s: float = Field(default=3.0, ge=0)  # that nodes of that cluster get to join before it is too small for them
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    drain_s: float = Field(default=5.0, ge=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)  # between its announcements in Redis; listed for three of them
+    drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
 
     @property
     def model_name(self) -> str:
@@ -181,7 +190,7 @@ class GatewayConfig(ServerConfig):
     """OpenAI's interface in front of a router. `ca` signed the router's certificate; with `cert` and `key` the gateway
     itself speaks HTTPS only."""
 
-    listen: Address = "127.0.0.1:8000"
+    listen: Address = "127.0.0.1:8000"  # for HTTP
     router: str = "127.0.0.1:7070"  # as the SDK takes it; in a cluster's file it is the cluster's own
     tls: bool | None = None  # to the router; None: with a `ca`
     server_name: str = ""  # that the router's certificate must have; empty: its address's
@@ -200,11 +209,11 @@ class GatewayConfig(ServerConfig):
 class ClusterConfig(Section):
     """A whole cluster, as `outrider up` starts it on one machine or on Ray."""
 
-    redis: RedisConfig = RedisConfig()
-    tls: TlsConfig | None = None
-    router: RouterConfig
-    verifier: list[VerifierConfig] = Field(min_length=1)
-    drafter: list[DrafterConfig] = []
+    redis: RedisConfig = RedisConfig()  # where sessions are kept
+    tls: TlsConfig | None = None  # certificates of all servers; None: no TLS
+    router: RouterConfig  # the one that is started
+    verifier: list[VerifierConfig] = Field(min_length=1)  # one section each
+    drafter: list[DrafterConfig] = []  # those of tier 0, one section each
     tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_listed)]] = {}  # more drafters, by their tier
     gateway: GatewayConfig | None = None  # OpenAI's interface, if it is wanted
 

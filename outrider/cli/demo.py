@@ -45,8 +45,8 @@ def demo(
         int, typer.Option(parser=parse_count, metavar="COUNT", help="Pad the target to it.")
     ] = 150_000_000,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the target's weights.")] = "bfloat16",
-    verifier_threads: Annotated[int, typer.Option(min=1)] = 2,
-    drafter_threads: Annotated[int, typer.Option(min=1)] = 1,
+    verifier_threads: Annotated[int, typer.Option(min=1, help="Of the verifier's passes.")] = 2,
+    drafter_threads: Annotated[int, typer.Option(min=1, help="Of the drafter's.")] = 1,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines with a prompt each.")] = Path("examples/held_out.jsonl"),
 ) -> None:

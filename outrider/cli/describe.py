@@ -64,14 +64,14 @@ def describe(
     """
     from rich.console import Console
 
-    from outrider.engine.loading import chosen_backend
-    from outrider.hub import checkpoint_folder
-
     screen = Console(highlight=False)
     with reported():
         if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
+            from outrider.engine.loading import chosen_backend
+            from outrider.hub import checkpoint_folder
+
             folder = checkpoint_folder(target)
             native = chosen_backend(folder, backend) == "native"
             (_describe_folder if native else _describe_any)(screen, folder, dtype, layers, skip or (), threads)

@@ -16,17 +16,17 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Kind(Section):
     """One kind of text: how often the target agrees with its drafters."""
 
-    name: str
+    name: str  # which phases give
     agreement: Share  # chance that a node's children hold the target's token, if there are enough of them
     ranks: tuple[Share, ...] = (0.80, 0.12, 0.05, 0.03)  # where it is then, best child first
     prompt: int = Field(default=64, ge=1)  # tokens
-    answer: int = Field(default=192, ge=1)
+    answer: int = Field(default=192, ge=1)  # tokens
 
 
 class Phase(Section):
     """Some time of steady traffic."""
 
-    seconds: float = Field(gt=0)
+    seconds: float = Field(gt=0)  # how long it lasts
     kinds: tuple[str, ...] = Field(min_length=1)  # names; as many sessions of each
     rate: float = Field(default=0.0, ge=0)  # sessions that arrive a second, at random
     callers: int = Field(default=0, ge=0)  # or so many of them, each of whom asks again when answered
@@ -41,9 +41,9 @@ class Deployment(Section):
     pass_ms: dict[int, Annotated[float, Field(gt=0)]] = Field(
         default={1: 20.0, 8: 21.0, 16: 24.0, 32: 32.0, 64: 52.0, 128: 96.0}, min_length=1
     )
-    verifiers: int = Field(default=1, ge=1)
+    verifiers: int = Field(default=1, ge=1)  # which are all alike
     slots: int = Field(default=32, ge=1)  # of a verifier
-    drafters: int = Field(default=1, ge=0)
+    drafters: int = Field(default=1, ge=0)  # which are all alike
     level_ms: float = Field(default=1.5, gt=0)  # a drafter's pass over one session's level
     level_more_ms: float = Field(default=0.2, ge=0)  # for each session more in it
     overhead_ms: float = Field(default=1.5, ge=0)  # of a step beside its pass
@@ -54,9 +54,9 @@ class Deployment(Section):
 class Scenario(Section):
     """A deployment, and the traffic on it: phases, one after another."""
 
-    deployment: Deployment = Deployment()
-    kind: list[Kind] = Field(min_length=1)
-    phase: list[Phase] = Field(min_length=1)
+    deployment: Deployment = Deployment()  # the machines
+    kind: list[Kind] = Field(min_length=1)  # of text; one section each
+    phase: list[Phase] = Field(min_length=1)  # in their order; one section each
 
     @model_validator(mode="after")
     def _kinds_are_known(self) -> Self:

@@ -1,0 +1,56 @@
+"""The references have everything that the code has, and say what it is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs.hooks import commands, configuration
+from outrider import config
+from outrider.config import Section
+from outrider.simulation import deployment
+
+
+def rows(markdown: str, heading: str) -> dict[str, list[str]]:
+    """The cells of the table under a heading, by the first name in its first cell."""
+    section = markdown.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    cells = [line.strip("| ").split(" | ") for line in re.findall(r"^\| `.*", section, re.MULTILINE)]
+    return {re.match(r"`([^`]+)`", row[0])[1]: row for row in cells}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("heading", "section", "command"), configuration.SECTIONS)
+def test_every_key_is_in_the_reference_and_described(heading: str, section: type[Section], command: str) -> None:
+    found = rows(configuration.reference(), heading)
+    assert found.keys() == section.model_fields.keys()
+    for key, (_, value, default, what) in found.items():
+        assert value.strip(), key
+        assert default.strip(), key
+        assert len(what.strip()) > 3, f"{section.__name__}.{key}: a comment behind it says what it is"
+
+
+def test_every_section_is_in_the_reference() -> None:
+    shown = {section for _, section, _ in configuration.SECTIONS}
+    bases = {config.Section, config.Placed, config.ServerConfig, config.WorkerConfig}
+    for module in (config, deployment):
+        of_module = {entry for entry in vars(module).values() if isinstance(entry, type) and issubclass(entry, Section)}
+        assert of_module - bases <= shown
+
+
+def test_the_reference_has_bounds_flags_and_variables() -> None:
+    router = rows(configuration.reference(), "`[router]`")
+    assert router["depth"][:3] == ["`depth`<br>`--depth`", "whole number from 0 to 64", "`24`"]
+    assert router["ca"][0] == "`ca`<br>`--ca`<br>`OUTRIDER_CA`"
+    assert router["models"][:3] == ["`models`<br>`--model`", "by name: path", "needed"]
+    assert rows(configuration.reference(), "`[redis]`")["url"][0] == "`url`<br>`--redis`<br>`REDIS_URL`"
+
+
+def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
+    reference = commands.reference()
+    for name, command in commands.commands():
+        found = rows(reference, f"outrider {name}")
+        assert len(found) == len(command.params), name
+        for flag in (parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"):
+            assert any(flag in re.split(r"[ /]", key) for key in found), flag
+        for key, (_, what) in found.items():
+            assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help says what it is"
