@@ -86,7 +86,7 @@ class Roster(DrafterServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Context[Any, Any]) -> pb.AttachResponse:
         """Drafts for a session. Repeating it changes nothing; another upstream or a higher epoch replaces what was."""
-        async with translated(context), served(context, "outrider.v1.Drafter/Attach") as span:
+        async with translated(context), served(context, "outrider.v1.Drafter/Attach") as call:
             if not request.session_id or not request.upstream:
                 raise InvalidRequest("session_id", "and upstream must both be given")
             if self._leaving:
@@ -102,8 +102,8 @@ class Roster(DrafterServicer):
             if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._capacity.slots:
                 raise Overloaded(f"all {self._capacity.slots} slots of this drafter are in use")
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
-            if span.is_recording():
-                attachment.traced = TracedDrafts(span, attachment, self._worker_id, self._config.tier)
+            if call.span.is_recording():
+                attachment.traced = TracedDrafts(call.span, attachment, self._worker_id, self._config.tier)
             upstream = await self._reach(self._way(request))
             upstream.attach(attachment)
             return pb.AttachResponse()

@@ -20,7 +20,6 @@ from gateway.choices import Prompt, streams
 from gateway.metrics import Metrics
 from gateway.refusals import body, invalid, refusal
 from gateway.schema import Chat, Completion, Sampled
-from gateway.tracing import Traced
 from outrider.client import Options
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
@@ -41,7 +40,6 @@ def make_app(config: GatewayConfig) -> FastAPI:
     app.add_middleware(Bounded, most=config.max_request_bytes)
     app.add_middleware(callers.lending)
     app.add_middleware(metrics.counted)
-    app.add_middleware(Traced)
 
     async def answered(
         asked: Sampled, prompts: Sequence[Prompt], options: Options, form: Form, request: Request

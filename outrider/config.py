@@ -69,17 +69,22 @@ class TlsConfig(Section):
 
 
 class ServerConfig(Placed):
-    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only, but for its `health`."""
+    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only."""
 
     ca: Path | None = None  # whose certificates it believes
     cert: Path | None = None  # its own, which must have the name of its role
     key: Path | None = None  # the private key of that
-    metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
     log_format: Literal["text", "json"] = "text"  # of what it writes on stderr; json: an object each line
+
+
+class GrpcConfig(ServerConfig):
+    """What servers of gRPC share."""
+
+    metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
     health: Address | None = None  # where health alone is told, in plaintext: for probes, which have no certificate
 
 
-class RouterConfig(ServerConfig):
+class RouterConfig(GrpcConfig):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"  # for clients; port 0 takes a free one
@@ -110,7 +115,7 @@ class RouterConfig(ServerConfig):
     drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
 
 
-class WorkerConfig(ServerConfig):
+class WorkerConfig(GrpcConfig):
     """What verifiers and drafters share."""
 
     model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
@@ -197,7 +202,6 @@ class GatewayConfig(ServerConfig):
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
     timeout_s: float = Field(default=600.0, gt=0)  # of one request
     drain_s: float = Field(default=30.0, ge=0)  # that answers get to end, after a signal
-    metrics: None = None  # they are at /metrics, where it listens
 
     @model_validator(mode="after")
     def _a_certificate_has_its_key(self) -> Self:

@@ -191,8 +191,8 @@ class Inference(InferenceServicer):
     @asynccontextmanager
     async def _told(self, context: Context[Any, Any], method: str, operation: str) -> AsyncIterator[Request]:
         """Around a call that answers: its errors become statuses, its span and its figures are told."""
-        async with translated(context), served(context, f"outrider.v1.Inference/{method}") as span:
-            with self._cluster.metrics.request(span, operation) as told:
+        async with translated(context), served(context, f"outrider.v1.Inference/{method}") as call:
+            with self._cluster.metrics.request(call.span, operation) as told:
                 yield told
 
     async def _run(

@@ -50,21 +50,22 @@ class Decoder(VerifierServicer):
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
         """One generation from its start to its end; whatever ends the call closes the session, and its KV stays."""
-        async with translated(context), served(context, "outrider.v1.Verifier/Decode") as span:
+        async with translated(context), served(context, "outrider.v1.Verifier/Decode") as call:
             first = await anext(liveness.heard(requests, "the router"), None)
             if first is None or first.WhichOneof("command") != "start":
                 raise InvalidRequest("start", "must be the first message of Decode")
             with about(first.start.session_id):
                 session = await self._open(self._check(first.start))
-                if span.is_recording():
-                    session.traced = TracedSteps(span)
-                    span.set_attributes(self._attributes(session))
+                if call.span.is_recording():
+                    session.traced = TracedSteps(call.span)
+                    call.span.set_attributes(self._attributes(session))
                 self._sink.welcome_waiting(session)
                 commands = asyncio.create_task(self._obey(session, requests, first.start.lease_ms / 1000))
                 try:
                     await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.place.cached)))
                     await self._report(session, commands, context)
                 finally:
+                    call.answered = session.answered
                     self._loop.close(session)
                     commands.cancel()
                     await asyncio.gather(commands, return_exceptions=True)
@@ -224,15 +225,16 @@ class Decoder(VerifierServicer):
                 raise Superseded(f"session {session.id} was taken over under a higher epoch")
             if not session.moved:
                 return commands.result()
-            return await self._say_last(pb.DecodeResponse(moved=pb.DecodeMoved()), commands, context)
+            return await self._say_last(session, pb.DecodeResponse(moved=pb.DecodeMoved()), commands, context)
         stopped = session.tokens[-1] in session.contract.stop_ids
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
         finished = pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason))
-        return await self._say_last(finished, commands, context)
+        return await self._say_last(session, finished, commands, context)
 
     async def _say_last(
-        self, message: pb.DecodeResponse, commands: asyncio.Task[None], context: Context[Any, Any]
+        self, session: Session, message: pb.DecodeResponse, commands: asyncio.Task[None], context: Context[Any, Any]
     ) -> None:
+        session.answered = True
         await context.write(message)
         # The router closes its side first: a write of its own that met the end of the call would fail the call.
         try:

@@ -78,6 +78,7 @@ class Session(Drafted):
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
+        self.answered = False  # the router is told how it ended, and may hang up
         self.traced: TracedSteps | None = None  # where its request is traced
         self.watch = Watch()
         self._window = start.window

@@ -28,7 +28,7 @@ SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("`[router]`", config.RouterConfig, "router"),
     ("`[[verifier]]`", config.VerifierConfig, "verifier"),
     ("`[[drafter]]`, `[tier.0]`, `[[tier.1]]` and so on", config.DrafterConfig, "drafter"),
-    ("The gateway", config.GatewayConfig, "gateway"),
+    ("`[gateway]`", config.GatewayConfig, "gateway"),
     ("A scenario's file", deployment.Scenario, ""),
     ("`[deployment]`", deployment.Deployment, ""),
     ("`[[kind]]`", deployment.Kind, ""),

@@ -200,5 +200,4 @@ def flags(section: Section) -> list[str]:
 def flagged(section: Section) -> list[str]:
     """The fields that a server's command line can say; the others are for whoever starts it."""
     others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig | GatewayConfig) else ())}
-    others |= {"metrics"} if isinstance(section, GatewayConfig) else set()
     return [field for field in type(section).model_fields if field not in others]

@@ -27,8 +27,16 @@ _FAULTS = {  # of a server; the others are its caller's
 }
 
 
+class Served:
+    """A call that we serve."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.answered = False  # the caller has all that there is: from here on it ends well, even if he hangs up
+
+
 @asynccontextmanager
-async def served(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[Span]:
+async def served(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[Served]:
     """Around a handler's body: the span of a call that we serve, below its caller's. `method`: "package.Service/Name".
 
     Source: OpenTelemetry's semantic conventions for gRPC; a server's CANCELLED is no error, and not OK.
@@ -36,12 +44,12 @@ async def served(context: grpc.aio.ServicerContext[Any, Any], method: str) -> As
     parent = context_of(context.invocation_metadata())
     span = TRACER.start_span(method, parent, SpanKind.SERVER, _attributes(method))
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-        code = grpc.StatusCode.OK
+        call, code = Served(span), grpc.StatusCode.OK
         try:
-            yield span
+            yield call
         except asyncio.CancelledError:
-            left = context.time_remaining()
-            code = _code_of_end(left)
+            if not call.answered:
+                code = _code_of_end(context.time_remaining())
             raise
         except Exception as error:
             code = code_of(error) if isinstance(error, OutriderError) else grpc.StatusCode.INTERNAL
