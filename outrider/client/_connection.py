@@ -12,6 +12,7 @@ from outrider.client._profiles import Saved, profile_of
 from outrider.errors import ConfigError
 
 ROUTER = "127.0.0.1:7070"
+VARIABLES = tuple(f"OUTRIDER_{name}" for name in ("ROUTER", "API_KEY", "API_KEY_FILE", "CA", "SERVER_NAME"))
 
 
 class Connecting(TypedDict, total=False):
@@ -72,8 +73,7 @@ def resolve(
 
 def _environment() -> Saved:
     """What it says; a variable that is empty says nothing."""
-    names = ("ROUTER", "API_KEY", "API_KEY_FILE", "CA", "SERVER_NAME")
-    router, key, file, ca, server_name = (os.environ.get(f"OUTRIDER_{name}") or None for name in names)
+    router, key, file, ca, server_name = (os.environ.get(name) or None for name in VARIABLES)
     if key and file:
         raise ConfigError("OUTRIDER_API_KEY: is set beside OUTRIDER_API_KEY_FILE; unset one of them")
     return Saved(

@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli import serve
 from outrider.cli.main import app
-from outrider.client import _access
+from outrider.client import _connection
 from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, Section, VerifierConfig
 
 KINDS: dict[str, type[Section]] = {
@@ -43,7 +43,7 @@ def read_from_environment(role: str) -> set[str]:
     """The variables that a role's own code reads: its flags', and the gateway's as a client of the router."""
     named = [parameter.envvar for parameter in _commands()[role].params]
     flags = {name for given in named if given for name in ([given] if isinstance(given, str) else given)}
-    return flags | ({_access.CA} if role == "gateway" else set())
+    return flags | (set(_connection.VARIABLES) if role == "gateway" else set())
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import typer
 
-from outrider.client import _access
 from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
 from outrider.fleet import ray_session
 from outrider.store.client import connect
@@ -144,7 +143,7 @@ def test_the_gateway_and_certificates_name_services(monkeypatch: pytest.MonkeyPa
             name, _, port = section.router.partition(":")
             ports = {it["port"] for it in of_kind(rendered(overlay), "Service")[name]["spec"]["ports"]}
             assert int(port) in ports
-            secured = _access.CA in environment(rendered(overlay), container)
+            secured = "OUTRIDER_CA" in environment(rendered(overlay), container)
             certificates = of_kind(rendered(overlay), "Certificate")
             assert secured is bool(certificates)
             assert not secured or name in certificates["router"]["spec"]["dnsNames"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.serving import DRAIN_S
 from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
 from tests.deploy.commands import KINDS, parsed, read_from_environment
 from tests.deploy.images import stages
@@ -33,7 +32,7 @@ def test_servers_take_their_command_lines_and_read_their_environment(
     assert it.role == role
     assert isinstance(it.section, KINDS[role])
     assert service["environment"].keys() - OTEL <= read_from_environment(role) | read_from_environment("router")
-    assert int(service["stop_grace_period"].removesuffix("s")) >= getattr(it.section, "drain_s", DRAIN_S) + 10
+    assert int(service["stop_grace_period"].removesuffix("s")) >= it.section.drain_s + 10
 
 
 def test_servers_are_found_where_they_listen(monkeypatch: pytest.MonkeyPatch) -> None:

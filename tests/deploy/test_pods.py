@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.serving import DRAIN_S
 from outrider.config import WorkerConfig
 from outrider.fleet.process import GRACE_S
 from outrider.v1 import drafter_pb2, inference_pb2, verifier_pb2
@@ -92,7 +91,7 @@ def test_servers_have_the_time_to_end_that_they_are_told_to_take(overlay: str, p
     if pod.server is None:
         return
     section = _command(overlay, pod.server).section
-    drain = getattr(section, "drain_s", DRAIN_S)
+    drain = section.drain_s
     ranks = GRACE_S if getattr(section, "tensor_parallel", 1) > 1 else 0.0
     before = pod.server.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     assert pod.spec["terminationGracePeriodSeconds"] >= before + drain + ranks + MARGIN_S
