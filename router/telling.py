@@ -134,7 +134,7 @@ class Request:
             {
                 "gen_ai.request.temperature": contract.temperature,
                 "gen_ai.request.top_p": contract.top_p,
-                "gen_ai.request.max_tokens": contract.max_tokens,
+                **({} if ask.fills else {"gen_ai.request.max_tokens": contract.max_tokens}),
                 "gen_ai.request.choice": contract.choice,
                 "outrider.rule": contract.rule,
                 "outrider.priority": ask.priority.name.lower(),

@@ -6,13 +6,15 @@ import json
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.errors import Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -44,19 +46,19 @@ def top(
             seen.append(look(address))
             Console().print(screen(list(seen)))
             return
-        with Live(screen(list(seen)), screen=True, auto_refresh=False) as live:
-            try:
-                for glance in _looks(address, every):
-                    seen.append(glance)
-                    live.update(screen(list(seen)), refresh=True)
-            except KeyboardInterrupt:
-                return
+        with Live(screen(list(seen)), screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(every)
+                lost = ""
+                try:
+                    seen.append(look(address))
+                except Unavailable as error:  # it may come back
+                    lost = str(error)
+                live.update(screen(list(seen), lost), refresh=True)
 
 
 def look(address: str) -> Glance:
     """The figures of this moment. Raises Unavailable."""
-    from outrider.errors import Unavailable
-
     try:
         with urllib.request.urlopen(f"http://{address}/live", timeout=TIMEOUT_S) as answer:
             glance: Glance = json.load(answer)
@@ -67,14 +69,8 @@ def look(address: str) -> Glance:
         ) from None
 
 
-def _looks(address: str, every: float) -> Iterator[Glance]:
-    while True:
-        time.sleep(every)
-        yield look(address)
-
-
-def screen(seen: Sequence[Glance]) -> Group:
-    """What is shown of answers, oldest first. One alone has no rates."""
+def screen(seen: Sequence[Glance], lost: str = "") -> Group:
+    """What is shown of answers, oldest first. One alone has no rates. `lost`: why there was none this time."""
     from rich.console import Group
     from rich.text import Text
 
@@ -96,7 +92,13 @@ def screen(seen: Sequence[Glance]) -> Group:
     line = Text(f"outrider {now['router']}   ", style="bold")
     for name, value in head.items():
         line.append(f"{name} ", style="not bold dim").append(f"{value}   ", style="bold")
-    return Group(line, "", _depths(before, now), _workers(now), _generations(seen[-2] if len(seen) > 1 else now, now))
+    return Group(
+        line,
+        Text(lost, style="red"),
+        _depths(before, now),
+        _workers(now),
+        _generations(seen[-2] if len(seen) > 1 else now, now),
+    )
 
 
 def _depths(before: Glance, now: Glance) -> Table:

@@ -48,7 +48,7 @@ class Three:
             Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
         )
 
-    def _forward(self, nodes: Sequence[Node], origin: str) -> None:
+    def _forward(self, nodes: Sequence[Node], origin: str, span: bytes) -> None:
         self.session.judge(nodes, self.fits)
         self._send_up(nodes, origin)
 

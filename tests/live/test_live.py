@@ -98,14 +98,16 @@ async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown
 async def test_nothing_else_is_shown(shown: Shown, path: str, status: int) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         await asyncio.to_thread(_get, f"http://{shown.page}{path}")
-    assert refused.value.code == status
+    with refused.value as answer:
+        assert answer.code == status
 
 
 async def test_the_page_can_only_be_read(shown: Shown) -> None:
     request = urllib.request.Request(f"http://{shown.page}/live", method="POST", data=b"{}")
     with pytest.raises(urllib.error.HTTPError) as refused:
         await asyncio.to_thread(urllib.request.urlopen, request, None, 10)
-    assert refused.value.code == 405
+    with refused.value as answer:
+        assert answer.code == 405
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")

@@ -63,7 +63,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2
         """Waits until something holds of what was received."""
         give_up = time.monotonic() + within_s
         while not holds():
-            assert time.monotonic() < give_up, sorted({(span.service, span.name) for span in self.spans})
+            assert time.monotonic() < give_up, (sorted({span.name for span in self.spans}), dict(self.metrics))
             await asyncio.sleep(0.05)
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:

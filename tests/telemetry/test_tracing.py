@@ -75,9 +75,9 @@ async def watched() -> AsyncIterator[Watched]:
         router=RouterConfig(
             listen="127.0.0.1:0",
             models={"target": target},
-            overlap=True,
             tiers="all",
-            policy="fixed",
+            policy="rounds",  # steps wait for drafts, however busy the machine is
+            depth=4,
             metrics="127.0.0.1:0",
             log_format="json",
         ),
