@@ -34,7 +34,11 @@ async def scraped() -> AsyncIterator[Scraped]:
     target, lines = MODELS / "target", list[str]()
     config = ClusterConfig(
         router=RouterConfig(
-            listen="127.0.0.1:0", models={"target": target}, overlap=True, policy="fixed", metrics="127.0.0.1:0"
+            listen="127.0.0.1:0",
+            models={"target": target},
+            policy="rounds",  # steps wait for drafts, however busy the machine is
+            depth=4,
+            metrics="127.0.0.1:0",
         ),
         verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0")],
         drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", metrics="127.0.0.1:0")],
