@@ -27,6 +27,7 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
+    "RAY_gcs_server_port_wait_time_s": "120",  # that it takes at most to start: longer than Ray's own on a busy machine
 }
 PROBE_S = 5.0  # for a cluster to answer at its address
 JOIN_S = 3.0  # for nodes that are just joining, where nothing else is said
@@ -79,9 +80,10 @@ def _connect(address: str | None, folder: str | None, cpus: float) -> None:
         else:
             _probe(address)
             ray.init(address=address, logging_level=logging.ERROR)
-    except (OSError, ValueError, ray.exceptions.AuthenticationError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         told = str(error).strip().splitlines()
-        raise Unavailable(f"ray: no cluster at {address}: {told[0] if told else type(error).__name__}") from None
+        where = "none could be started here" if address is None else f"no cluster at {address}"
+        raise Unavailable(f"ray: {where}: {told[0] if told else type(error).__name__}") from None
     finally:
         for number, handler in signals.items():  # Ray has put its own in their place
             signal.signal(number, handler)
