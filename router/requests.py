@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
-from outrider.core.contract import SHARED_NOISE, Contract, Overlap, Plan
+from outrider.core.contract import FILLING, SHARED_NOISE, Contract, Overlap, Plan
 from outrider.core.control import GammaPolicy, policy
 from outrider.core.goodput import Lessons
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
@@ -25,7 +25,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
-FILLING = 2**32 - 1  # stands for what fits, until the prompt's tokens are counted
 CHARACTERS = 4  # of a token, roughly
 PRIORITIES: dict[int, Priority] = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,

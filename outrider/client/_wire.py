@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
-from outrider.core.contract import SHARED_NOISE, Contract, PolicyName, Priority, RuleName
+from outrider.core.contract import FILLING, SHARED_NOISE, Contract, PolicyName, Priority, RuleName
 from outrider.core.edges import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
@@ -23,7 +23,6 @@ _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
 }
 
-_FILLING = 2**32 - 1  # more tokens than any context has
 _PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATCH}
 
 
@@ -103,7 +102,7 @@ def request_to_pb(
     """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
     checked = Contract(
         seed=0 if seed is None else seed,
-        max_tokens=_FILLING if max_tokens is None else max_tokens,
+        max_tokens=FILLING if max_tokens is None else max_tokens,
         choice=choice,
         temperature=temperature,
         top_k=top_k,
@@ -126,7 +125,7 @@ def request_to_pb(
     checked.check_vocabulary(2**32)
     if priority not in _PRIORITIES:
         raise InvalidRequest("priority", f"is {priority!r}, must be one of: {', '.join(_PRIORITIES)}")
-    if max_tokens is not None and max_tokens >= _FILLING:
+    if max_tokens is not None and max_tokens >= FILLING:
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
         raise InvalidRequest("depth", f"is {depth}, must be 1 to 64; speculation='off' turns it off")

@@ -25,6 +25,7 @@ PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  #
 RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text is not distributed as the target's own
+FILLING = 2**32 - 1  # as `max_tokens`, where the answer may take all the room that there is; no context is so long
 MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # ids that are allowed, banned or biased
 MAX_BIAS = 100.0

@@ -131,12 +131,7 @@ class Cluster(ABC, Generic[ServerT]):
         self._ready(process)
 
     async def _stop(self) -> None:
-        for role in (
-            "gateway",
-            "router",
-            "drafter",
-            "verifier",
-        ):  # callers first: they say goodbye
+        for role in ("gateway", "router", "drafter", "verifier"):  # callers first, so that they can say goodbye
             await _all(process.stop() for process in self.processes.values() if process.role == role)
 
     def _in_front(self, gateway: Section) -> Section:

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind
 
 from outrider.errors import OutriderError
 from outrider.rpc.status import code_of, from_rpc_error
-from outrider.telemetry.tracing import TRACER, context_of
+from outrider.telemetry.tracing import TRACER, context_of, failed
 
 _OVER_S = 0.05  # before its deadline, by our clock, gRPC may end a call
 _FAULTS = {  # of a server; the others are its caller's
@@ -52,7 +52,7 @@ async def served(context: grpc.aio.ServicerContext[Any, Any], method: str) -> As
                 code = _code_of_end(context.time_remaining())
             raise
         except Exception as error:
-            code = code_of(error) if isinstance(error, OutriderError) else grpc.StatusCode.INTERNAL
+            code = _code_of(error)
             raise
         finally:
             _ended(span, code, fault=code in _FAULTS)
@@ -73,7 +73,7 @@ def calling(method: str) -> Iterator[Span]:
             code = code_of(from_rpc_error(error))
             raise
         except Exception as error:
-            code = code_of(error) if isinstance(error, OutriderError) else grpc.StatusCode.INTERNAL
+            code = _code_of(error)
             raise
         finally:
             _ended(span, code, fault=code is not grpc.StatusCode.OK)
@@ -81,6 +81,11 @@ def calling(method: str) -> Iterator[Span]:
 
 def _attributes(method: str) -> dict[str, str]:
     return {"rpc.system.name": "grpc", "rpc.method": method}
+
+
+def _code_of(error: Exception) -> grpc.StatusCode:
+    """Of what a body has raised; what is no error of ours is a bug."""
+    return code_of(error) if isinstance(error, OutriderError) else grpc.StatusCode.INTERNAL
 
 
 def _code_of_end(left: float | None) -> grpc.StatusCode:
@@ -92,7 +97,7 @@ def _ended(span: Span, code: grpc.StatusCode, *, fault: bool) -> None:
     if not span.is_recording():
         return
     span.set_attribute("rpc.response.status_code", code.name)
-    if code is not grpc.StatusCode.OK:
-        span.set_attribute("error.type", code.name)
     if fault:
-        span.set_status(Status(StatusCode.ERROR, code.name))
+        failed(span, code.name)
+    elif code is not grpc.StatusCode.OK:
+        span.set_attribute("error.type", code.name)

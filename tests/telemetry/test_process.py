@@ -10,18 +10,14 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.telemetry.process import telling
-
-
-def _free() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+from tests.fleet.conftest import free_port
 
 
 def test_a_collector_that_is_not_there_holds_nobody_up() -> None:
     """Left to itself, the exporter tries again for half a minute."""
-    told = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{_free()}", "OTEL_TRACES_SAMPLER": "always_on"}
+    told = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", "OTEL_TRACES_SAMPLER": "always_on"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.telemetry.caller", _free(), "5"],
+        [sys.executable, "-m", "tests.telemetry.caller", f"127.0.0.1:{free_port()}", "5"],
         env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **told},
         capture_output=True,
         text=True,
