@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
     "RAY_gcs_server_port_wait_time_s": "120",  # that it takes at most to start: longer than Ray's own on a busy machine
 }
+START_S = 120.0  # for a node to join a cluster of our own, for which Ray has 30 and no setting
 PROBE_S = 5.0  # for a cluster to answer at its address
 JOIN_S = 3.0  # for nodes that are just joining, where nothing else is said
 STORE_BYTES = 80 * 2**20  # of Ray's object store, which we do not use: the least that it takes
@@ -70,13 +71,14 @@ def _connect(address: str | None, folder: str | None, cpus: float) -> None:
     try:
         if address is None:
             _sweep()
-            ray.init(
-                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                object_store_memory=STORE_BYTES,
-                _temp_dir=folder,
-            )
+            with _patience():
+                ray.init(
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=STORE_BYTES,
+                    _temp_dir=folder,
+                )
         else:
             _probe(address)
             ray.init(address=address, logging_level=logging.ERROR)
@@ -87,6 +89,31 @@ def _connect(address: str | None, folder: str | None, cpus: float) -> None:
     finally:
         for number, handler in signals.items():  # Ray has put its own in their place
             signal.signal(number, handler)
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Within, Ray asks for a node that it starts until START_S are over, and with pauses. It would take a processor
+    from those that it waits for, and give up where they are read from a slow disk."""
+    from ray._private import services
+
+    ask: Callable[..., object] = services.get_node
+
+    def wait(*node: object) -> object:
+        give_up = time.monotonic() + START_S
+        while True:
+            try:
+                return ask(*node)
+            except RuntimeError as error:  # it is not there yet
+                if time.monotonic() > give_up:
+                    raise TimeoutError(f"a node did not start in {START_S:.0f} s") from error
+                time.sleep(0.1)
+
+    services.get_node = wait
+    try:
+        yield
+    finally:
+        services.get_node = ask
 
 
 def _probe(address: str) -> None:
