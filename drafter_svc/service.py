@@ -21,6 +21,7 @@ from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
+from outrider.engine.card import read_card
 from outrider.engine.checkpoint import read_tokenizer_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
@@ -63,6 +64,7 @@ class Capacity:
     context: int  # tokens of a session
     slots: int  # sessions at once
     parameters: int  # of its model; 0: it has none
+    trained_for: str = ""  # digest of the target that its model's card names; "": any
 
 
 class Roster(DrafterServicer):
@@ -151,6 +153,7 @@ class Roster(DrafterServicer):
             serves=self.sink is not None,
             zone=self._config.zone,
             draining=self._leaving,
+            trained_for=self._capacity.trained_for,
         )
 
     def tell(self) -> None:
@@ -253,7 +256,15 @@ def with_model(
 ) -> tuple[Roster, Grower | Translator]:
     """A drafter that has a model, and its loop. `keys`: of the tickets that a lower tier shows."""
     engine = lead(load_part(config, group), group)
-    capacity = Capacity(engine.tokenizer_digest, engine.vocabulary, engine.context, config.slots, engine.parameters)
+    card = None if config.any_target else read_card(checkpoint_folder(config.model))
+    capacity = Capacity(
+        engine.tokenizer_digest,
+        engine.vocabulary,
+        engine.context,
+        config.slots,
+        engine.parameters,
+        card.target_digest if card else "",
+    )
     if config.target is None:
         sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys)
         roster = Roster(config, worker_id, capacity, sink)

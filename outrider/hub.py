@@ -15,7 +15,8 @@ from pathlib import Path
 from outrider.errors import CheckpointError
 
 # What is fetched before the weights. Only safetensors are read, so nothing else that holds weights is among them.
-DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*")
+CARD = "outrider.json"  # what a speculator was trained for: see outrider.engine.card
+DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", CARD)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

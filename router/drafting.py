@@ -174,7 +174,7 @@ class Drafters:
 
     async def _places(self, failed: Container[str] = ()) -> list[Placed]:
         """Where all should be. Those whose tier is not to draft now are let go."""
-        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream.zone)
+        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream)
         drafters = [worker for worker in known if worker.worker_id not in self._declined]
         present = frozenset(worker.tier for worker in drafters)
         used = frozenset(sorted(present)[:1]) if self._post.single else self._tiers.wanted(present, self._post.greedy)
@@ -210,7 +210,7 @@ class Drafters:
             await self._detach(self._leaving.pop())
         if self._post.single:
             return  # its verifier takes one drafter at a time
-        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream.zone)
+        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream)
         mine = [worker for worker in known if worker.worker_id in self._attached]
         others = [worker for worker in known if worker not in mine and worker.worker_id not in self._declined]
         if not mine or not others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ _LONGEST_CALL_S = 3600.0  # that a channel is kept for its calls after certifica
 _SUSPECTED_S = 5.0  # a worker that failed is the last choice for so long
 FRESH_S = 0.25  # for drafters, which sessions look for all the time, the registry is not asked more often
 _RETRY_S = 0.25  # after a verifier refused us for want of room, one more is tried there each time that this has passed
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -45,17 +48,21 @@ class Fleet:
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours that it held, and when
         self._gone: set[str] = set()  # ids of workers that said that they are going down
         self._stays: dict[str, Stay] = {}  # worker id -> how long sessions of ours stay there
+        self._misfits: set[tuple[str, str]] = set()  # ids of drafters and of verifiers that they were not trained for
 
     async def verifiers(self, model: str) -> list[Worker]:
         """Verifiers of a model, best choice first."""
         await self._look(time.monotonic())
         return [worker for worker in self._there("verifier") if worker.model == model]
 
-    async def drafters(self, tokenizer_digest: bytes, near: str = "") -> list[Worker]:
-        """Drafters of a tokenizer, best choice first; those in the zone `near` before others."""
+    async def drafters(self, tokenizer_digest: bytes, verifier: Worker | None = None) -> list[Worker]:
+        """Drafters of a tokenizer; with a verifier those for its model, best choice first, which is near it."""
         await self._look(time.monotonic() - FRESH_S)
-        fitting = [worker for worker in self._there("drafter") if worker.tokenizer_digest == tokenizer_digest]
-        return sorted(fitting, key=lambda worker: (self.suspected(worker), apart(worker.zone, near)))
+        drafters = [worker for worker in self._there("drafter") if worker.tokenizer_digest == tokenizer_digest]
+        if verifier is None:
+            return drafters
+        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier)]
+        return sorted(fitting, key=lambda worker: (self.suspected(worker), apart(worker.zone, verifier.zone)))
 
     def drafting(self, tokenizer_digest: bytes) -> list[str]:
         """The models of the drafters of a tokenizer that were there when last seen."""
@@ -112,6 +119,21 @@ class Fleet:
         self._placed[worker.address] -= 1
         if stayed_s:
             self._stays.setdefault(worker.worker_id, Stay()).observe(stayed_s)
+
+    def _fits(self, drafter: Worker, verifier: Worker) -> bool:
+        """Whether a drafter is one for the verifier's model. If not, that is said once."""
+        pair = drafter.worker_id, verifier.worker_id
+        if not drafter.fits(verifier) and pair not in self._misfits:
+            self._misfits.add(pair)
+            log.warning(
+                "drafter %s does not draft for verifier %s: %s was trained for another model than this %s; train one "
+                "for it, or start the drafter with --any-target",
+                drafter.address,
+                verifier.address,
+                drafter.model,
+                verifier.model,
+            )
+        return drafter.fits(verifier)
 
     def suspected(self, worker: Worker) -> bool:
         """Whether a worker failed lately."""

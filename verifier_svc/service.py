@@ -14,11 +14,13 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
+from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
+from outrider.errors import CheckpointError
 from outrider.hub import checkpoint_folder
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
@@ -53,6 +55,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     worker_id = f"verifier-{secrets.token_hex(4)}"
     tls = Tls.read(config.ca, config.cert, config.key)
     engine, cost = await asyncio.to_thread(briefly, partial(load, config, group))
+    weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
     sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
@@ -108,6 +111,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     zone=config.zone,
                     draining=loop.leaving,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
+                    weights=weights,
                 )
 
             tasks.create_task(loop.run())
@@ -133,6 +137,15 @@ def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:
     if config.lookup == "lookahead":
         return OwnDrafting(ahead=True)
     return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
+
+
+def _weights(config: VerifierConfig) -> str:
+    """The digest of its model, for drafters that were trained for one."""
+    try:
+        return weights_digest(checkpoint_folder(config.model))
+    except CheckpointError as error:  # it is served nevertheless: through transformers, which takes other files, too
+        log.info("%s; it takes drafters that were trained for other models, too", error)
+        return ""
 
 
 def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostModel]:

@@ -245,6 +245,10 @@ def drafter(
     target: Annotated[
         Path | None, typer.Option(help="The target's checkpoint, if it has another tokenizer than this model.")
     ] = None,
+    any_target: Annotated[
+        bool | None,
+        typer.Option(help="Draft for targets that the model was not trained for, too. [default: for its card's alone]"),
+    ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
         str | None,

@@ -219,6 +219,11 @@ class Weights:
             self._total += shard.stat().st_size
         self._index = index if index.exists() else shards[0]
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """Where each tensor is, by its name."""
+        return dict(self._shards)
+
     def finish(self) -> None:
         """Tells `progress` that all is taken: what is left are headers, and tensors of no use."""
         if self._progress is not None:

@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outrider.engine.card import SAME, weights_digest
 from outrider.engine.checkpoint import ALL, INDEX, SAYABLE, SINGLE, ModelConfig, Weights, read_config, read_json
 from outrider.errors import CheckpointError
 
@@ -146,6 +147,7 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = 
             vocab_size=new.vocabulary,
             tie_word_embeddings=new.tied,
         )
+        raw[SAME] = weights_digest(source)
         if padded.config.sayable < new.vocabulary:
             raw[SAYABLE] = padded.config.sayable
         (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import ConfigError
 from outrider.fleet.process import Role, Server
+from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
 from outrider.store.client import connect
 from outrider.store.keys import Keys
@@ -43,6 +44,7 @@ class Cluster(ABC, Generic[ServerT]):
     ) -> None:
         _check_names(config)
         _check_tokenizers(config)
+        _check_cards(config)
         self.processes: dict[str, ServerT] = {}  # by name
         self.redis_url = ""
         self._config = config
@@ -194,6 +196,19 @@ def _check_tokenizers(config: ClusterConfig) -> None:
                 f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
                 "name that one's folder as `target` to draft by text, or draft with a model of its family"
             )
+
+
+def _check_cards(config: ClusterConfig) -> None:
+    """Raises ConfigError for a drafter whose card names another target than those that are served, and CheckpointError
+    where that cannot be told."""
+    carded = [
+        drafter.model for drafter in config.drafters if not drafter.any_target and (drafter.model / CARD).exists()
+    ]
+    if carded and all(worker.model.is_dir() for worker in config.verifier):
+        from outrider.engine.card import check_card  # it takes torch
+
+        for model in carded:
+            check_card(model, [worker.model for worker in config.verifier])
 
 
 def _tokenizer(checkpoint: Path) -> bytes | None:

@@ -46,6 +46,12 @@ class Worker:
     zone: str = ""  # where it is; "": not said
     draining: bool = False  # it is going down: nothing new is to be placed there
     prefill: float = 0.0  # tokens of a prompt that a verifier reads in a second; 0: not known
+    weights: str = ""  # digest of a verifier's model; "": not known
+    trained_for: str = ""  # digest of the model that a drafter was trained to draft for; "": it drafts for any
+
+    def fits(self, verifier: Worker) -> bool:
+        """Whether this drafter, which has the verifier's tokenizer, is one for its model."""
+        return not self.trained_for or not verifier.weights or self.trained_for == verifier.weights
 
 
 _KINDS = get_type_hints(Worker) | {"role": str}

@@ -120,6 +120,7 @@ SECTIONS: dict[str, Section] = {
         drain_s=0.5,
         drafts="retrieval",
         target=Path("/t"),
+        any_target=True,
         store=Path("/s"),
         level_nodes=6,
         tree="eagle-2",

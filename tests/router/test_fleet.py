@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from outrider.errors import Unavailable
 from outrider.store.client import connect
 from outrider.store.registry import Registry, Role, Worker
@@ -67,4 +69,31 @@ async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() ->
     heard = await asyncio.gather(*(fleet.verifiers("target") for _ in range(20)), return_exceptions=True)
     assert all(isinstance(error, Unavailable) for error in heard)
     assert registry.asked == 2
+    await client.aclose()
+
+
+async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_alone(
+    caplog: pytest.LogCaptureFixture, redis_url: str
+) -> None:
+    def worker(name: str, role: Role, **more: str) -> Worker:
+        return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, 0, 1, **more)  # type: ignore[arg-type]
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    mine, other, unknown = (
+        worker("v1", "verifier", weights="aa"),
+        worker("v2", "verifier", weights="bb"),
+        worker("v3", "verifier"),
+    )
+    for it in (mine, other, unknown, worker("d1", "drafter", trained_for="aa"), worker("d2", "drafter")):
+        await registry.announce(it, ttl_s=30.0)
+    fleet = Fleet(registry)
+    for verifier, expected in ((mine, {"d1", "d2"}), (other, {"d2"}), (unknown, {"d1", "d2"})):
+        for _ in range(2):
+            assert {it.worker_id for it in await fleet.drafters(b"digest", verifier)} == expected
+    assert [record.getMessage() for record in caplog.records if "trained for" in record.getMessage()] == [
+        "drafter d1:1 does not draft for verifier v2:1: m was trained for another model than this m; train one for it, "
+        "or start the drafter with --any-target"
+    ]
+    await fleet.close()
     await client.aclose()

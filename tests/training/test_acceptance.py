@@ -1,0 +1,102 @@
+"""The acceptance length is that of a drafter that really drafts: counted by hand, and against a cluster's own rule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from outrider.core.contract import Contract
+from outrider.core.sampler import Sampler
+from outrider.engine.batch import Segment
+from outrider.engine.native import NativeEngine
+from outrider.training.acceptance import Said, acceptance_length, in_turn, of_model, say
+
+PROMPT, ANSWER, GAMMA = 24, 40, 4
+
+
+def load(name: str, slots: int) -> NativeEngine:
+    return NativeEngine.load(Path("models") / name, dtype="float32", slots=slots, rows=128, threads=1)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = Tokenizer.from_file("models/target/tokenizer.json")
+    lines = Path("examples/held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    return [tokenizer.encode(json.loads(line)["prompt"]).ids[:PROMPT] for line in lines[:3]]
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0])
+def said(request: pytest.FixtureRequest, prompts: list[list[int]]) -> Said:
+    return say(load("target", len(prompts)), prompts, temperature=request.param, tokens=ANSWER, seed=7)
+
+
+def after(engine: NativeEngine) -> Callable[[Tensor], Tensor]:
+    def logits(ids: Tensor) -> Tensor:
+        count = ids.shape[1]
+        return torch.from_numpy(engine.forward([Segment(0, 0, ids[0].numpy(), np.arange(count))])).clone()[None]
+
+    return logits
+
+
+def test_a_walk_counts_what_agrees_and_one_more() -> None:
+    agreed = np.array([[1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1]], np.bool_)
+    # From 0: two, and one more. From 3: four. From 8: none. From 9 a chain of four no longer fits the text.
+    assert in_turn(agreed, 4).shape == (1, 8, 4)
+    assert acceptance_length(in_turn(agreed, 4)) == (3 + 5) / 2
+    assert acceptance_length(in_turn(~np.zeros((2, 20), np.bool_), 4)) == 5.0
+    assert acceptance_length(in_turn(np.zeros((2, 20), np.bool_), 4)) == 1.0
+    with pytest.raises(ValueError, match="take longer ones"):
+        acceptance_length(np.zeros((1, 0, 4), np.bool_))
+
+
+def test_the_target_says_what_it_says_alone(said: Said, prompts: list[list[int]]) -> None:
+    for prompt, tokens, seed in zip(prompts, said.tokens, said.seeds, strict=True):
+        engine = load("target", 1)
+        contract = Contract(seed=seed, max_tokens=ANSWER, temperature=said.temperature)
+        sampler = Sampler(contract, engine.vocabulary, prompt, PROMPT)
+        text = list(prompt)
+        for at in range(PROMPT - 1, PROMPT + ANSWER - 1):
+            begun = 0 if at == PROMPT - 1 else at
+            where = np.arange(begun, at + 1)
+            text.append(
+                sampler.choose(engine.forward([Segment(0, begun, np.array(text)[where], where, None, 1)])[0]).token
+            )
+            sampler.extend(text[-1:])
+        assert text == tokens.tolist()
+
+
+def test_whoever_says_what_the_target_says_is_always_right(said: Said) -> None:
+    assert of_model(after(load("target", 1)), said, GAMMA) == GAMMA + 1
+
+
+def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(said: Said) -> None:
+    lengths = {name: of_model(after(load(name, 1)), said, GAMMA) for name in ("mid", "drafter")}
+    assert 1.0 < lengths["drafter"] < lengths["mid"] < GAMMA + 1
+    assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), said))
+
+
+def drafted(engine: NativeEngine, said: Said) -> float:
+    """By really drafting chains, one token after the other, from each root."""
+    steps = tokens = 0
+    for text, seed in zip(said.tokens.tolist(), said.seeds, strict=True):
+        root = PROMPT
+        while root + GAMMA <= len(text):
+            contract = Contract(seed=seed, max_tokens=ANSWER, temperature=said.temperature)
+            sampler = Sampler(contract, engine.vocabulary, text[:root], PROMPT)
+            chain: list[int] = []
+            while len(chain) < GAMMA:
+                known = np.array([*text[:root], *chain])
+                logits = engine.forward([Segment(0, 0, known, np.arange(len(known)), None, 1)])[0]
+                chain.append(sampler.choose(logits, chain).token)
+                if chain[-1] != text[root + len(chain) - 1]:
+                    chain.pop()
+                    break
+            steps, tokens, root = steps + 1, tokens + len(chain) + 1, root + len(chain) + 1
+    return tokens / steps
