@@ -80,5 +80,5 @@ clean:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,dev,bench,docs]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
 	touch $@

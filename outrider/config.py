@@ -278,13 +278,17 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
 
 def load_section(kind: type[SectionT], path: Path) -> SectionT:
     """Reads a TOML file that is one section. Raises ConfigError."""
+    return parse(kind, read_toml(path), str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. Raises ConfigError."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return parse(kind, values, str(path))
 
 
 def load_cluster(path: Path) -> ClusterConfig:

@@ -18,6 +18,7 @@ from outrider.cli.serve import drafter, router, verifier
 from outrider.cli.simulate import simulate
 from outrider.cli.top import top
 from outrider.cli.trace import trace
+from outrider.cli.train import train
 from outrider.cli.up import up
 from outrider.cli.verify import verify
 
@@ -49,3 +50,4 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(keys, name="keys")
+app.add_typer(train, name="train")

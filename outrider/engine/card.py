@@ -45,7 +45,7 @@ class Card:
 def write_card(folder: Path, card: Card) -> None:
     """Puts the card into a speculator's folder. Raises OSError."""
     (folder / CARD).write_text(json.dumps(asdict(card), indent=2, default=str) + "\n", encoding="utf-8")
-    (folder / HUMAN).write_text(_page(folder.name, card), encoding="utf-8")
+    (folder / HUMAN).write_text(_page(card), encoding="utf-8")
 
 
 def read_card(folder: Path) -> Card | None:
@@ -98,7 +98,7 @@ def check_card(speculator: Path, targets: Sequence[Path]) -> None:
         )
 
 
-def _page(name: str, card: Card) -> str:
+def _page(card: Card) -> str:
     rows = {
         "drafts for": f"{card.target}, weights `{card.target_digest}`, tokenizer `{card.tokenizer_digest}`",
         "kind": card.kind,
@@ -115,7 +115,7 @@ library_name: outrider
 tags: [speculative-decoding, {card.kind}]
 ---
 
-# {name}
+# A speculator for {card.target}
 
 Guesses what {card.target} says next, so that Outrider can verify several tokens in one pass of that model. The text
 stays the model's own.

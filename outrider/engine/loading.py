@@ -99,7 +99,7 @@ def load_engine(
     if threads is not None:
         torch.set_num_threads(threads)
     outline = read_outline(path)
-    with _quiet():
+    with quiet():
         try:
             from outrider.engine.pretrained import Pretrained
             from outrider.engine.trial import find_way
@@ -133,7 +133,7 @@ def load_engine(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers, torchao and torch from talking about themselves while they are imported."""
     talkers = [logging.getLogger(name) for name in ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")]
     levels = [talker.level for talker in talkers]

@@ -1,0 +1,149 @@
+"""`outrider train`: drafters, and what they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from outrider.cli.reporting import reported
+
+if TYPE_CHECKING:
+    from outrider.config import Section
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+train = typer.Typer(help="Drafters for your target, from text.", no_args_is_help=True)
+
+Recipe = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A recipe in TOML; what else is given comes before what it says.")
+]
+Output = Annotated[Path | None, typer.Option(metavar="FOLDER", help="That gets it. Needed, if no recipe names it.")]
+Text = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SOURCE", help="A file, a folder, or stdlib: Python's library; may be repeated. Needed, as output is."
+    ),
+]
+Pattern = Annotated[str | None, typer.Option(help="Names of the files to take from folders, like '*.md'. [default: *]")]
+Field = Annotated[str | None, typer.Option(help="That holds the text in lines of .jsonl files. [default: text]")]
+SkipInvalid = Annotated[
+    bool | None, typer.Option("--skip-invalid/--no-skip-invalid", help="Leave out files that are not UTF-8.")
+]
+HeldOut = Annotated[int | None, typer.Option(help="Percent of the texts that nothing is learned from. [default: 4]")]
+
+
+@train.command()
+def drafter(
+    context: typer.Context,
+    recipe: Recipe = None,
+    output: Output = None,
+    text: Text = None,
+    target: Annotated[
+        Path | None, typer.Option(help="Whose drafter: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of its tokenizer.json, where there is no target.")
+    ] = None,
+    pattern: Pattern = None,
+    field: Field = None,
+    skip_invalid: SkipInvalid = None,
+    held_out: HeldOut = None,
+    layers: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Start from these layers of the target, counted from 0.")
+    ] = None,
+    start: Annotated[Path | None, typer.Option(help="Or from this checkpoint.")] = None,
+    width: Annotated[int | None, typer.Option(help="Or from random weights: of the residual stream.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Layers of that shape. [default: 2]")] = None,
+    heads: Annotated[int | None, typer.Option(help="Of its attention. [default: 8]")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="With keys and values. [default: all heads]")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Of a head. [default: width / heads]")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Units of its feed-forward. [default: 8/3 of the width]")] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option("--context", help="Its longest text, in tokens. [default: the target's]")
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="agreement, forward-kl, reverse-kl, total-variation, or text alone. [default: agreement]"),
+    ] = None,
+    text_weight: Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0.1]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")] = None,
+    on_policy: Annotated[
+        float | None, typer.Option(help="Share of steps on what the drafter itself says, 0 to 1. [default: 0]")
+    ] = None,
+    continuation: Annotated[int | None, typer.Option(help="Tokens that it says there. [default: 64]")] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512]")] = None,
+    batch: Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 8]")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Passes of a step. [default: 1]")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="To train on, like 20M.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Or for how long; with both, what ends first.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="At its highest. [default: 0.001]")] = None,
+    warm_up: Annotated[int | None, typer.Option(help="Steps until then. [default: 100]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW. [default: 0.1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all that is random. [default: 0]")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, or auto: as the machine is quicker. [default: auto]")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or auto: accelerators if any. [default: auto]")] = None,
+    threads: Annotated[int | None, typer.Option(help="On a CPU. [default: one for each core]")] = None,
+    measure_steps: Annotated[int | None, typer.Option(help="Between two measurements. [default: 200]")] = None,
+    save_steps: Annotated[int | None, typer.Option(help="Between two saves. [default: by time alone]")] = None,
+    save_minutes: Annotated[float | None, typer.Option(help="Between two saves. [default: 10]")] = None,
+) -> None:
+    """Distil a small model from a target, to draft for it; without one, train a model from text alone.
+
+    What it measures is on texts that it does not learn from: the loss, and the acceptance length of a chain of drafts,
+    at temperature 0 and 1. Interrupted, it saves; the same command goes on where it stopped.
+    """
+    from outrider.training.recipe import DrafterRecipe
+
+    with reported():
+        settings = recipe_of(DrafterRecipe, context)
+        from outrider.cli.training import trained
+
+        trained(settings)
+
+
+@train.command("tokenizer")
+def tokenizer_(
+    context: typer.Context,
+    recipe: Recipe = None,
+    output: Output = None,
+    text: Text = None,
+    vocabulary: Annotated[int | None, typer.Option(help="Tokens, 257 or more. [default: 4096]")] = None,
+    pattern: Pattern = None,
+    field: Field = None,
+    skip_invalid: SkipInvalid = None,
+    held_out: HeldOut = None,
+) -> None:
+    """Make a tokenizer from text, for a family of models of its own: byte-level BPE."""
+    from rich.console import Console
+
+    from outrider.training.recipe import TokenizerRecipe
+
+    with reported():
+        settings = recipe_of(TokenizerRecipe, context)
+        with Console(stderr=True).status("making a tokenizer ..."):
+            from outrider.training.vocabulary import make_tokenizer
+
+            known = make_tokenizer(settings)
+    print(f"outrider train: wrote {settings.output}: tokens={known}")
+
+
+def recipe_of(kind: type[SectionT], context: typer.Context) -> SectionT:
+    """What a recipe's file says, and before it what flags say. Raises ConfigError."""
+    from outrider.cli.pad import parse_count
+    from outrider.config import parse
+    from outrider.training.recipe import read_recipe
+
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if value is not None}
+    file = flags.pop("recipe", None)
+    if "context_tokens" in flags:
+        flags["context"] = flags.pop("context_tokens")
+    if "layers" in flags:
+        flags["layers"] = [layer.strip() for layer in flags["layers"].split(",")]
+    if "tokens" in flags:
+        flags["tokens"] = parse_count(flags["tokens"])
+    values = read_recipe(file) if file else {}
+    return parse(kind, values | flags, str(file or "flags"))

@@ -1,0 +1,107 @@
+"""A training as `outrider train` shows it: what it is at, how good the drafter is by now, and how it is interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from outrider.cli.reporting import INTERRUPTED
+from outrider.engine.loading import quiet
+from outrider.training.recipe import DrafterRecipe
+
+if TYPE_CHECKING:
+    from outrider.training.distillation import Progress as Standing
+
+COLUMNS = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
+
+
+def trained(recipe: DrafterRecipe) -> None:
+    """Trains to the end, or until SIGINT or SIGTERM: then it saves, and exits as interrupted commands do.
+
+    Raises OutriderError for what cannot work.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    with quiet():
+        from outrider.training.distillation import Training
+
+    screen = Console(stderr=True)
+    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        bar = progress.add_task("loading", total=1.0, figures="")
+        training = Training(recipe, lambda what, done: progress.update(bar, description=what, completed=done))
+        if training.skipped:
+            progress.console.print(f"outrider train: left out {training.skipped} files that are not UTF-8")
+        if training.resumed:
+            progress.console.print(f"outrider train: goes on at step {training.progress.step} of {recipe.run}")
+        with _interruptible() as interrupted:
+            for now in training.run():
+                _show(progress, bar, now)
+                if training.any_of(bool(interrupted.by)):
+                    training.save()
+                    break
+    if not training.leads:
+        return
+    if now.spent < 1.0:
+        print(
+            f"outrider train: stopped at step {now.step}, saved in {recipe.run}; the same command goes on from there",
+            file=sys.stderr,
+        )
+        raise SystemExit(INTERRUPTED)
+    print(last_line(recipe, now), flush=True)
+
+
+def last_line(recipe: DrafterRecipe, now: Standing) -> str:
+    """The line for scripts."""
+    figures = {"steps": f"{now.step}", "tokens": f"{now.tokens}", "seconds": f"{now.seconds:.1f}"}
+    if now.seconds:
+        figures["tokens_per_s"] = f"{now.tokens / now.seconds:.0f}"
+    figures |= _quality(now)
+    said = " ".join(f"{name}={value}" for name, value in figures.items())
+    return f"outrider train: wrote {recipe.output}: {said}"
+
+
+def _quality(now: Standing) -> dict[str, str]:
+    if now.measured is None:
+        return {}
+    lengths = {f"acceptance_t{at:g}": f"{length:.2f}" for at, length in now.measured.acceptance.items()}
+    return {"loss": f"{now.loss:.3f}", "held_out_loss": f"{now.measured.held_out_loss:.3f}", **lengths}
+
+
+def _show(progress: Progress, bar: TaskID, now: Standing) -> None:
+    figures = [f"{name} {value}" for name, value in _quality(now).items()]
+    figures += [f"{now.tokens / max(now.seconds, 1e-9):,.0f} tokens/s", f"{now.left / 60:.0f} min left"]
+    progress.update(bar, description=f"step {now.step}", completed=now.spent, figures=" · ".join(figures))
+
+
+@dataclass(slots=True)
+class _Interruption:
+    by: int = 0  # the signal
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interruption]:
+    """Notes the first SIGINT or SIGTERM, so that the training ends after its step; a second one acts as ever."""
+    asked = _Interruption()
+
+    def note(number: int, _: FrameType | None) -> None:
+        asked.by = number
+        restore()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    try:
+        yield asked
+    finally:
+        restore()

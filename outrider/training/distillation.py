@@ -1,0 +1,229 @@
+"""The training of a drafter: draw windows, learn from them, and now and then measure and save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from outrider.core.digest import PHI, mix64
+from outrider.engine.card import weights_digest
+from outrider.engine.loading import chosen_backend
+from outrider.engine.model import Dtype
+from outrider.hub import checkpoint_folder
+from outrider.training import state as states
+from outrider.training.corpus import Heard, Ids, Vocabulary, prepare
+from outrider.training.lessons import Lessons
+from outrider.training.measuring import Figures, HeldOut
+from outrider.training.recipe import DrafterRecipe
+from outrider.training.records import Records
+from outrider.training.results import write_result
+from outrider.training.rollouts import continued, is_own
+from outrider.training.schedule import Budget, pace
+from outrider.training.students import load, make_student
+from outrider.training.texts import Texts
+from outrider.training.windows import Windows
+
+CLIP = 1.0  # of the gradient's norm
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A training between two steps."""
+
+    step: int
+    tokens: int
+    seconds: float
+    spent: float  # share of the budget, 0 to 1
+    left: float  # seconds, at the pace so far
+    loss: float  # a mean over what was learned since the last measurement
+    measured: Figures | None  # last
+
+
+class Training:
+    """One run of a recipe, from its beginning or from where its folder says that it stands."""
+
+    def __init__(self, recipe: DrafterRecipe, heard: Heard) -> None:
+        """Loads, tokenizes and measures what it takes; minutes, for much text or a large target.
+
+        Raises CheckpointError, TokenizerMismatch and ConfigError for what cannot work, before anything long starts.
+        """
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
+        self._recipe = recipe
+        self._accelerator = Accelerator(cpu=recipe.device == "cpu")
+        self._device = self._accelerator.device
+        self._budget = Budget(recipe.tokens, None if recipe.minutes is None else 60.0 * recipe.minutes)
+        texts = Texts(recipe)
+        heard("loading models", 0.0)
+        self._precision = precision(recipe, self._device)
+        self._target_folder = None if recipe.target is None else checkpoint_folder(recipe.target)
+        target = None if self._target_folder is None else load(self._target_folder, self._precision)
+        tokenizer_folder = self._target_folder or recipe.tokenizer
+        assert tokenizer_folder is not None  # the recipe has seen to it
+        self._tokenizer_folder = tokenizer_folder
+        ends = target.eos_ids if target else ()
+        vocabulary = Vocabulary.read(tokenizer_folder, ends[0] if ends else None)
+        student = make_student(recipe, target, vocabulary)
+        with self._accelerator.main_process_first():
+            corpus = prepare(texts, vocabulary, recipe.run / "ids", heard)
+        corpus.require(recipe.window + 1)
+        self.skipped = corpus.skipped  # files that were not UTF-8
+
+        settings = states.settings_of(
+            recipe,
+            texts=corpus.digest,
+            tokenizer=vocabulary.digest.hex(),
+            target=self._target_folder and weights_digest(self._target_folder),
+            devices=self._accelerator.num_processes,
+        )
+        self._kept = recipe.run / "state"
+        stood = states.read(self._kept, settings)
+        self.resumed = stood is not None
+        self._state = stood or states.State(settings=settings)
+        optimizer = torch.optim.AdamW(
+            student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+        self._student, self._optimizer = self._accelerator.prepare(student, optimizer)
+        if self.resumed:
+            states.restore(self._kept, self._plain, self._optimizer)
+
+        self._lessons = Lessons(recipe, target and target.model.to(self._device))
+        self._windows = Windows(corpus.train, recipe.window, recipe.seed)
+        self._held_out = self._examination(corpus.held_out, heard) if self.leads else None
+        self._records = Records(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
+        self._losses: list[Tensor] = []
+        self._loss = math.nan
+        self._measured: Figures | None = None
+        self._measured_step = -1
+        self._saved_step = self._state.step if self.resumed else -1
+        self._saved_at = time.monotonic()
+
+    @property
+    def progress(self) -> Progress:
+        """Where it stands."""
+        state = self._state
+        counts = state.tokens, state.seconds
+        return Progress(
+            state.step, *counts, self._budget.spent(*counts), self._budget.left(*counts), self._loss, self._measured
+        )
+
+    def run(self) -> Iterator[Progress]:
+        """Trains; a look after every step. It may be left there, for good after `save`.
+
+        Raises CheckpointError when the disk is full; what was saved last is intact.
+        """
+        self.measure()
+        while self.progress.spent < 1.0:
+            began = time.monotonic()
+            self._learn()
+            self._state.seconds += self._agreed(time.monotonic() - began)
+            if self._state.step % self._recipe.measure_steps == 0:
+                self.measure()
+            if self._due():
+                self.save()
+            yield self.progress
+        self.measure()
+        self.save()
+        yield self.progress
+
+    def measure(self) -> None:
+        """On what is held out, for `progress` and the run's records; not twice at one step."""
+        if self._measured_step == self._state.step:
+            return
+        self._measured_step = self._state.step
+        if self._losses:
+            self._loss = float(torch.stack(self._losses).mean())
+            self._losses.clear()
+        if self._held_out is not None and self._records is not None:
+            self._measured = self._held_out.measure(self._plain)
+            self._records.add(self.progress)
+
+    def save(self) -> None:
+        """Keeps where it stands, and the drafter as it is; nothing, where that was just done."""
+        if self._saved_step == self._state.step:
+            return
+        self._saved_step = self._state.step
+        self._accelerator.wait_for_everyone()
+        if self.leads:
+            states.save(self._kept, self._state, self._plain, self._optimizer)
+            write_result(self._recipe, self._plain, self._tokenizer_folder, self._state, self._measured)
+        self._saved_at = time.monotonic()
+
+    def any_of(self, asked: bool) -> bool:
+        """Whether any of the processes that train together was asked to."""
+        return self._agreed(float(asked)) > 0.0
+
+    def _learn(self) -> None:
+        """One step."""
+        recipe, state = self._recipe, self._state
+        rate = recipe.learning_rate * pace(state.step, self.progress.spent, recipe.warm_up)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        for turn in range(recipe.accumulate):
+            last = turn == recipe.accumulate - 1
+            with nullcontext() if last else self._accelerator.no_sync(self._student):
+                loss = self._judge(turn) / recipe.accumulate
+                self._accelerator.backward(loss)
+            self._losses.append(loss.detach() * recipe.accumulate)
+        self._accelerator.clip_grad_norm_(self._student.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        state.step += 1
+        state.tokens += recipe.batch * recipe.accumulate * recipe.window * self._accelerator.num_processes
+
+    def _judge(self, turn: int) -> Tensor:
+        """The loss of this process's part of a step: some windows, or what the drafter makes of their beginnings."""
+        recipe, accelerator = self._recipe, self._accelerator
+        number = (self._state.step * recipe.accumulate + turn) * accelerator.num_processes + accelerator.process_index
+        torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # of dropout, where a model has any
+        windows = self._windows.batch(number * recipe.batch, recipe.batch).to(self._device)
+        said = None
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
+            if is_own(self._state.step, recipe.on_policy):
+                said = recipe.continuation
+                dice = torch.Generator(self._device).manual_seed(torch.initial_seed())
+                windows = continued(self._plain, windows[:, :-said], said, dice)
+            return self._lessons.loss(self._student, windows, said)
+
+    def _due(self) -> bool:
+        """Whether it is time to save; all processes say the same."""
+        every = self._recipe.save_steps
+        by_time = self._agreed(time.monotonic() - self._saved_at) >= 60.0 * self._recipe.save_minutes
+        return by_time or (every is not None and self._state.step % every == 0)
+
+    def _agreed(self, value: float) -> float:
+        """The mean of what the processes say."""
+        if self._accelerator.num_processes == 1:
+            return value
+        shared: Tensor = self._accelerator.reduce(torch.tensor(value, device=self._device), "mean")
+        return float(shared)
+
+    def _examination(self, ids: Ids, heard: Heard) -> HeldOut:
+        folder = self._target_folder
+        device = str(self._device) if folder is not None and chosen_backend(folder, "auto") == "native" else "cpu"
+        return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, heard=heard)
+
+    @property
+    def _plain(self) -> Any:
+        return self._accelerator.unwrap_model(self._student)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process, of all that train together, that measures, saves and speaks."""
+        return bool(self._accelerator.is_main_process)
+
+
+def precision(recipe: DrafterRecipe, device: torch.device) -> Dtype:
+    """What passes compute in: bfloat16 where the machine multiplies in it. The weights that learn are in float32."""
+    if recipe.precision != "auto":
+        return recipe.precision
+    able = torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+    return "bfloat16" if able else "float32"

@@ -1,0 +1,41 @@
+"""A tokenizer from text: byte-level BPE, as the reference family has it."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from outrider.training.recipe import TokenizerRecipe
+from outrider.training.saving import replaced
+from outrider.training.texts import Texts
+
+END = "<|endoftext|>"  # of a text; id 0
+
+
+def make_tokenizer(recipe: TokenizerRecipe) -> int:
+    """Writes tokenizer.json and tokenizer_config.json into the recipe's folder; what is held out is not looked at.
+
+    Returns how many tokens it knows, which are fewer than asked for where the text is short. Raises ConfigError for
+    texts as `Texts` does.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.content for text in Texts(recipe) if not text.held_out), trainer)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+    }
+    with replaced(recipe.output) as folder:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return int(tokenizer.get_vocab_size())
