@@ -12,13 +12,12 @@ import tokenize
 from functools import cache
 from typing import Any
 
-import typer
-
+from docs.hooks.commands import commands
 from docs.hooks.tables import code, table
 from outrider import config
-from outrider.cli.main import app
 from outrider.config import Section
 from outrider.simulation import deployment
+from outrider.training import recipe
 
 # Heading, class, and the command whose flags set the same.
 SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
@@ -29,6 +28,8 @@ SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("`[[verifier]]`", config.VerifierConfig, "verifier"),
     ("`[[drafter]]`, `[tier.0]`, `[[tier.1]]` and so on", config.DrafterConfig, "drafter"),
     ("`[gateway]`", config.GatewayConfig, "gateway"),
+    ("A drafter's recipe", recipe.DrafterRecipe, "train drafter"),
+    ("A tokenizer's recipe", recipe.TokenizerRecipe, "train tokenizer"),
     ("A scenario's file", deployment.Scenario, ""),
     ("`[deployment]`", deployment.Deployment, ""),
     ("`[[kind]]`", deployment.Kind, ""),
@@ -65,10 +66,9 @@ def _flags(command: str) -> dict[str, list[str]]:
     """By parameter: the flags and the environment variable of a command."""
     if not command:
         return {}
-    group: Any = typer.main.get_command(app)
     return {
         parameter.name: [*map(code, parameter.opts), *([code(parameter.envvar)] if parameter.envvar else [])]
-        for parameter in group.commands[command].params
+        for parameter in dict(commands())[command].params
     }
 
 

@@ -137,7 +137,7 @@ def recipe_of(kind: type[SectionT], context: typer.Context) -> SectionT:
     from outrider.config import parse
     from outrider.training.recipe import read_recipe
 
-    flags: dict[str, Any] = {name: value for name, value in context.params.items() if value is not None}
+    flags: dict[str, Any] = {name: value for name, value in context.params.items() if value not in (None, ())}
     file = flags.pop("recipe", None)
     if "context_tokens" in flags:
         flags["context"] = flags.pop("context_tokens")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers.utils import logging
 
 from outrider.core.digest import PHI, mix64
 from outrider.engine.card import weights_digest
@@ -57,6 +58,7 @@ class Training:
         """
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
+        logging.disable_progress_bar()
         self._recipe = recipe
         self._accelerator = Accelerator(cpu=recipe.device == "cpu")
         self._device = self._accelerator.device

@@ -16,11 +16,12 @@ import typer
 from outrider.cli.main import app
 from outrider.config import ClusterConfig, load_cluster, parse
 from outrider.simulation.deployment import Scenario
+from outrider.training.recipe import DrafterRecipe
 from tests.docs.pages import ROOT
 from tests.docs.sandbox import Sandbox
 
 SERVERS = {"up", "router", "verifier", "drafter", "gateway"}
-LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace"}  # take from ten seconds to for ever
+LONG = {"bench", "demo", "plan", "simulate", "verify", "top", "trace", "train"}  # take from ten seconds to for ever
 DEPLOYING = {"docker", "helm", "kind", "kubectl", "podman"}  # there is no cluster of theirs
 MINIMAL: dict[str, Any] = {"router": {"models": {"target": "models/target"}}, "verifier": [{"model": "models/target"}]}
 
@@ -67,10 +68,14 @@ def check_command(command: str, sandbox: Sandbox) -> None:
 
 
 def check_toml(text: str, sandbox: Sandbox) -> None:
-    """A scenario, or a cluster's file or a part of it. A whole one is what `outrider up cluster.toml` finds then."""
+    """A scenario, a recipe, or a cluster's file or a part of it. A whole one is what `outrider up cluster.toml` finds
+    then."""
     values = tomllib.loads(text)
     if values.keys() & Scenario.model_fields.keys():
         parse(Scenario, values, "block")
+        return
+    if "text" in values:
+        parse(DrafterRecipe, values, "block")
         return
     parse(ClusterConfig, _completed(values), "block")
     if {"router", "verifier"} <= values.keys():
@@ -81,9 +86,11 @@ def check_toml(text: str, sandbox: Sandbox) -> None:
 
 def parsed(name: str, arguments: list[str]) -> None:
     """Has the real command read its arguments, without running it. Raises AssertionError with its objection."""
-    group: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    while hasattr(command, "commands"):  # a group
+        command, arguments = command.commands[arguments[0]], arguments[1:]
     try:
-        group.commands[name].make_context(name, arguments)
+        command.make_context(name, arguments)
     except Exception as error:  # typer's usage errors have no public name
         raise AssertionError(f"outrider {name}: {error}") from error
 
@@ -112,7 +119,7 @@ def named_paths_exist(words: list[str]) -> None:
     """What a command names of this repository is there."""
     for word in words:
         top, slash, _ = word.partition("/")
-        if slash and top in {"bench", "deploy", "docs", "examples", "models", "tests"}:
+        if slash and top in {"bench", "deploy", "docs", "examples", "models", "recipes", "tests"}:
             assert (ROOT / word.partition("::")[0]).exists() or top == "bench", word
 
 

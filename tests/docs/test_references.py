@@ -10,6 +10,7 @@ from docs.hooks import commands, configuration
 from outrider import config
 from outrider.config import Section
 from outrider.simulation import deployment
+from outrider.training import recipe
 
 
 def rows(markdown: str, heading: str) -> dict[str, list[str]]:
@@ -32,7 +33,8 @@ def test_every_key_is_in_the_reference_and_described(heading: str, section: type
 def test_every_section_is_in_the_reference() -> None:
     shown = {section for _, section, _ in configuration.SECTIONS}
     bases = {config.Section, config.Placed, config.ServerConfig, config.GrpcConfig, config.WorkerConfig}
-    for module in (config, deployment):
+    bases.add(recipe.TextSettings)
+    for module in (config, deployment, recipe):
         of_module = {entry for entry in vars(module).values() if isinstance(entry, type) and issubclass(entry, Section)}
         assert of_module - bases <= shown
 
