@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from outrider.engine.attention import Attend, Attention, FastAttention
+from outrider.engine.attention import Attention, FastAttention, attend_runs
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
@@ -28,8 +28,6 @@ from outrider.engine.quantized import check_quantized
 from outrider.engine.threads import Threads
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
-
-_KeysValues = tuple[Tensor, Tensor]  # of one layer
 
 
 class NativeEngine(Engine):
@@ -199,7 +197,7 @@ class NativeEngine(Engine):
         write = self._cache.writer(packed.written)
         wanted = self.features
         whole = wanted is not None and wanted.whole
-        taken: list[Tensor] = []  # features, of all packed rows
+        taken: dict[int, Tensor] = {}  # what layers gave, of all packed rows
         last = len(self._model.layers) - 1
         for index, layer in enumerate(self._model.layers):
             new = layer.qkv(layer.attention_norm(hidden)).float()
@@ -207,7 +205,7 @@ class NativeEngine(Engine):
             write(index, key_value[: packed.used])
             if index == last and not packed.outputs_used and not whole:
                 break  # only the KV was wanted
-            attended = self._attend(query, packed, calls, [(keys[index], values[index]) for keys, values in views])
+            attended = attend_runs(query, packed, calls, [(keys[index], values[index]) for keys, values in views])
             if index == last and packed.outputs is not None and not whole:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
@@ -216,7 +214,7 @@ class NativeEngine(Engine):
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
             hidden.add_(self._group.sum(layer.down(self._activate(gate).mul_(up))))
             if wanted is not None and index + 1 in wanted.layers:
-                taken.append(hidden.clone())
+                taken[index + 1] = hidden.clone()
         normed = self._model.norm(hidden)
         if wanted is not None:
             self._hidden = _features(wanted, taken, normed, packed, segments)
@@ -236,23 +234,12 @@ class NativeEngine(Engine):
         key_value = shaped[:, heads:].view(rows, 2, kv_heads, dim)
         return new[:, : heads * dim].contiguous(), key_value
 
-    def _attend(self, query: Tensor, packed: Packed, calls: Sequence[Attend], seen: Sequence[_KeysValues]) -> Tensor:
-        """Attention, one call a run: [rows, heads * head_dim]."""
-        if packed.gather is not None:
-            query = query.index_select(0, packed.gather)
-        results = []
-        for run, attend, (keys, values) in zip(packed.runs, calls, seen, strict=True):
-            part = query if len(packed.runs) == 1 else query[run.start : run.stop]
-            results.append(attend(part, keys, values))
-        attended = results[0] if len(results) == 1 else torch.cat(results)
-        return attended if packed.scatter is None else attended.index_select(0, packed.scatter)
-
 
 def _features(
-    wanted: Features, taken: Sequence[Tensor], normed: Tensor, packed: Packed, segments: Sequence[Segment]
+    wanted: Features, taken: Mapping[int, Tensor], normed: Tensor, packed: Packed, segments: Sequence[Segment]
 ) -> Tensor:
     """As `Engine.hidden` gives them. `taken`: what layers gave, of all packed rows; `normed`: what the head gets."""
-    found = torch.cat([*taken], -1) if taken else normed
+    found = torch.cat([taken[layer] for layer in wanted.layers], -1) if taken else normed
     if wanted.every:
         return found.index_select(0, rows_of(packed, segments))
     chosen = found.index_select(0, packed.outputs) if taken and packed.outputs is not None else found

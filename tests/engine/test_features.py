@@ -16,7 +16,7 @@ from tests.engine.checkpoints import MODELS, Reference, Tree, prompt
 from tests.engine.ranked import ranked
 
 TARGET = MODELS / "target"
-HEAD, ALL, LAYERS = Features(), Features(every=True), Features((2, 3, 5), every=True)
+HEAD, ALL, LAYERS = Features(), Features(every=True), Features((2, 5, 2), every=True)
 
 
 @pytest.fixture(scope="module")
