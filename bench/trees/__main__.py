@@ -16,6 +16,7 @@ from bench.trees.running import run
 from bench.trees.tables import print_tables, save
 from outrider.cli.load import read_prompts
 from outrider.cli.reporting import reported
+from outrider.engine.checkpoint import read_json
 from outrider.errors import ConfigError
 from outrider.fleet import surroundings
 
@@ -31,6 +32,10 @@ def main(
         list[float] | None, typer.Option("--temperature", min=0, help="[default: 0, 0.6 and 1]")
     ] = None,
     budgets: Annotated[list[int] | None, typer.Option("--nodes", min=1, help="[default: 4, 8, 16, 32, 64]")] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Another drafter: a model, or heads on the target.")
+    ] = None,
+    ours_alone: Annotated[bool, typer.Option("--ours-alone", help="No other rules and constructions.")] = False,
     noises: Annotated[int, typer.Option(min=1, help="Draws of the shared noise at each root.")] = Setting().noises,
     drafts: Annotated[int, typer.Option(min=1, help="Draws of trees at each root.")] = Setting().drafts,
     roots: Annotated[int, typer.Option(min=1, help="Places in each text.")] = 4,
@@ -42,8 +47,11 @@ def main(
     """Measure acceptance lengths of tree constructions x acceptance rules x drafters x budgets x temperatures."""
     began = time.monotonic()
     default = Setting()
+    others = dict(given.partition("=")[::2] for given in also or [])
     setting = Setting(
-        drafters=tuple(drafters or default.drafters),
+        drafters=(*(drafters or default.drafters), *others),
+        others=tuple((name, Path(folder)) for name, folder in others.items()),
+        ours_alone=ours_alone,
         temperatures=tuple(temperatures or default.temperatures),
         budgets=tuple(sorted(set(budgets or default.budgets))),
         noises=noises,
@@ -51,11 +59,13 @@ def main(
         roots=roots,
     )
     with reported():
-        if unknown := set(setting.drafters) - set(DRAFTERS):
+        if unknown := set(setting.drafters) - {*DRAFTERS, *others}:
             raise ConfigError(f"--drafter: {', '.join(sorted(unknown))}: must be one of {', '.join(DRAFTERS)}")
         for needed in (models / model / "config.json" for model in ("target", *MODELS)):
             if not needed.is_file():
                 raise ConfigError(f"--models: {needed} does not exist; run in a checkout of Outrider")
+        for _, folder in setting.others:
+            read_json(folder / "config.json")
         held_out = read_prompts(texts)
         if prompts + taught > len(held_out):
             raise ConfigError(f"--prompts: and --taught are {prompts + taught}, {texts} has {len(held_out)}")

@@ -138,8 +138,8 @@ def measure(
             scores = []
             for name in ("drafter", "mid"):
                 models[name].root(place)
-                fits = lessons.of[name, heat, True].fits
-                scores.append(ModelScores(models[name], sampler, fits, hints_of(before, DEPTH), shared=True))
+                learned = lessons.of[name, heat, True]
+                scores.append(ModelScores(models[name], sampler, learned, hints_of(before, DEPTH), shared=True))
             for way, length in lengths_at(scores[0], scores[1], text.tokens[place + 1 :]).items():
                 sums[way] += length
             roots += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from outrider.core.construction import CONSTRUCTIONS, shaped_of
@@ -44,6 +45,7 @@ class Setting:
     """What a run measures."""
 
     drafters: tuple[str, ...] = DRAFTERS
+    others: tuple[tuple[str, Path], ...] = ()  # names and folders of more of them: models, or heads on the target
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
     noises: int = 6  # draws of the shared noise at each root
@@ -51,6 +53,7 @@ class Setting:
     roots: int = 4  # of each text
     stride: int = 12  # tokens between them
     taught: int = 48  # tokens of each text that drafters learn from
+    ours_alone: bool = False  # leave out the other rules and constructions
 
 
 def contract_of(rule: str, temperature: float, seed: int, draw: int = 0) -> Contract:
@@ -83,6 +86,6 @@ def cells_of(setting: Setting) -> Iterator[Cell]:
         for temperature in setting.temperatures:
             for rule in RULES:
                 for construction in CONSTRUCTIONS:
-                    if taken(rule, construction, drafter):
+                    if taken(rule, construction, drafter) and (not setting.ours_alone or (rule, construction) == OURS):
                         for budget in setting.budgets:
                             yield Cell(drafter, temperature, rule, construction, budget)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bench.trees.lessons import Learned, chances_of, noised_row
-from bench.trees.paths import Path, PathRows
+from bench.trees.paths import Path, Rows
 from outrider.core.construction.growing import Scored
 from outrider.core.continuations import Source
 from outrider.core.contract import Contract
-from outrider.core.growth import Fits, candidates
+from outrider.core.growth import candidates
 from outrider.core.repeats import Hint, Repeats
 from outrider.core.sampler import Sampler
 
@@ -31,21 +31,23 @@ class ModelScores:
     text repeats itself."""
 
     def __init__(
-        self, rows: PathRows, sampler: Sampler, fits: Fits, hints: Mapping[Path, Hint], *, shared: bool
+        self, rows: Rows, sampler: Sampler, learned: Learned, hints: Mapping[Path, Hint], *, shared: bool
     ) -> None:
         self._rows = rows
         self._weigh = sampler.scores if shared else sampler.log_weights
-        self._fits = fits
+        self._learned = learned
         self._hints = hints
         self._known: dict[Path, Scored] = {}
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
         """Missing rows in one pass."""
+        self._known.update((path, []) for path in paths if len(path) >= self._rows.depth)
         missing = [path for path in paths if path not in self._known]
         self._rows.fetch(missing)
         for path in missing:
             row = candidates(self._weigh(self._rows.after(path), path))
-            self._known[path] = self._fits.edges(row, WIDTH, self._hints.get(path))
+            fits = self._learned.below[len(path)] if self._learned.below else self._learned.fits
+            self._known[path] = fits.edges(row, WIDTH, self._hints.get(path))
         return [self._known[path] for path in paths]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from bench.trees.cells import DRAFTERS, FEWEST, OURS, Cell
+from bench.trees.cells import FEWEST, OURS, Cell
 
 Results = Mapping[Cell, Sequence[float]]  # of each prompt, in the same order for all cells
 
@@ -40,7 +41,8 @@ class Verdict(NamedTuple):
 def verdicts(results: Results) -> list[Verdict]:
     """One for each drafter, temperature and budget."""
     found = []
-    for ours in sorted(filter(_is_ours, results), key=_place):
+    drafters = [*dict.fromkeys(cell.drafter for cell in results)]
+    for ours in sorted(filter(_is_ours, results), key=partial(_place, drafters)):
         lengths = results[ours]
         others = {
             cell: values
@@ -65,8 +67,8 @@ def _is_ours(cell: Cell) -> bool:
     return cell.ours
 
 
-def _place(cell: Cell) -> tuple[int, float, int]:
-    return DRAFTERS.index(cell.drafter), cell.temperature, cell.budget
+def _place(drafters: Sequence[str], cell: Cell) -> tuple[int, float, int]:
+    return drafters.index(cell.drafter), cell.temperature, cell.budget
 
 
 def last_line(results: Results) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.trees.paths import PathRows
+from bench.trees.paths import PathRows, Rows
 from outrider.core.calibration import Calibration
 from outrider.core.continuations import BestOf, Source
 from outrider.core.contract import Contract
@@ -54,6 +54,9 @@ class Learned:
     """Of one drafter at one temperature, under one way to rank candidates."""
 
     fits: Fits = field(default_factory=Fits)
+    below: list[Fits] = field(
+        default_factory=list
+    )  # of heads, which are worth less the deeper they guess: level by level
     calibration: Calibration = field(default_factory=Calibration)
     ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first
     noised: NoisedFit = field(default_factory=NoisedFit)  # without a model
@@ -88,6 +91,21 @@ def learn_model(
         if not shared:
             p, q = sampler.probabilities(said[place]), whole_row(sampler.probabilities(drafted[place]))
             learned.drawn.observe(_accepted_by_rank(p, q, SeededChance(contract.seed, place, token, DRAFT)))
+
+
+def learn_heads(learned: Learned, rows: Rows, text: Text, contract: Contract) -> None:
+    """By what the target said after each token of a text, at each depth below it, under shared noise."""
+    learned.below = learned.below or [Fits() for _ in range(rows.depth)]
+    rows.read(text.tokens)
+    for place in range(text.prompt - 1, len(text.tokens) - rows.depth):
+        sampler = Sampler(contract, rows.vocabulary, text.tokens[: place + 1], text.prompt)
+        rows.root(place)
+        for depth, fits in enumerate(learned.below):
+            path = text.tokens[place + 1 : place + 1 + depth]
+            row, token = candidates(sampler.scores(rows.after(path), path)), text.tokens[place + 1 + depth]
+            fits.observe(row, token, None)
+            if not depth:
+                learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
 
 
 def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract]) -> Learned:

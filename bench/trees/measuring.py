@@ -7,19 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from bench.trees.cells import DEPTH, LENIENCE, MODELS, Cell, Setting, contract_of, drawn_of, taken
+from bench.trees.cells import DEPTH, LENIENCE, OURS, Cell, Setting, contract_of, drawn_of, taken
 from bench.trees.drafts import WIDTH, LookupScores, ModelScores, NoisedScores, Scores, SourceScores, hints_of
 from bench.trees.expecting import NEGLIGIBLE, Tree, followed, matched, rejected, traversed
 from bench.trees.lessons import (
     Learned,
     Text,
     best_of,
+    learn_heads,
     learn_lookup,
     learn_model,
     learn_suffixes,
     whole_row,
 )
-from bench.trees.paths import Path, PathRows, continued
+from bench.trees.paths import Path, PathRows, Rows, continued
 from outrider.core.construction import CONSTRUCTIONS, Terms, construction_of, grow, shaped_of
 from outrider.core.contract import RULES, SHARED_NOISE, Plan
 from outrider.core.digest import EMPTY, extend
@@ -45,21 +46,25 @@ class Lessons:
     outputs: dict[float, FinishedOutputs] = field(default_factory=dict)
 
 
-def teach(setting: Setting, models: Mapping[str, PathRows], prompts: Sequence[Sequence[int]]) -> Lessons:
+def teach(setting: Setting, models: Mapping[str, Rows], prompts: Sequence[Sequence[int]]) -> Lessons:
     """Lets the drafters learn from the target's texts after some prompts."""
-    lessons = Lessons()
+    lessons, target = Lessons(), models["target"]
+    assert isinstance(target, PathRows)
     for heat in setting.temperatures:
-        texts = [
-            text_of(models["target"], prompt, heat, SEED + at, setting.taught) for at, prompt in enumerate(prompts)
-        ]
+        texts = [text_of(target, prompt, heat, SEED + at, setting.taught) for at, prompt in enumerate(prompts)]
         contracts = [contract_of(SHARED_NOISE, heat, SEED + at) for at in range(len(texts))]
         for name in setting.drafters:
-            if name in MODELS:
+            rows = models.get(name)
+            if isinstance(rows, PathRows):
                 for shared in (True, False):
                     learned = Learned()
                     for text, contract in zip(texts, contracts, strict=True):
-                        learn_model(learned, models[name], models["target"], text, contract, shared=shared)
+                        learn_model(learned, rows, target, text, contract, shared=shared)
                     lessons.of[name, heat, shared] = learned
+            elif rows is not None:
+                lessons.of[name, heat, True] = learned = Learned()
+                for text, contract in zip(texts, contracts, strict=True):
+                    learn_heads(learned, rows, text, contract)
             elif name == "prompt lookup":
                 lessons.of[name, heat, True] = learn_lookup(texts, contracts)
             else:
@@ -67,13 +72,13 @@ def teach(setting: Setting, models: Mapping[str, PathRows], prompts: Sequence[Se
     return lessons
 
 
-def text_of(target: PathRows, prompt: Sequence[int], heat: float, seed: int, count: int) -> Text:
+def text_of(target: Rows, prompt: Sequence[int], heat: float, seed: int, count: int) -> Text:
     """What the target says after a prompt."""
     return Text(tuple(continued(target, prompt, contract_of(SHARED_NOISE, heat, seed), count)), len(prompt))
 
 
 def measure(
-    setting: Setting, models: Mapping[str, PathRows], lessons: Lessons, prompt: Sequence[int], number: int
+    setting: Setting, models: Mapping[str, Rows], lessons: Lessons, prompt: Sequence[int], number: int
 ) -> Figures:
     """The mean acceptance length of every cell over the roots of one prompt's texts. `number` makes its seeds."""
     totals: defaultdict[Cell, float] = defaultdict(float)
@@ -81,7 +86,7 @@ def measure(
     seed = SEED + 1000 + number
     for heat in setting.temperatures:
         text = text_of(target, prompt, heat, seed, (setting.roots - 1) * setting.stride)
-        for name in ("target", *(name for name in setting.drafters if name in MODELS)):
+        for name in ("target", *(name for name in setting.drafters if name in models)):
             models[name].read(text.tokens)
         for place in range(len(text.tokens) - 1, len(prompt) - 2, -setting.stride):
             for rows in models.values():
@@ -99,7 +104,7 @@ class Root:
     def __init__(
         self,
         setting: Setting,
-        models: Mapping[str, PathRows],
+        models: Mapping[str, Rows],
         lessons: Lessons,
         text: Text,
         place: int,
@@ -133,10 +138,13 @@ class Root:
         found: Figures = {}
         for kind, rules in _rules().items():
             for construction in CONSTRUCTIONS:
-                fitting = [rule for rule in rules if taken(rule, construction, drafter)]
+                fitting = [rule for rule in rules if self._wanted(rule, construction, drafter)]
                 if fitting:
                     self._fill(found, drafter, kind, construction, fitting)
         return found
+
+    def _wanted(self, rule: str, construction: str, drafter: str) -> bool:
+        return taken(rule, construction, drafter) and (not self._setting.ours_alone or (rule, construction) == OURS)
 
     def _fill(self, found: Figures, drafter: str, kind: Drawn, construction: str, rules: Sequence[str]) -> None:
         budgets = self._setting.budgets
@@ -178,10 +186,10 @@ class Root:
         """A drafter's tree, and for what was drawn the q of each node with children."""
         width = ARITY if construction == "k-ary" else WIDTH
         plan = Plan(depth=DEPTH, width=width, nodes=budget)
-        shared = kind is Drawn.FREELY or drafter not in MODELS
+        shared = kind is Drawn.FREELY or drafter not in self._models
         learned = self._lessons.of[drafter, self._heat, shared]
         ranks = learned.drawn if kind is Drawn.SAMPLED else learned.ranks
-        if kind is Drawn.FREELY and self._heat and drafter not in MODELS:
+        if kind is Drawn.FREELY and self._heat and drafter not in self._models:
             ranks = learned.noised_ranks
         rates = ranks.rates()
         shaped = shaped_of(construction)
@@ -203,9 +211,13 @@ class Root:
         key = drafter, shared, draw if shared else 0
         if key not in self._known:
             sampler = self._samplers[key[2]]
-            if drafter in MODELS:
+            if drafter in self._models:
                 self._known[key] = ModelScores(
-                    self._models[drafter], sampler, learned.fits, self._hints, shared=kind is Drawn.FREELY
+                    self._models[drafter],
+                    sampler,
+                    learned,
+                    {} if learned.below else self._hints,
+                    shared=kind is Drawn.FREELY,
                 )
             elif shared:
                 source = self._scores(drafter, Drawn.RANKED, 0, learned)

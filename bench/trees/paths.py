@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path as File
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,36 @@ Logits = NDArray[np.float32]  # [vocabulary]
 
 SCRATCH = 6144  # rows below one root
 ROWS = 96  # of one pass
+UNBOUNDED = 2**31
 
 
 def load(folder: File) -> NativeEngine:
     """A model for one text at a time, in float32, on one thread."""
     return NativeEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
+
+
+class Rows(Protocol):
+    """A model, or heads, over one text at a time."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of a row."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens below a root that it guesses at most."""
+
+    def read(self, text: Sequence[int]) -> object:
+        """Takes a text."""
+
+    def root(self, position: int) -> None:
+        """From now on, paths begin behind the text's token at `position`."""
+
+    def after(self, path: Path) -> Logits:
+        """The logits after one path, which is shorter than `depth`."""
+
+    def fetch(self, paths: Iterable[Path]) -> None:
+        """Computes what is missing of these paths, and of what leads to them, in as few passes as hold it."""
 
 
 class PathRows:
@@ -40,6 +66,11 @@ class PathRows:
     def vocabulary(self) -> int:
         """Tokens of a row."""
         return self._engine.vocabulary
+
+    @property
+    def depth(self) -> int:
+        """There is no end to it."""
+        return UNBOUNDED
 
     def read(self, text: Sequence[int]) -> NDArray[np.float32]:
         """Takes a text. Gives the logits after each of its tokens: [tokens, vocabulary]."""
@@ -79,7 +110,7 @@ class PathRows:
         self._rows.update(zip(paths, logits, strict=True))
 
 
-def continued(rows: PathRows, prompt: Sequence[int], contract: Contract, count: int) -> list[int]:
+def continued(rows: Rows, prompt: Sequence[int], contract: Contract, count: int) -> list[int]:
     """The target's own text after a prompt under shared noise, prompt included."""
     text = list(prompt)
     sampler = Sampler(contract, rows.vocabulary, text, len(text))

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.trees.cells import MODELS, Setting
+from bench.trees.heads import HeadRows, are_heads
 from bench.trees.measuring import Figures, Lessons, measure, teach
-from bench.trees.paths import PathRows, load
+from bench.trees.paths import PathRows, Rows, load
 from outrider.fleet import surroundings
 
-_bench: tuple[Setting, Mapping[str, PathRows], Lessons] | None = None  # of a process that shares the work
+_bench: tuple[Setting, Mapping[str, Rows], Lessons] | None = None  # of a process that shares the work
 
 
 def run(
@@ -43,11 +44,14 @@ def run(
     return results
 
 
-def _models(setting: Setting, folder: Path) -> dict[str, PathRows]:
-    return {
-        name: PathRows(load(folder / name))
-        for name in ("target", *(each for each in MODELS if each in setting.drafters))
-    }
+def _models(setting: Setting, folder: Path) -> dict[str, Rows]:
+    target = folder / "target"
+    models: dict[str, Rows] = {"target": PathRows(load(target))}
+    for name, place in ((name, folder / name) for name in MODELS if name in setting.drafters):
+        models[name] = PathRows(load(place))
+    for name, place in setting.others:
+        models[name] = HeadRows(target, place) if are_heads(place) else PathRows(load(place))
+    return models
 
 
 def _begin(setting: Setting, folder: Path, lessons: Lessons) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.figures import shown
 from bench.results import FOLDER, machine
-from bench.trees.cells import LENIENCE, MODELS, Cell, Setting
+from bench.trees.cells import LENIENCE, MODELS, OURS, Cell, Setting
 from bench.trees.figures import Estimate, Results, last_line, our_name, verdicts
 from outrider.core.construction import CONSTRUCTIONS
 from outrider.core.contract import RULES
@@ -31,7 +31,11 @@ NOTES = (
 
 
 def print_tables(screen: Console, setting: Setting, results: Results) -> None:
-    """One table for each drafter and temperature, and where ours stands."""
+    """One table for each drafter and temperature, and where ours stands; or one of ours for each temperature."""
+    if setting.ours_alone:
+        for temperature in setting.temperatures:
+            screen.print(_ours(setting, results, temperature))
+        return
     for drafter in setting.drafters:
         for temperature in setting.temperatures:
             screen.print(_lengths(setting, results, drafter, temperature))
@@ -55,9 +59,20 @@ def save(setting: Setting, results: Results, prompts: Sequence[str], name: str |
         ],
     }
     draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
     os.replace(draft, path)
     return path
+
+
+def _ours(setting: Setting, results: Results, temperature: float) -> Table:
+    table = Table(title=f"{', '.join(OURS)}, T = {temperature:g}", title_justify="left", title_style="bold", box=SIMPLE)
+    table.add_column("drafter", no_wrap=True)
+    for budget in setting.budgets:
+        table.add_column(f"{budget} nodes", justify="right", no_wrap=True)
+    for drafter in setting.drafters:
+        cells = [Cell(drafter, temperature, *OURS, budget) for budget in setting.budgets]
+        table.add_row(drafter, *(_entry(results.get(cell)) for cell in cells))
+    return table
 
 
 def _lengths(setting: Setting, results: Results, drafter: str, temperature: float) -> Table:

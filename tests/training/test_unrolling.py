@@ -1,0 +1,53 @@
+"""What heads are trained on is what they draft: guesses along a text are those of the drafting code, root by root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.checkpoint import read_config
+from outrider.engine.heads.eagle import Eagle, Eagle3
+from outrider.engine.heads.eagle_drafts import EagleDrafts
+from outrider.engine.heads.ends import Ends, read_ends
+from outrider.engine.heads.folder import Network, make_network
+from outrider.engine.heads.medusa import Medusa
+from outrider.engine.heads.shape import KINDS, Kind, Shape, shape_for
+from outrider.engine.heads.speculator import Drafted, MedusaDrafts, MlpDrafts, Root, Speculator
+from outrider.training.unrolling import unroll
+
+TARGET = Path("models/target")
+TEXT, DEPTH = 12, 3
+
+
+def drafts(network: Network, shape: Shape, ends: Ends) -> Speculator:
+    if isinstance(network, Eagle | Eagle3):
+        return EagleDrafts(network, shape, ends, slots=1, context=64)
+    return MedusaDrafts(network, ends) if isinstance(network, Medusa) else MlpDrafts(network, ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_along_a_text_are_what_would_be_drafted(kind: Kind) -> None:
+    torch.manual_seed(3)
+    shape = shape_for(kind, read_config(TARGET), depth=DEPTH)
+    network, ends = make_network(shape), read_ends(TARGET, torch.float32)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    tokens = torch.randint(0, shape.vocabulary, (2, TEXT))
+    features = torch.randn(2, TEXT, shape.width * shape.features.parts)
+    with torch.no_grad():
+        guesses = [*unroll(network, shape, ends, tokens, features, DEPTH)]
+    assert [guess.logits.shape for guess in guesses] == [(2, TEXT - 1 - d, shape.vocabulary) for d in range(DEPTH)]
+    for text in range(2):
+        for root in range(TEXT - DEPTH):
+            speculator = drafts(network, shape, ends)
+            speculator.take(0, None, 0)
+            speculator.keep(0, 0, features[text, : root + 1])
+            (row,) = speculator.begin([Root(0, tokens[text, : root + 2].tolist())])
+            for depth in range(DEPTH):
+                assert row is not None
+                np.testing.assert_allclose(guesses[depth].logits[text, root], row, atol=2e-4)
+                if depth + 1 < DEPTH:
+                    (row,) = speculator.expand([Drafted(depth, int(tokens[text, root + 2 + depth]))])
