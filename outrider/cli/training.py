@@ -34,12 +34,13 @@ def trained(recipe: DrafterRecipe) -> None:
         from outrider.training.distillation import Training
 
     screen = Console(stderr=True)
-    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+    first = os.environ.get("RANK", "0") == "0"  # of those that train together
+    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal or not first) as progress:
         bar = progress.add_task("loading", total=1.0, figures="")
         training = Training(recipe, lambda what, done: progress.update(bar, description=what, completed=done))
-        if training.skipped:
+        if first and training.skipped:
             progress.console.print(f"outrider train: left out {training.skipped} files that are not UTF-8")
-        if training.resumed:
+        if first and training.resumed:
             progress.console.print(f"outrider train: goes on at step {training.progress.step} of {recipe.run}")
         with _interruptible() as interrupted:
             for now in training.run():
