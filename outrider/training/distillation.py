@@ -17,6 +17,7 @@ from transformers.utils import logging
 from outrider.core.digest import PHI, mix64
 from outrider.engine.loading import chosen_backend
 from outrider.engine.model import Dtype
+from outrider.errors import ConfigError
 from outrider.training import state as states
 from outrider.training.corpus import Heard
 from outrider.training.lessons import Lessons
@@ -68,7 +69,7 @@ class Training:
         self._precision = precision(recipe, self._device)
         with self._accelerator.main_process_first():  # which tokenizes
             given = self._given = gather(recipe, self._precision, heard)
-        self.skipped = given.corpus.skipped  # files that were not UTF-8
+        self.skipped = given.corpus.skipped  # texts that were not UTF-8
 
         settings = states.settings_of(recipe, **given.digests, devices=self._accelerator.num_processes)
         self._state = states.read(self._kept, settings) if self.resumed else states.State(settings=settings)
@@ -87,7 +88,7 @@ class Training:
         self._loss = math.nan
         self._measured: Figures | None = None
         self._measured_step = -1
-        self._saved_step = self._state.step if self.resumed else -1
+        self._saved_step = self._state.step if self.resumed and recipe.output.exists() else -1
         self._saved_at = time.monotonic()
 
     @property
@@ -114,26 +115,34 @@ class Training:
             if self._due():
                 self.save()
             yield self.progress
-        self.measure()
         self.save()
         yield self.progress
 
     def measure(self) -> None:
-        """On what is held out, for `progress` and the run's records; not twice at one step."""
+        """On what is held out, for `progress` and the run's records; not twice at one step.
+
+        Raises ConfigError when the training has run away, CheckpointError when the disk is full.
+        """
         if self._measured_step == self._state.step:
             return
         self._measured_step = self._state.step
         if self._losses:
             self._loss = float(torch.stack(self._losses).mean())
             self._losses.clear()
+            if not math.isfinite(self._loss):
+                raise ConfigError(
+                    f"learning_rate: the loss is no number any more at step {self._state.step}; begin anew with a "
+                    f"smaller one than {self._recipe.learning_rate:g}, or a longer --warm-up"
+                )
         if self._held_out is not None and self._records is not None:
             self._measured = self._held_out.measure(self._plain)
             self._records.add(self.progress)
 
     def save(self) -> None:
-        """Keeps where it stands, and the drafter as it is; nothing, where that was just done."""
+        """Measures, and keeps where it stands and the drafter as it is; nothing, where that was just done."""
         if self._saved_step == self._state.step:
             return
+        self.measure()
         self._saved_step = self._state.step
         self._accelerator.wait_for_everyone()
         if self.leads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -142,6 +143,16 @@ def test_a_folder_that_holds_something_else_is_not_replaced(target: Path, tmp_pa
     assert not target.with_name("target.run").exists()
     (tmp_path / "empty").mkdir()
     begin(recipe(target, tmp_path / "empty"))
+
+
+def test_a_training_that_runs_away_ends_and_leaves_the_last_good_one(target: Path, tmp_path: Path) -> None:
+    train(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"), steps=1)
+    training = begin(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"))
+    with torch.no_grad():
+        next(training._plain.parameters()).fill_(math.nan)
+    with pytest.raises(ConfigError, match=r"the loss is no number any more at step 2; .* smaller one than 0\.9"):
+        list(training.run())
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out").values())
 
 
 @pytest.fixture
