@@ -153,6 +153,7 @@ class VerifierConfig(WorkerConfig):
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that
+    heads: Path | None = None  # heads that were trained on the target, and draft from its hidden states
 
 
 class DrafterConfig(WorkerConfig):
@@ -325,6 +326,8 @@ def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Pat
     }
     if isinstance(worker, DrafterConfig):
         paths["target"] = worker.target and _checkpoint(base, worker.target)
+    else:
+        paths["heads"] = worker.heads and _checkpoint(base, worker.heads)
     return paths
 
 

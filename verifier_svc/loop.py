@@ -1,4 +1,4 @@
-"""The verifier's step loop over all its sessions: choose, forward, walk, commit.
+"""The verifier's step loop over all its sessions: choose, forward, walk, commit; with heads, draft.
 
 No session that decodes waits for another: each step takes every one that is ready, with its root alone or its root and
 the best of its tree, and besides one chunk of the prompts that are still to be read, first come first served.
@@ -30,6 +30,7 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import Progress
+from verifier_svc.levels import Drafting, NoHeads
 from verifier_svc.own import OwnDrafting
 from verifier_svc.session import Commit, Reading, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
@@ -59,6 +60,7 @@ class StepLoop:
         publish: Callable[[Session, int, Sequence[int]], None],
         pause: Callable[[Session], None] = lambda session: None,
         own: OwnDrafting | None = None,
+        heads: Drafting | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.freed = asyncio.Event()  # set whenever a slot is given back
@@ -74,6 +76,7 @@ class StepLoop:
         self._publish = publish
         self._pause = pause
         self._own = own or OwnDrafting()
+        self._heads = heads or NoHeads()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
         self._passing: Sequence[Session] = ()  # whom the pass that runs serves
@@ -99,7 +102,9 @@ class StepLoop:
         place = self.slots.take(start.tokens, start.tenant, start.session_id)
         self._passes.fill(place)
         own = self._own.begin(start.tenant, start.contract)
-        session = Session(start, place, self._engine.vocabulary, self.pace.patterns(greedy=start.contract.greedy), own)
+        heads = self._heads.open(start.contract, place, self._passes)
+        patterns = self.pace.patterns(greedy=start.contract.greedy)
+        session = Session(start, place, self._engine.vocabulary, patterns, own, heads)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
@@ -111,6 +116,7 @@ class StepLoop:
             raise Moved(GOING_DOWN)
         place = self.slots.take(tokens, tenant)
         self._passes.fill(place)
+        self._heads.open(READS, place, self._passes)
         start = Start(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), READS, OFF, 1)
         reading = Reading(start, place, self._engine.vocabulary, self.pace.patterns(greedy=True), None)
         self.sessions[reading.id] = reading
@@ -167,7 +173,10 @@ class StepLoop:
             while True:
                 step = await self._choose()
                 logits = await self._forward(step)
-                self._commit(step, self._walk(step, logits))
+                walks = self._walk(step, logits)
+                self._heads.keep(step, walks, self._passes)
+                self._commit(step, walks)
+                await self._heads.draft(step, self._passes)
         finally:
             self._passes.close()
 
@@ -223,7 +232,7 @@ class StepLoop:
             budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
         for _, work, node in ranked[: budget.nodes]:
             work.add(node, rows)
-        return Step(works, budget.price, reads), budget
+        return Step(works, budget.price, budget.expected / budget.seconds, reads), budget
 
     def _take_whole(self, works: Sequence[Work], rows: dict[Node, int]) -> float:
         """Takes the trees that are taken as they are, level by level: choosing by what was drawn would bias the text.
@@ -345,6 +354,8 @@ class StepLoop:
             traced = session.traced
             pending = None if traced is None else traced.before(work)
             settle(work, path, choices, step.price)
+            if session.heads is not None:
+                session.heads.settle(session.tree, path, [choice.token for choice in choices])
             session.learn(work.nodes, set(path))
             owed = session.owed(work.nodes, set(path))
             session.verified_price = step.price

@@ -61,14 +61,15 @@ class LookaheadDrafts(OwnDrafts):
 
     def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, price: float) -> None:
         """Likewise, anew: what it said of a place before is worth less than what it says of it now."""
-        _prune(tree, tree.root)
+        prune(tree, tree.root, SENDER)
         super().grow(tree, nodes=nodes, depth=depth, width=width, price=price)
 
 
-def _prune(tree: TokenTree, node: Node) -> bool:
-    """Removes the subtrees below a node that no drafter sent anything of. Returns whether nothing is left below it."""
+def prune(tree: TokenTree, node: Node, sender: int) -> bool:
+    """Removes the subtrees below a node that nobody but `sender` sent anything of. Returns whether nothing is left
+    below it."""
     for child in list(node.children.values()):
-        if _prune(tree, child) and tree.origins(child) == {SENDER}:
+        if prune(tree, child, sender) and tree.origins(child) == {sender}:
             tree.remove(child)
     return not node.children
 

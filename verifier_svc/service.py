@@ -17,6 +17,7 @@ from outrider.core.lookup import Lookups
 from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
+from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
@@ -36,6 +37,7 @@ from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.decode import Decoder
+from verifier_svc.levels import Drafting, HeadDrafting, NoHeads
 from verifier_svc.loop import StepLoop
 from verifier_svc.own import OwnDrafting
 
@@ -55,6 +57,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     worker_id = f"verifier-{secrets.token_hex(4)}"
     tls = Tls.read(config.ca, config.cert, config.key)
     engine, cost = await asyncio.to_thread(briefly, partial(load, config, group))
+    heads = await asyncio.to_thread(briefly, partial(head_drafting, config, engine))
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
@@ -67,6 +70,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         publish=sink.publish,
         pause=sink.pause,
         own=own_drafting(config, engine),
+        heads=heads,
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -139,6 +143,20 @@ def own_drafting(config: VerifierConfig, engine: Engine) -> OwnDrafting:
     return OwnDrafting(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
 
 
+def head_drafting(config: VerifierConfig, engine: Engine) -> Drafting:
+    """What heads on the target are to draft. Raises CheckpointError, and ConfigError for heads of another target."""
+    if config.heads is None or engine.features is None:
+        return NoHeads()
+    speculator = load_speculator(
+        checkpoint_folder(config.heads),
+        checkpoint_folder(config.model),
+        precise=config.dtype == "float32",
+        slots=engine.slots,
+        context=engine.context,
+    )
+    return HeadDrafting(speculator, engine.hidden, every=engine.features.every)
+
+
 def _weights(config: VerifierConfig) -> str:
     """The digest of its model, for drafters that were trained for one."""
     try:
@@ -160,8 +178,10 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
 def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
+    folder = checkpoint_folder(config.model)
+    heads = None if config.heads is None else checkpoint_folder(config.heads)
     engine = load_engine(
-        checkpoint_folder(config.model),
+        folder,
         backend=config.backend,
         dtype=config.dtype,
         device=config.device,
@@ -170,6 +190,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         threads=config.threads,
         numerics=config.numerics,
         group=group,
+        features=None if heads is None else check_heads(heads, folder).features,
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no rows for more

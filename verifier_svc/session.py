@@ -18,6 +18,8 @@ from outrider.core.waiting import Arrivals, Patterns
 from outrider.core.ways import Speed, Way
 from outrider.engine.slots import Taken
 from outrider.sink.drafted import MAX_DRAFTERS, RESTING_PRICE, Drafted, Subscription
+from verifier_svc.heads import SENDER as HEADS
+from verifier_svc.heads import HeadDrafts
 from verifier_svc.own import SENDER, OwnDrafts
 from verifier_svc.traced import TracedSteps
 from verifier_svc.watch import Watch
@@ -54,7 +56,13 @@ class Session(Drafted):
     """State of one session. Only the event loop's thread touches it."""
 
     def __init__(
-        self, start: Start, place: Taken, vocabulary: int, patterns: Patterns, own: OwnDrafts | None = None
+        self,
+        start: Start,
+        place: Taken,
+        vocabulary: int,
+        patterns: Patterns,
+        own: OwnDrafts | None = None,
+        heads: HeadDrafts | None = None,
     ) -> None:
         super().__init__(start.contract, SENDER)
         self.id = start.session_id
@@ -85,6 +93,9 @@ class Session(Drafted):
         self.own = own  # what the verifier drafts by itself for it
         if own is not None:
             self._claims[SENDER] = own.calibration
+        self.heads = heads  # what heads on the target draft for it
+        if heads is not None:
+            self._claims[HEADS] = heads.calibration
 
     @property
     def room(self) -> int:

@@ -85,6 +85,7 @@ class Step:
 
     works: list[Work]
     price: float  # path score below which a node was not worth verifying
+    rate: float = 0.0  # tokens a second that such steps are expected to say, of all sessions
     reads: int = 0  # tokens of prompts, those aside that a session commits behind
     waited: float = 0.0  # seconds it was held back on purpose
     began: float = 0.0  # when the forward pass began, by time.monotonic

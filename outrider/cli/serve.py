@@ -184,12 +184,15 @@ def verifier(
         str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix, retrieval or lookahead.")
     ] = None,
     store: Store = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="Heads trained on the target: a folder, or ORG/NAME[@REVISION] on the hub.")
+    ] = None,
 ) -> None:
     """Hold the target model: verify token trees, commit what the target says."""
     from outrider.config import VerifierConfig
 
     config = _section(VerifierConfig, context)
-    with _process("verifier", config, loads=str(model), checkpoints=[model]) as announce:
+    with _process("verifier", config, loads=str(model), checkpoints=[model, *([heads] if heads else [])]) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:

@@ -133,6 +133,10 @@ class Arrivals:
         self._waited = False
         self._count += 1
 
+    def grew(self, expected: float) -> None:
+        """The tree became worth `expected` tokens, and no delta had done it."""
+        self._expected = expected
+
     @property
     def due(self) -> bool:
         """Whether a trial is, or runs."""

@@ -15,7 +15,8 @@ class Worth:
     sessions, it goes without a trial.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dearest: float = DEAREST) -> None:
+        self._dearest = dearest
         self._gains = self._steps = 0.0  # weighted
         self._left = TRIAL  # steps of the trial that runs
         self._lost = 0.0  # tokens that it cost at the most
@@ -33,7 +34,7 @@ class Worth:
 
     def takes(self, price: float, *, trial: bool) -> bool:
         """Whether a step should have it at that price. `trial`: also to try it, if it is time."""
-        return self.gain > price or (trial and self.trying and price <= DEAREST)
+        return self.gain > price or (trial and self.trying and price <= self._dearest)
 
     def observe(self, gain: float, price: float) -> None:
         """A step had it."""

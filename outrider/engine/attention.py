@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.engine.batch import Segment
-from outrider.engine.packing import Run
+from outrider.engine.packing import Packed, Run
 
 # Added to the score of a hidden key. Finite: a block of keys that are all hidden must not become NaN.
 HIDDEN = np.float32(-1e30)
@@ -57,6 +57,20 @@ class FastAttention:
             return result.transpose(1, 2).reshape(query.shape)
 
         return attend
+
+
+def attend_runs(
+    query: Tensor, packed: Packed, calls: Sequence[Attend], seen: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """One layer's attention over a pass, a call for each run: [rows, heads * dim]. `seen`: what each run reads."""
+    if packed.gather is not None:
+        query = query.index_select(0, packed.gather)
+    results = []
+    for run, attend, (keys, values) in zip(packed.runs, calls, seen, strict=True):
+        part = query if len(packed.runs) == 1 else query[run.start : run.stop]
+        results.append(attend(part, keys, values))
+    attended = results[0] if len(results) == 1 else torch.cat(results)
+    return attended if packed.scatter is None else attended.index_select(0, packed.scatter)
 
 
 def length_class(segment: Segment) -> tuple[int, ...]:

@@ -10,9 +10,11 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
+from outrider.engine.features import Features
 from outrider.engine.logits import HostLogits, Logits
 
 Numerics = Literal["fast", "invariant"]
@@ -38,6 +40,7 @@ class Traits:
     ranks: int = 1  # that share the model
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
+    features: Features | None = None  # that passes give beside logits; None: none
 
 
 class Engine(Traits, ABC):
@@ -60,6 +63,11 @@ class Engine(Traits, ABC):
         """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that; `best`: how
         many of a row's leading tokens are wanted then, two at least."""
         return HostLogits(self.forward(segments))
+
+    def hidden(self) -> Tensor:
+        """The features of the last pass, until the next one: [rows, width * parts] float32, of all rows of its segments
+        in order, or of those whose logits were wanted. Only of an engine that has `features`."""
+        raise NotImplementedError
 
     @abstractmethod
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:

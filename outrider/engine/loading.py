@@ -15,6 +15,7 @@ import torch
 from outrider.engine.checkpoint import SAYABLE, SUPPORTED, Outline, read_config, read_json, read_outline
 from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine, Numerics
+from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
 from outrider.engine.model import Dtype
 from outrider.engine.native import SCRATCH, NativeEngine
@@ -54,13 +55,19 @@ def load_engine(
     rows: int | None = None,
     threads: int | None = None,
     group: Group = ALONE,
+    features: Features | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Engine:
     """Loads a checkpoint folder, or a rank's part of it, with the backend; the rest is as for `NativeEngine.load`.
 
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
     """
-    if chosen_backend(path, backend) == "native":
+    native = chosen_backend(path, backend) == "native"
+    if features is not None and (not native or device != "cpu"):
+        raise ConfigError(
+            "heads: only the native backend on a CPU gives the hidden states that they draft from; leave heads out"
+        )
+    if native:
         if device != "cpu":
             return DeviceEngine.load(
                 path,
@@ -84,6 +91,7 @@ def load_engine(
             rows=rows,
             threads=threads,
             group=group,
+            features=features,
             progress=progress,
         )
     if layers is not None or skip:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,23 +12,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from outrider.engine.attention import Attend, Attention, FastAttention
+from outrider.engine.attention import Attention, FastAttention, attend_runs
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
 from outrider.engine.engine import Engine, Numerics, Traits
+from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
 from outrider.engine.invariant import InvariantAttention, invariant_silu
 from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
-from outrider.engine.packing import Packed, pack
+from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.quantized import check_quantized
 from outrider.engine.threads import Threads
 
 SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
-
-_KeysValues = tuple[Tensor, Tensor]  # of one layer
 
 
 class NativeEngine(Engine):
@@ -54,6 +53,7 @@ class NativeEngine(Engine):
         rows: int,
         threads: int,
         group: Group,
+        features: Features | None = None,
     ) -> None:
         """`config`: the shape of this rank's part."""
         if numerics == "invariant":
@@ -75,8 +75,10 @@ class NativeEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=model.bytes_of_a_pass,
                 kv_bytes=self._cache.bytes,
+                features=features,
             )
         )
+        self._hidden = torch.empty(0)
         self._config = config
         self._model = model
         self._group = group
@@ -97,6 +99,7 @@ class NativeEngine(Engine):
         rows: int | None = None,
         threads: int | None = None,
         group: Group = ALONE,
+        features: Features | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> NativeEngine:
         """Loads a checkpoint folder, or a rank's part of it.
@@ -106,7 +109,8 @@ class NativeEngine(Engine):
         What is left out is not read, and not counted in `parameters`.
         `slots` sessions at once, `rows` cache rows each (None: the checkpoint's context and 256 of scratch);
         `threads` for the operations (None: torch's own choice; the number is the process's); `group`: the ranks that
-        share the model, this one among them; `progress` hears the fraction done, 0 to 1.
+        share the model, this one among them; `features`: that passes give beside logits; `progress` hears the fraction
+        done, 0 to 1.
         Raises CheckpointError for a checkpoint that is missing, corrupt or not supported: it names the file and says
         what to do. Raises ConfigError where this machine's libraries cannot do invariant numerics or `dtype`, for
         layers that the checkpoint does not have, and for ranks that cannot share it.
@@ -117,6 +121,8 @@ class NativeEngine(Engine):
             torch.set_num_threads(threads)
         config = read_config(path)
         kept = kept_layers(config.layers, layers, skip)
+        if features is not None:
+            features.check(len(kept))
         part = group.shard.config(replace(config, layers=len(kept)))
         if dtype in ("int8", "int4"):
             check_quantized(dtype)
@@ -135,6 +141,7 @@ class NativeEngine(Engine):
                 rows=config.context + SCRATCH if rows is None else rows,
                 threads=torch.get_num_threads(),
                 group=group,
+                features=features,
             )
 
     def with_numerics(self, numerics: Numerics) -> NativeEngine:
@@ -150,6 +157,7 @@ class NativeEngine(Engine):
                 rows=self.rows,
                 threads=self._threads.count,
                 group=self._group,
+                features=self.features,
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -157,10 +165,10 @@ class NativeEngine(Engine):
         self._threads.prepare()
         with torch.inference_mode():
             packed = pack(segments, self._attention.kind, self._attention.key_tile)
-            hidden = self._run_layers(packed)
+            hidden = self._run_layers(packed, segments)
             if not packed.outputs_used:
                 return np.empty((0, self.vocabulary), np.float32)
-            logits = self._group.collect(self._model.head(self._model.norm(hidden)))
+            logits = self._group.collect(self._model.head(hidden))
             if logits is None:
                 return np.empty((0, self.vocabulary), np.float32)
             if self._config.sayable < self.vocabulary:
@@ -177,29 +185,40 @@ class NativeEngine(Engine):
         with torch.inference_mode():
             self._cache.copy(source, target, rows)
 
-    def _run_layers(self, packed: Packed) -> Tensor:
-        """The residual stream after the last layer, of the rows that want logits: [outputs, width] float32."""
+    def hidden(self) -> Tensor:
+        return self._hidden
+
+    def _run_layers(self, packed: Packed, segments: Sequence[Segment]) -> Tensor:
+        """What goes into the head, of the rows that want logits: [outputs, width] float32. Keeps the features."""
         hidden = self._group.join(embedding(packed.tokens, self._model.embedding)).float()
         turns = self._rope.index_select(0, packed.positions).unsqueeze(1)  # [rows, 1, head_dim / 2] complex64
         calls = [self._attention.prepare(run) for run in packed.runs]
         views = [self._cache.views(run) for run in packed.runs]
         write = self._cache.writer(packed.written)
+        wanted = self.features
+        whole = wanted is not None and wanted.whole
+        taken: dict[int, Tensor] = {}  # what layers gave, of all packed rows
         last = len(self._model.layers) - 1
         for index, layer in enumerate(self._model.layers):
             new = layer.qkv(layer.attention_norm(hidden)).float()
             query, key_value = self._turn(layer, new, turns)
             write(index, key_value[: packed.used])
-            if index == last and not packed.outputs_used:
+            if index == last and not packed.outputs_used and not whole:
                 break  # only the KV was wanted
-            attended = self._attend(query, packed, calls, [(keys[index], values[index]) for keys, values in views])
-            if index == last and packed.outputs is not None:
+            attended = attend_runs(query, packed, calls, [(keys[index], values[index]) for keys, values in views])
+            if index == last and packed.outputs is not None and not whole:
                 attended = attended.index_select(0, packed.outputs)
                 hidden = hidden.index_select(0, packed.outputs)
             hidden.add_(self._group.sum(layer.output(attended)))
             gate_up = layer.gate_up(layer.ffn_norm(hidden))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
             hidden.add_(self._group.sum(layer.down(self._activate(gate).mul_(up))))
-        return hidden
+            if wanted is not None and index + 1 in wanted.layers:
+                taken[index + 1] = hidden.clone()
+        normed = self._model.norm(hidden)
+        if wanted is not None:
+            self._hidden = _features(wanted, taken, normed, packed, segments)
+        return normed.index_select(0, packed.outputs) if whole and packed.outputs is not None else normed
 
     def _turn(self, layer: Layer, new: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Applies RoPE: queries [rows, heads * head_dim] contiguous, and keys with values [rows, 2, kv_heads, dim]."""
@@ -215,16 +234,16 @@ class NativeEngine(Engine):
         key_value = shaped[:, heads:].view(rows, 2, kv_heads, dim)
         return new[:, : heads * dim].contiguous(), key_value
 
-    def _attend(self, query: Tensor, packed: Packed, calls: Sequence[Attend], seen: Sequence[_KeysValues]) -> Tensor:
-        """Attention, one call a run: [rows, heads * head_dim]."""
-        if packed.gather is not None:
-            query = query.index_select(0, packed.gather)
-        results = []
-        for run, attend, (keys, values) in zip(packed.runs, calls, seen, strict=True):
-            part = query if len(packed.runs) == 1 else query[run.start : run.stop]
-            results.append(attend(part, keys, values))
-        attended = results[0] if len(results) == 1 else torch.cat(results)
-        return attended if packed.scatter is None else attended.index_select(0, packed.scatter)
+
+def _features(
+    wanted: Features, taken: Mapping[int, Tensor], normed: Tensor, packed: Packed, segments: Sequence[Segment]
+) -> Tensor:
+    """As `Engine.hidden` gives them. `taken`: what layers gave, of all packed rows; `normed`: what the head gets."""
+    found = torch.cat([taken[layer] for layer in wanted.layers], -1) if taken else normed
+    if wanted.every:
+        return found.index_select(0, rows_of(packed, segments))
+    chosen = found.index_select(0, packed.outputs) if taken and packed.outputs is not None else found
+    return chosen[: packed.outputs_used]
 
 
 def _ways(numerics: Numerics, config: ModelConfig) -> tuple[Attention, Callable[[Tensor], Tensor]]:

@@ -128,6 +128,15 @@ def pack(segments: Sequence[Segment], kind: Kind, key_tile: int) -> Packed:
     )
 
 
+def rows_of(packed: Packed, segments: Sequence[Segment]) -> Tensor:
+    """The packed row of each row of these segments, the pass's own, in their order: [used] int64."""
+    starts, row = {}, 0
+    for segment in (segment for run in packed.runs for segment in run.segments):
+        starts[segment.slot] = row
+        row += len(segment.tokens)
+    return torch.from_numpy(np.concatenate([starts[it.slot] + np.arange(len(it.tokens)) for it in segments]))
+
+
 def _runs_of(segments: Sequence[Segment], kind_of: Kind) -> list[list[Segment]]:
     """Groups segments of one kind and neighbouring slots; one unused slot between two is cheaper than a call."""
     runs: list[list[Segment]] = []

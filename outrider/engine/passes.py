@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,15 @@ from outrider.engine.engine import Engine
 from outrider.engine.logits import Logits
 from outrider.engine.slots import Taken
 
+T = TypeVar("T")
+
 
 class Passes:
     """Computes for one loop. No other thread uses the engine meanwhile."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._moves: list[Callable[[], None]] = []  # of KV, in order, before the next pass
+        self._moves: list[Callable[[], None]] = []  # mostly of KV, in order, before the next pass
         self._thread = ThreadPoolExecutor(1, "forward")
 
     def fill(self, place: Taken) -> None:
@@ -34,6 +37,21 @@ class Passes:
     def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """Moves rows of a slot's KV."""
         self._moves.append(partial(self._engine.move, slot, source, target))
+
+    def later(self, change: Callable[[], None]) -> None:
+        """Has something done before the next pass or call, in order."""
+        self._moves.append(change)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Does something else between two passes."""
+        moves, self._moves = self._moves, []
+
+        def called() -> T:
+            for move in moves:
+                move()
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, called)
 
     async def judge(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 2

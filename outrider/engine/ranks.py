@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
@@ -50,6 +51,9 @@ class Leader(Engine):
     def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
         self._announce(segments)
         return self._engine.judge(segments, draws, best)
+
+    def hidden(self) -> Tensor:
+        return self._engine.hidden()
 
     def beat(self) -> None:
         self._group.send(encode((), ()))

@@ -86,6 +86,7 @@ SECTIONS: dict[str, Section] = {
         max_nodes=7,
         lookup="suffix",
         store=Path("/s"),
+        heads=Path("/h"),
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),

@@ -1,0 +1,151 @@
+"""Drafting with EAGLE: its layer's KV of each slot, read on from true features; a round's nodes lie behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.engine.attention import FastAttention, attend_runs
+from outrider.engine.batch import Segment
+from outrider.engine.cache import KVCache, lazy_zeros
+from outrider.engine.heads.eagle import Attend, Eagle, Eagle3
+from outrider.engine.heads.ends import Ends
+from outrider.engine.heads.shape import Shape
+from outrider.engine.heads.speculator import Drafted, FloatRows, Root, sayable
+from outrider.engine.packing import Packed, pack, rows_of
+from outrider.engine.rope import Rope
+
+CHUNK = 512  # rows of a text that a round reads; a session that has more to read is not drafted for meanwhile
+ROOM = 128  # rows of a slot behind its text: nodes that a round may expand
+
+
+@dataclass(slots=True)
+class _Place:
+    """What a round knows of one slot."""
+
+    slot: int
+    read: int  # rows of its text
+    drafted: int = 0  # rows behind them
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row that a round has given."""
+
+    place: _Place
+    state: Tensor  # [width]
+    above: tuple[int, ...]  # drafted rows that it sees, itself the last; none: a root
+
+
+class EagleDrafts:
+    """Row i of a slot stands for token i + 1 and the features of token i.
+
+    All features are kept, [slots, rows, width * parts], so that a text is read when it is drafted for, and one whose
+    heads rest costs no more than writing them down. A commit keeps nothing that was drafted: its rows are read again,
+    from true features.
+    """
+
+    def __init__(self, network: Eagle | Eagle3, shape: Shape, ends: Ends, *, slots: int, context: int) -> None:
+        self.depth = shape.depth
+        self._network = network
+        self._ends = ends
+        self._shape = shape
+        rows = context + ROOM
+        self._features = lazy_zeros(slots, rows, shape.width * shape.features.parts)
+        self._cache = KVCache(1, slots, shape.kv_heads, rows, shape.head_dim)
+        self._attention = FastAttention(shape.heads, shape.kv_heads)
+        self._turns = Rope(shape.theta, None).table(rows, shape.head_dim)
+        self._read = [0] * slots  # rows whose KV is that of the slot's text
+        self._rows: list[_Row | None] = []
+
+    def take(self, slot: int, source: int | None, rows: int) -> None:
+        known = min(self._read[slot if source is None else source], max(0, rows - 1))  # a row's token is the next one
+        if source is not None:
+            with torch.inference_mode():
+                self._features[slot, :rows] = self._features[source, :rows]
+                self._cache.copy(source, slot, known)
+        self._read[slot] = known
+
+    def keep(self, slot: int, start: int, features: Tensor) -> None:
+        with torch.inference_mode():
+            self._features[slot, start : start + len(features)] = features
+        self._read[slot] = min(self._read[slot], start)
+
+    def begin(self, roots: Sequence[Root]) -> list[FloatRows | None]:
+        parts = [(self._read[root.slot], min(len(root.tokens) - 1, self._read[root.slot] + CHUNK)) for root in roots]
+        ready = [stop == len(root.tokens) - 1 for root, (_, stop) in zip(roots, parts, strict=True)]
+        segments, states = [], []
+        for root, (start, stop), wanted in zip(roots, parts, ready, strict=True):
+            start = min(start, stop - 1)  # at least the row of the root itself
+            tokens = np.array(root.tokens[start + 1 : stop + 1])
+            segments.append(Segment(root.slot, start, tokens, np.arange(start, stop), None, int(wanted)))
+            states.append(self._features[root.slot, start:stop])
+            self._read[root.slot] = stop
+        with torch.inference_mode():
+            given = self._run(segments, self._network.enter(torch.cat(states)))
+            logits = iter(sayable(self._network.logits(given, self._ends.unembed), self._ends)) if any(ready) else None
+        found = iter(given)
+        self._rows = [
+            _Row(_Place(root.slot, len(root.tokens) - 1), next(found), ()) if wanted else None
+            for root, wanted in zip(roots, ready, strict=True)
+        ]
+        return [next(logits) if wanted and logits is not None else None for wanted in ready]
+
+    def expand(self, nodes: Sequence[Drafted]) -> FloatRows:
+        parents = [row for node in nodes if (row := self._rows[node.parent]) is not None]
+        by_place: dict[int, list[int]] = {}
+        for index, parent in enumerate(parents):
+            by_place.setdefault(parent.place.slot, []).append(index)
+        segments = [self._segment([(parents[index], nodes[index].token) for index in own]) for own in by_place.values()]
+        order = [index for own in by_place.values() for index in own]
+        with torch.inference_mode():
+            given = self._run(segments, torch.stack([parents[index].state for index in order]))
+            logits = sayable(self._network.logits(given, self._ends.unembed), self._ends)
+        first = len(self._rows)
+        self._rows += [None] * len(nodes)
+        said = np.empty_like(logits)
+        for at, index in enumerate(order):
+            parent = parents[index]
+            self._rows[first + index] = _Row(parent.place, given[at], (*parent.above, parent.place.drafted))
+            parent.place.drafted += 1
+            said[index] = logits[at]
+        return said
+
+    def _segment(self, nodes: Sequence[tuple[_Row, int]]) -> Segment:
+        """Nodes of one slot, behind what the round has drafted there."""
+        place = nodes[0][0].place
+        mask = np.zeros((len(nodes), place.drafted + len(nodes)), np.bool_)
+        for row, (parent, _) in enumerate(nodes):
+            mask[row, [*parent.above, place.drafted + row]] = True
+        positions = np.array([place.read + len(parent.above) for parent, _ in nodes])
+        return Segment(place.slot, place.read, np.array([token for _, token in nodes]), positions, mask)
+
+    def _run(self, segments: Sequence[Segment], states: Tensor) -> Tensor:
+        """One pass of the layer: the states of the rows that are wanted. `states`: of the rows before those of the
+        segments, in order."""
+        packed = pack(segments, self._attention.kind, self._attention.key_tile)
+        before = states.new_zeros(len(packed.tokens), states.shape[1])
+        before[rows_of(packed, segments)] = states
+        turns = self._turns[packed.positions]
+        given = self._network(self._ends.embed(packed.tokens), before, turns, self._attend(packed))
+        chosen: Tensor = given if packed.outputs is None else given[packed.outputs]
+        return chosen[: packed.outputs_used]
+
+    def _attend(self, packed: Packed) -> Attend:
+        calls = [self._attention.prepare(run) for run in packed.runs]
+        views = [self._cache.views(run) for run in packed.runs]
+        write = self._cache.writer(packed.written)
+        form = self._shape
+        group = form.heads // form.kv_heads
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            write(0, torch.stack([key, value], 1)[: packed.used])
+            folded = query.view(-1, form.kv_heads, group, form.head_dim).transpose(1, 2).flatten(1)  # group first
+            found = attend_runs(folded, packed, calls, [(keys[0], values[0]) for keys, values in views])
+            return found.view(-1, group, form.kv_heads, form.head_dim).transpose(1, 2).flatten(1)
+
+        return attend

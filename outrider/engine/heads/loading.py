@@ -1,0 +1,63 @@
+"""From a folder of heads to what drafts with them; heads of another target are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from outrider.engine.card import read_card, weights_digest
+from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.heads.eagle_drafts import EagleDrafts
+from outrider.engine.heads.ends import read_ends
+from outrider.engine.heads.folder import load_network, pack_linears
+from outrider.engine.heads.medusa import Medusa
+from outrider.engine.heads.mlp import MlpSpeculator
+from outrider.engine.heads.shape import Shape, read_shape
+from outrider.engine.heads.speculator import MedusaDrafts, MlpDrafts, Speculator
+from outrider.engine.linear import can_prepack
+from outrider.engine.loading import chosen_backend
+from outrider.errors import ConfigError
+
+
+def check_heads(folder: Path, target: Path) -> Shape:
+    """What the heads of a folder are. Raises CheckpointError, and ConfigError where they were made for another target
+    than this checkpoint."""
+    if chosen_backend(target, "auto") != "native":
+        raise ConfigError(
+            f"heads: the family of {target} runs through transformers, which does not give the hidden states that they "
+            "draft from; leave heads out"
+        )
+    shape, config = read_shape(folder), read_config(target)
+    for name, ours, theirs in (
+        ("width", shape.width, config.width),
+        ("vocabulary", shape.vocabulary, config.vocabulary),
+    ):
+        if ours != theirs:
+            raise _foreign(folder, f"a target whose {name} is {ours}, and that of {target} is {theirs}")
+    shape.features.check(config.layers)
+    card = read_card(folder)
+    if card is not None and card.target_digest != weights_digest(target):
+        raise _foreign(folder, f"{card.target}, whose weights are others than those of {target}")
+    if card is not None and card.tokenizer_digest != read_tokenizer_digest(target).hex():
+        raise _foreign(folder, f"{card.target}, whose tokenizer is another than that of {target}")
+    return shape
+
+
+def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, context: int) -> Speculator:
+    """Drafts with a folder's heads for an engine of so many slots over `target`. Their linears are read in bfloat16,
+    where this machine has that, unless `precise`. Raises as `check_heads`."""
+    check_heads(folder, target)
+    dtype = torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
+    shape, network = load_network(folder)
+    pack_linears(network, dtype)
+    ends = read_ends(target, dtype)
+    if isinstance(network, Medusa):
+        return MedusaDrafts(network, ends)
+    if isinstance(network, MlpSpeculator):
+        return MlpDrafts(network, ends)
+    return EagleDrafts(network, shape, ends, slots=slots, context=context)
+
+
+def _foreign(folder: Path, target: str) -> ConfigError:
+    return ConfigError(f"heads: {folder} was made for {target}; take heads that were trained for this target")

@@ -1,0 +1,112 @@
+"""Heads for tests: random ones, and ones that know one text by heart. Seconds each, on one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from outrider.engine.checkpoint import read_config
+from outrider.engine.features import Features
+from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
+from outrider.engine.heads.ends import Ends, read_ends
+from outrider.engine.heads.folder import Network, make_network, save_network
+from outrider.engine.heads.medusa import Medusa
+from outrider.engine.heads.mlp import MlpSpeculator
+from outrider.engine.heads.shape import Kind, Shape, shape_for
+from outrider.engine.native import NativeEngine
+from outrider.engine.rope import Rope
+from tests.engine.checkpoints import prompt
+
+DEPTH = 4
+
+
+def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> tuple[Shape, Network]:
+    """Of no use, and saved in `folder`; as large as what they are added to."""
+    shape = shape_for(kind, read_config(target), depth=DEPTH, own_head=own_head)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(11)
+        network = make_network(shape)
+        for parameter in network.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+    save_network(folder, shape, network, torch.float32)
+    return shape, network
+
+
+def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor:
+    """Of each token of a text: [tokens, width * parts]."""
+    engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
+    engine.forward([prompt(0, torch.tensor([*text]).numpy())])
+    return engine.hidden().clone()
+
+
+def taught_heads(kind: Kind, target: Path, folder: Path, text: Sequence[int]) -> None:
+    """Heads in `folder` that know how that text goes on, wherever one is in it."""
+    shape = shape_for(kind, read_config(target), depth=DEPTH, own_head=kind == "medusa")
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        network = make_network(shape)
+        features, ends, tokens = (
+            features_of(target, shape.features, text),
+            read_ends(target, torch.float32, training=True),
+            [*text],
+        )
+        match network:
+            case Medusa():
+                _fit_medusa(network, features, torch.tensor(tokens))
+            case Eagle():
+                _fit_eagle(network, features, ends, torch.tensor(tokens))
+            case MlpSpeculator():
+                _train(network, lambda: _mlp_loss(network, features, ends, torch.tensor(tokens)))
+            case Eagle3():
+                _train(network, lambda: _eagle_loss(network, shape, features, ends, torch.tensor(tokens)))
+    save_network(folder, shape, network, torch.float32)
+
+
+def _fit_medusa(network: Medusa, features: Tensor, tokens: Tensor) -> None:
+    """Least squares: a text that is shorter than features are wide is learned by heart."""
+    for ahead, head in enumerate(network.heads, 2):
+        following = torch.zeros(len(tokens) - ahead, head.out_features)  # type: ignore[arg-type]
+        following[torch.arange(len(following)), tokens[ahead:]] = 20.0
+        head.weight.data = _solve(features[: len(following)], following)
+
+
+def _fit_eagle(network: Eagle, features: Tensor, ends: Ends, tokens: Tensor) -> None:
+    """Likewise: the layer adds nothing to what joins token and feature."""
+    network.layer.output.weight.data.zero_()
+    network.layer.down.weight.data.zero_()
+    network.join.bias.data.zero_()
+    seen = torch.cat([ends.embed(tokens[1:]), features[:-1]], -1)
+    network.join.weight.data = _solve(seen, features[1:])
+
+
+def _solve(inputs: Tensor, outputs: Tensor) -> Tensor:
+    return torch.linalg.lstsq(inputs.double(), outputs.double(), driver="gelsd").solution.T.float().contiguous()
+
+
+def _mlp_loss(network: MlpSpeculator, features: Tensor, ends: Ends, tokens: Tensor) -> Tensor:
+    count = len(tokens) - DEPTH - 1
+    states, loss = features[:count], torch.zeros(())
+    for level in range(DEPTH):
+        states = network(level, states, ends.embed(tokens[level + 1 : level + 1 + count]))
+        loss = loss + cross_entropy(network.logits(states, ends.unembed), tokens[level + 2 : level + 2 + count])
+    return loss
+
+
+def _eagle_loss(network: Eagle3, shape: Shape, features: Tensor, ends: Ends, tokens: Tensor) -> Tensor:
+    turns = Rope(shape.theta, None).table(len(tokens) - 2, shape.head_dim)
+    given = network(ends.embed(tokens[1:-1]), network.enter(features[:-2]), turns, attend_causally)
+    return cross_entropy(network.logits(given, ends.unembed), tokens[2:])
+
+
+def _train(network: Network, loss: object) -> None:
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        now = loss()  # type: ignore[operator]
+        now.backward()
+        optimizer.step()

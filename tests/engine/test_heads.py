@@ -1,0 +1,254 @@
+"""Heads draft what their networks say of one path at a time, whatever else is drafted; foreign ones are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.engine.card import Card, weights_digest, write_card
+from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
+from outrider.engine.heads.eagle_drafts import CHUNK, EagleDrafts
+from outrider.engine.heads.ends import Ends, read_ends
+from outrider.engine.heads.folder import Network, load_network, save_network
+from outrider.engine.heads.loading import check_heads, load_speculator
+from outrider.engine.heads.medusa import Medusa
+from outrider.engine.heads.mlp import MlpSpeculator
+from outrider.engine.heads.shape import KINDS, Kind, Shape, low_middle_high, shape_for
+from outrider.engine.heads.speculator import Drafted, Root, Speculator
+from outrider.engine.rope import Rope
+from outrider.errors import CheckpointError, ConfigError
+from tests.engine.checkpoints import MODELS, make_checkpoint
+from tests.engine.families import make_family
+from tests.engine.taught import random_heads
+
+TARGET = MODELS / "target"
+CONTEXT = 256  # of the small target
+
+
+class Case:
+    """Heads of one kind on a small target: as they draft, and as their network says it."""
+
+    def __init__(self, kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> None:
+        self.shape, self.network = random_heads(kind, target, folder, own_head=own_head)
+        self.ends: Ends = read_ends(target, torch.float32)
+        self.speculator: Speculator = load_speculator(folder, target, precise=True, slots=4, context=CONTEXT)
+        self.random = np.random.default_rng(5)
+
+    def text(self, count: int) -> tuple[list[int], Tensor]:
+        """Tokens, and features as if the target had said them."""
+        tokens = self.random.integers(0, self.shape.vocabulary, count).tolist()
+        width = self.shape.width * self.shape.features.parts
+        return tokens, torch.from_numpy(self.random.normal(size=(count, width)).astype(np.float32))
+
+    def said(self, tokens: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+        """The slow reference: after a text and a path of drafted tokens, from the beginning."""
+        with torch.no_grad():
+            return said(self.shape, self.network, self.ends, tokens, features, path)
+
+
+def said(
+    shape: Shape, network: Network, ends: Ends, tokens: Sequence[int], features: Tensor, path: Sequence[int]
+) -> Tensor:
+    latest = features[len(tokens) - 2 : len(tokens) - 1]
+    match network:
+        case Medusa():
+            return network(latest, ends.unembed)[0, len(path)]
+        case MlpSpeculator():
+            state = latest
+            for level, token in enumerate([tokens[-1], *path]):
+                state = network(level, state, ends.embed(torch.tensor([token])))
+            return network.logits(state, ends.unembed)[0]
+        case Eagle() | Eagle3():
+            states, whole = network.enter(features[: len(tokens) - 1]), [*tokens[1:], *path]
+            for count in range(len(tokens) - 1, len(whole) + 1):
+                turns = Rope(shape.theta, None).table(count, shape.head_dim)
+                embedded = ends.embed(torch.tensor(whole[:count]))
+                given = network(embedded, states[:count], turns, attend_causally)
+                states = torch.cat([states, given[-1:]])
+            return network.logits(given[-1:], ends.unembed)[0]
+
+
+def draft_trees(case: Case, texts: dict[int, tuple[list[int], Tensor]], levels: int) -> None:
+    """A round over all slots, in which every level expands nodes of the ones before; all as the reference."""
+    rows = case.speculator.begin([Root(slot, tokens) for slot, (tokens, _) in texts.items()])
+    known: list[tuple[int, tuple[int, ...]]] = [(slot, ()) for slot in texts]
+    for (slot, path), row in zip(known, rows, strict=True):
+        assert row is not None
+        check(case, texts[slot], path, row)
+    for level in range(levels):
+        lately = [number for number, (_, path) in enumerate(known) if len(path) <= level]
+        parents = case.random.choice(lately, 5).tolist()
+        nodes = [Drafted(parent, int(case.random.integers(case.shape.vocabulary))) for parent in parents]
+        new = [(known[node.parent][0], (*known[node.parent][1], node.token)) for node in nodes]
+        for (slot, path), row in zip(new, case.speculator.expand(nodes), strict=True):
+            check(case, texts[slot], path, row)
+        known += new
+
+
+def check(case: Case, text: tuple[list[int], Tensor], path: Sequence[int], row: np.ndarray) -> None:
+    expected = case.said(*text, path).numpy()
+    assert np.abs(row - expected).max() < 1e-4 * max(1.0, np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time(
+    kind: Kind, own_head: bool, small: Path, tmp_path: Path
+) -> None:
+    case = Case(kind, small, tmp_path, own_head=own_head)
+    texts = {slot: case.text(size) for slot, size in ((2, 17), (0, 40), (3, 2))}
+    for slot, (_, features) in texts.items():
+        case.speculator.take(slot, None, 0)
+        case.speculator.keep(slot, 0, features[:-1])
+    draft_trees(case, texts, levels=case.speculator.depth - 1)
+    for slot, (tokens, features) in texts.items():  # commits, of which nothing that was drafted is left
+        more, true = case.text(3)
+        texts[slot] = [*tokens, *more], torch.cat([features, true])
+        case.speculator.keep(slot, len(tokens) - 1, texts[slot][1][len(tokens) - 1 : -1])
+    draft_trees(case, texts, levels=case.speculator.depth - 1)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle-3"])
+def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(kind: Kind, small: Path, tmp_path: Path) -> None:
+    """In the same slot, behind a part of it, and in another that was copied from: the rest is another text."""
+    case = Case(kind, small, tmp_path)
+    tokens, features = case.text(30)
+    case.speculator.take(0, None, 0)
+    case.speculator.keep(0, 0, features[:-1])
+    draft_trees(case, {0: (tokens, features)}, levels=2)
+    for slot, source in ((1, 0), (0, None)):
+        other, true = case.text(9)
+        text = [*tokens[:20], *other], torch.cat([features[:20], true])
+        case.speculator.take(slot, source, 20)
+        case.speculator.keep(slot, 20, text[1][20:-1])
+        draft_trees(case, {slot: text}, levels=2)
+    assert isinstance(case.speculator, EagleDrafts)
+
+
+def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None:
+    """Also where the session did not draft while the text was said."""
+    shape, network = random_heads("eagle", TARGET, tmp_path)
+    ends = read_ends(TARGET, torch.float32)
+    speculator = load_speculator(tmp_path, TARGET, precise=True, slots=2, context=2 * CHUNK)
+    random = np.random.default_rng(1)
+    texts = [random.integers(0, 4096, size).tolist() for size in (CHUNK + 20, 9)]
+    features = [torch.from_numpy(random.normal(size=(len(text), 256)).astype(np.float32)) for text in texts]
+    for slot in (0, 1):
+        speculator.take(slot, None, 0)
+        speculator.keep(slot, 0, features[slot][:-1])
+    roots = [Root(slot, text) for slot, text in enumerate(texts)]
+    first, second = speculator.begin(roots)
+    assert first is None
+    assert second is not None
+    first, again = speculator.begin(roots)
+    assert first is not None
+    assert again is not None
+    assert np.allclose(second, again, atol=1e-4)
+    with torch.no_grad():
+        expected = said(shape, network, ends, texts[0], features[0], ()).numpy()
+    assert np.abs(first - expected).max() < 1e-3
+
+
+def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
+    target = tmp_path / "padded"
+    make_checkpoint(target)
+    raw = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(raw | {"outrider_sayable": 100}), encoding="utf-8")
+    for kind in KINDS:
+        case = Case(kind, target, tmp_path / kind)  # type: ignore[arg-type]
+        tokens, features = case.text(5)
+        case.speculator.take(0, None, 0)
+        case.speculator.keep(0, 0, features[:-1])
+        (row,) = case.speculator.begin([Root(0, tokens)])
+        assert row is not None
+        assert np.isneginf(row[100:]).all()
+        assert np.isneginf(case.speculator.expand([Drafted(0, 3)])[:, 100:]).all()
+        assert np.isfinite(row[:100]).all()
+
+
+def test_medusa_begins_as_the_target_s_own_head_and_its_file_is_small(tmp_path: Path) -> None:
+    shape = shape_for("medusa", read_config(TARGET), depth=3)
+    network, ends = Medusa(shape), read_ends(TARGET, torch.float32)
+    features = torch.randn(2, 256)
+    assert torch.allclose(network(features, ends.unembed), ends.unembed(features)[:, None].expand(-1, 3, -1), atol=1e-5)
+    save_network(tmp_path, shape, network)
+    assert (tmp_path / "model.safetensors").stat().st_size < 3 * 256 * 257 * 2 + 1000
+    again, loaded = load_network(tmp_path)
+    assert again == shape
+    assert isinstance(loaded, Medusa)
+
+
+def test_heads_load_without_transformers(tmp_path: Path) -> None:
+    random_heads("eagle-3", TARGET, tmp_path)
+    script = (
+        "import sys; from pathlib import Path; from outrider.engine.heads.loading import load_speculator as load; "
+        f"load(Path({str(tmp_path)!r}), Path({str(TARGET)!r}), precise=False, slots=1, context=64); "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_heads_of_another_target_are_refused(small: Path, tmp_path: Path) -> None:
+    shape, network = random_heads("medusa", TARGET, tmp_path)
+    with pytest.raises(ConfigError, match=r"a target whose width is 256, and that of .* is 64"):
+        check_heads(tmp_path, small)
+    save_network(tmp_path, replace(shape, vocabulary=77), network)
+    with pytest.raises(ConfigError, match="a target whose vocabulary is 77"):
+        check_heads(tmp_path, TARGET)
+    save_network(tmp_path, replace(shape, kind="eagle-3", layers=(1, 2, 9)), network)
+    with pytest.raises(CheckpointError, match="inner is 0, must be there"):
+        check_heads(tmp_path, TARGET)
+    save_network(tmp_path, shape, network)
+    with pytest.raises(ConfigError, match="runs through transformers"):
+        check_heads(tmp_path, make_family(tmp_path / "gpt2", "gpt2"))
+    card = Card("medusa", "other", "0" * 32, read_tokenizer_digest(TARGET).hex(), "text", 1, 1.0)
+    write_card(tmp_path, card)
+    with pytest.raises(ConfigError, match=r"heads: .* was made for other, whose weights are others"):
+        check_heads(tmp_path, TARGET)
+    write_card(tmp_path, replace(card, target_digest=weights_digest(TARGET), tokenizer_digest="00"))
+    with pytest.raises(ConfigError, match="whose tokenizer is another"):
+        check_heads(tmp_path, TARGET)
+    write_card(tmp_path, replace(card, target_digest=weights_digest(TARGET)))
+    check_heads(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"outrider_speculator": "hydra"}, "outrider_speculator is 'hydra', must be one of medusa"),
+        ({"depth": 0}, "depth is 0, must be there and not 0"),
+        ({"width": "wide"}, "width is 'wide', must be a whole number"),
+        ({"layers": [0]}, "layers is .*, must be a list of layers"),
+        ({"head_dim": 7}, "head_dim even"),
+        ({"theta": -1}, "theta is -1, must be a positive number"),
+        ({"inner": 100}, "has shape"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(changes: dict[str, object], problem: str, tmp_path: Path) -> None:
+    random_heads("eagle-3", TARGET, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=problem):
+        load_network(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6, 8, 32])
+def test_low_middle_and_high_are_layers_below_the_last_where_there_are_some(layers: int) -> None:
+    found = low_middle_high(layers)
+    assert all(1 <= layer < max(2, layers) for layer in found)
+    assert list(found) == sorted(found)

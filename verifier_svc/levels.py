@@ -1,0 +1,156 @@
+"""Drafting with heads on the target for all sessions of a verifier: after a step, level by level, one call each.
+
+A level is taken while what it is expected to bring is worth more than what all sessions say in its time. Whether a
+session takes part at all is tried and measured, as for looking ahead: what its rounds brought beside what others had
+drafted, against its share of their time. One that does not costs nothing but that its features are written down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract
+from outrider.core.growth import Fits
+from outrider.core.lookup import fits
+from outrider.core.rules import Walk
+from outrider.core.tree import Node
+from outrider.engine.heads.speculator import FloatRows, Root, Speculator
+from outrider.engine.passes import Passes
+from outrider.engine.slots import Taken
+from verifier_svc.heads import HeadDrafts
+from verifier_svc.session import Session
+from verifier_svc.step import Step
+
+FOLLOWING = 0.1  # how far an average follows one round
+
+T = TypeVar("T")
+Call = Callable[[Callable[[], T]], Awaitable[T]]
+
+
+class Drafting(Protocol):
+    """What a step loop has drafted by heads."""
+
+    def open(self, contract: Contract, place: Taken, passes: Passes) -> HeadDrafts | None:
+        """A session begins in a slot. None: nothing is drafted for it."""
+
+    def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
+        """A pass has run; comes before anything that it says is committed."""
+
+    async def draft(self, step: Step, passes: Passes) -> None:
+        """The step has committed."""
+
+
+class NoHeads(Drafting):
+    """There are none."""
+
+    def open(self, contract: Contract, place: Taken, passes: Passes) -> HeadDrafts | None:
+        return None
+
+    def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
+        pass
+
+    async def draft(self, step: Step, passes: Passes) -> None:
+        pass
+
+
+class HeadDrafting(Drafting):
+    """With one speculator."""
+
+    def __init__(self, speculator: Speculator, hidden: Callable[[], Tensor], *, every: bool) -> None:
+        """`hidden`: the features of the last pass, of `every` row or of those whose logits were wanted."""
+        self._speculator = speculator
+        self._hidden = hidden
+        self._every = every
+        self._calibration = Calibration()
+        self._fits: dict[tuple[str, str], list[Fits]] = {}  # by rule and class of temperatures
+        self._level_s = 0.0  # that a further level takes, on average; 0: not known
+        self._round_s = 0.0  # that a round takes of one session's time
+
+    def open(self, contract: Contract, place: Taken, passes: Passes) -> HeadDrafts | None:
+        passes.later(partial(self._speculator.take, place.slot, place.source, place.cached))
+        if not fits(contract):
+            return None
+        levels = [Fits() for _ in range(self._speculator.depth)]
+        return HeadDrafts(contract, self._calibration, self._fits.setdefault((contract.rule, contract.heat), levels))
+
+    def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
+        hidden, first = self._hidden(), 0
+        for work, walked in zip(step.works, walks, strict=True):
+            chain = work.end - work.start
+            path = [] if walked is None else walked.path
+            if self._every:
+                rows = [*range(chain), *(chain - 1 + row for row in path)]
+                count = chain + len(work.nodes) + len(work.window.tokens)
+            else:
+                rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
+            if rows and not work.session.finished:
+                features = hidden[[first + row for row in rows]]
+                passes.later(partial(self._speculator.keep, work.session.place.slot, work.start, features))
+            first += count
+
+    async def draft(self, step: Step, passes: Passes) -> None:
+        taking = [session for session in step.sessions if self._wants(session, step.rate)]
+        if not taking:
+            return
+        began = time.perf_counter()
+        roots = [Root(session.place.slot, session.tokens) for session in taking]
+        rows = await passes.call(partial(self._speculator.begin, roots))
+        drafting: list[tuple[Session, HeadDrafts]] = []
+        for number, (session, row) in enumerate(zip(taking, rows, strict=True)):
+            if row is not None and session.heads is not None and not session.finished:
+                session.heads.begin(session.tree)
+                self._propose(session, session.tree.root, number, row)
+                drafting.append((session, session.heads))
+        number = len(roots)
+        while asked := self._next_level(drafting, step.rate):
+            level_began = time.perf_counter()
+            nodes = [heads.asked(node) for _, heads, node in asked]
+            said = await passes.call(partial(self._speculator.expand, nodes))
+            for at, (session, _, node) in enumerate(asked):
+                if not session.finished and session.tree.holds(node):
+                    self._propose(session, node, number + at, said[at])
+            number += len(asked)
+            self._level_s = _followed(self._level_s, time.perf_counter() - level_began)
+        share = (time.perf_counter() - began) / len(taking)
+        self._round_s = _followed(self._round_s, share)
+        for session, heads in drafting:
+            heads.price = share * step.rate
+            session.arrivals.grew(session.worth())
+
+    def _wants(self, session: Session, rate: float) -> bool:
+        heads = session.heads
+        if heads is None or session.finished or session.unread > 1:
+            return False
+        if session.ceilings.depth == 0 or session.room < 2:
+            return False
+        return heads.worth.takes(self._round_s * rate, trial=True)
+
+    def _propose(self, session: Session, node: Node, number: int, row: FloatRows) -> None:
+        if session.heads is not None:
+            session.heads.propose(
+                session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price
+            )
+
+    def _next_level(
+        self, drafting: Sequence[tuple[Session, HeadDrafts]], rate: float
+    ) -> list[tuple[Session, HeadDrafts, Node]]:
+        """What to expand next, of all sessions; nothing where that is not worth its time."""
+        asked, gain = [], 0.0
+        for session, heads in drafting:
+            if session.finished:
+                continue
+            plan, price = session.ceilings, session.verified_price
+            nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
+            asked += [(session, heads, node) for node in nodes]
+            gain += heads.gain(session.tree, nodes, plan.width, price)
+        return asked if gain > self._level_s * rate else []
+
+
+def _followed(average: float, seconds: float) -> float:
+    return average + FOLLOWING * (seconds - average) if average else seconds
