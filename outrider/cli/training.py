@@ -34,17 +34,18 @@ def trained(recipe: DrafterRecipe) -> None:
         from outrider.training.distillation import Training
 
     screen = Console(stderr=True)
-    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+    first = os.environ.get("RANK", "0") == "0"  # of those that train together
+    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal or not first) as progress:
         bar = progress.add_task("loading", total=1.0, figures="")
         training = Training(recipe, lambda what, done: progress.update(bar, description=what, completed=done))
-        if training.skipped:
-            progress.console.print(f"outrider train: left out {training.skipped} files that are not UTF-8")
-        if training.resumed:
-            progress.console.print(f"outrider train: goes on at step {training.progress.step} of {recipe.run}")
+        if first and training.skipped:
+            print(f"outrider train: left out {training.skipped} texts that are not UTF-8", file=sys.stderr)
+        if first and training.resumed:
+            print(f"outrider train: goes on from step {training.progress.step}", file=sys.stderr)
         with _interruptible() as interrupted:
             for now in training.run():
                 _show(progress, bar, now)
-                if training.any_of(bool(interrupted.by)):
+                if training.any_of(interrupted.asked):
                     training.save()
                     break
     if not training.leads:
@@ -83,16 +84,16 @@ def _show(progress: Progress, bar: TaskID, now: Standing) -> None:
 
 @dataclass(slots=True)
 class _Interruption:
-    by: int = 0  # the signal
+    asked: bool = False
 
 
 @contextmanager
 def _interruptible() -> Iterator[_Interruption]:
     """Notes the first SIGINT or SIGTERM, so that the training ends after its step; a second one acts as ever."""
-    asked = _Interruption()
+    interruption = _Interruption()
 
-    def note(number: int, _: FrameType | None) -> None:
-        asked.by = number
+    def note(_: int, __: FrameType | None) -> None:
+        interruption.asked = True
         restore()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -102,6 +103,6 @@ def _interruptible() -> Iterator[_Interruption]:
             signal.signal(number, handler)
 
     try:
-        yield asked
+        yield interruption
     finally:
         restore()

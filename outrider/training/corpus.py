@@ -32,7 +32,7 @@ class Corpus:
     train: Ids
     held_out: Ids
     digest: str  # of the texts
-    skipped: int  # files that were not UTF-8
+    skipped: int  # texts that were not UTF-8
 
     def require(self, length: int) -> None:
         """Raises ConfigError where either part is shorter than so many tokens."""

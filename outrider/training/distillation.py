@@ -15,21 +15,20 @@ from torch import Tensor
 from transformers.utils import logging
 
 from outrider.core.digest import PHI, mix64
-from outrider.engine.card import weights_digest
 from outrider.engine.loading import chosen_backend
 from outrider.engine.model import Dtype
-from outrider.hub import checkpoint_folder
+from outrider.errors import ConfigError
 from outrider.training import state as states
-from outrider.training.corpus import Heard, Ids, Vocabulary, prepare
+from outrider.training.corpus import Heard
 from outrider.training.lessons import Lessons
+from outrider.training.materials import gather
 from outrider.training.measuring import Figures, HeldOut
 from outrider.training.recipe import DrafterRecipe
 from outrider.training.records import Records
 from outrider.training.results import write_result
 from outrider.training.rollouts import continued, is_own
+from outrider.training.saving import refuse_to_replace
 from outrider.training.schedule import Budget, pace
-from outrider.training.students import load, make_student
-from outrider.training.texts import Texts
 from outrider.training.windows import Windows
 
 CLIP = 1.0  # of the gradient's norm
@@ -63,49 +62,33 @@ class Training:
         self._accelerator = Accelerator(cpu=recipe.device == "cpu")
         self._device = self._accelerator.device
         self._budget = Budget(recipe.tokens, None if recipe.minutes is None else 60.0 * recipe.minutes)
-        texts = Texts(recipe)
-        heard("loading models", 0.0)
-        self._precision = precision(recipe, self._device)
-        self._target_folder = None if recipe.target is None else checkpoint_folder(recipe.target)
-        target = None if self._target_folder is None else load(self._target_folder, self._precision)
-        tokenizer_folder = self._target_folder or recipe.tokenizer
-        assert tokenizer_folder is not None  # the recipe has seen to it
-        self._tokenizer_folder = tokenizer_folder
-        ends = target.eos_ids if target else ()
-        vocabulary = Vocabulary.read(tokenizer_folder, ends[0] if ends else None)
-        student = make_student(recipe, target, vocabulary)
-        with self._accelerator.main_process_first():
-            corpus = prepare(texts, vocabulary, recipe.run / "ids", heard)
-        corpus.require(recipe.window + 1)
-        self.skipped = corpus.skipped  # files that were not UTF-8
-
-        settings = states.settings_of(
-            recipe,
-            texts=corpus.digest,
-            tokenizer=vocabulary.digest.hex(),
-            target=self._target_folder and weights_digest(self._target_folder),
-            devices=self._accelerator.num_processes,
-        )
         self._kept = recipe.run / "state"
-        stood = states.read(self._kept, settings)
-        self.resumed = stood is not None
-        self._state = stood or states.State(settings=settings)
+        self.resumed = states.is_kept(self._kept)
+        if not self.resumed:
+            refuse_to_replace(recipe.output)
+        self._precision = precision(recipe, self._device)
+        with self._accelerator.main_process_first():  # which tokenizes
+            given = self._given = gather(recipe, self._precision, heard)
+        self.skipped = given.corpus.skipped  # texts that were not UTF-8
+
+        settings = states.settings_of(recipe, **given.digests, devices=self._accelerator.num_processes)
+        self._state = states.read(self._kept, settings) if self.resumed else states.State(settings=settings)
         optimizer = torch.optim.AdamW(
-            student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            given.student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
-        self._student, self._optimizer = self._accelerator.prepare(student, optimizer)
+        self._student, self._optimizer = self._accelerator.prepare(given.student, optimizer)
         if self.resumed:
             states.restore(self._kept, self._plain, self._optimizer)
 
-        self._lessons = Lessons(recipe, target and target.model.to(self._device))
-        self._windows = Windows(corpus.train, recipe.window, recipe.seed)
-        self._held_out = self._examination(corpus.held_out, heard) if self.leads else None
+        self._lessons = Lessons(recipe, given.target and given.target.model.to(self._device))
+        self._windows = Windows(given.corpus.train, recipe.window, recipe.seed)
+        self._held_out = self._examination(heard) if self.leads else None
         self._records = Records(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
         self._losses: list[Tensor] = []
         self._loss = math.nan
         self._measured: Figures | None = None
         self._measured_step = -1
-        self._saved_step = self._state.step if self.resumed else -1
+        self._saved_step = self._state.step if self.resumed and recipe.output.exists() else -1
         self._saved_at = time.monotonic()
 
     @property
@@ -132,31 +115,39 @@ class Training:
             if self._due():
                 self.save()
             yield self.progress
-        self.measure()
         self.save()
         yield self.progress
 
     def measure(self) -> None:
-        """On what is held out, for `progress` and the run's records; not twice at one step."""
+        """On what is held out, for `progress` and the run's records; not twice at one step.
+
+        Raises ConfigError when the training has run away, CheckpointError when the disk is full.
+        """
         if self._measured_step == self._state.step:
             return
         self._measured_step = self._state.step
         if self._losses:
             self._loss = float(torch.stack(self._losses).mean())
             self._losses.clear()
+            if not math.isfinite(self._loss):
+                raise ConfigError(
+                    f"learning_rate: the loss is no number any more at step {self._state.step}; begin anew with a "
+                    f"smaller one than {self._recipe.learning_rate:g}, or a longer --warm-up"
+                )
         if self._held_out is not None and self._records is not None:
             self._measured = self._held_out.measure(self._plain)
             self._records.add(self.progress)
 
     def save(self) -> None:
-        """Keeps where it stands, and the drafter as it is; nothing, where that was just done."""
+        """Measures, and keeps where it stands and the drafter as it is; nothing, where that was just done."""
         if self._saved_step == self._state.step:
             return
+        self.measure()
         self._saved_step = self._state.step
         self._accelerator.wait_for_everyone()
         if self.leads:
             states.save(self._kept, self._state, self._plain, self._optimizer)
-            write_result(self._recipe, self._plain, self._tokenizer_folder, self._state, self._measured)
+            write_result(self._recipe, self._plain, self._given.tokenizer_folder, self._state, self._measured)
         self._saved_at = time.monotonic()
 
     def any_of(self, asked: bool) -> bool:
@@ -208,8 +199,8 @@ class Training:
         shared: Tensor = self._accelerator.reduce(torch.tensor(value, device=self._device), "mean")
         return float(shared)
 
-    def _examination(self, ids: Ids, heard: Heard) -> HeldOut:
-        folder = self._target_folder
+    def _examination(self, heard: Heard) -> HeldOut:
+        folder, ids = self._given.target_folder, self._given.corpus.held_out
         device = str(self._device) if folder is not None and chosen_backend(folder, "auto") == "native" else "cpu"
         return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, heard=heard)
 

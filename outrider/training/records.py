@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Records:
-    """The file of a run. Lines of steps that will be done again are dropped when it is opened."""
+    """The file of a run. Lines of what will be done and measured again are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
         """`step`: where the run goes on. Raises CheckpointError as `add` does."""
         self._path = path
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= step]
+        kept = [line for line in _lines(path) if json.loads(line)["step"] < step]
         self._write("w", "".join(f"{line}\n" for line in kept))
 
     def add(self, now: Progress) -> None:

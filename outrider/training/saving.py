@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 
 @contextmanager
@@ -40,6 +40,12 @@ def replaced(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
         recover(folder)
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Raises ConfigError for what is there already: a first save would take its place."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is there already, and of no training that could go on; give another --output")
 
 
 def recover(folder: Path) -> None:

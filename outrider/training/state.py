@@ -54,14 +54,17 @@ def save(folder: Path, state: State, model: Any, optimizer: torch.optim.Optimize
         (fresh / STATE).write_text(json.dumps(asdict(state)), encoding="utf-8")
 
 
-def read(folder: Path, settings: dict[str, Any]) -> State | None:
-    """Where the training stands that a folder keeps; None where it keeps none.
+def is_kept(folder: Path) -> bool:
+    """Whether a training can go on from a folder."""
+    recover(folder)
+    return folder.exists()
+
+
+def read(folder: Path, settings: dict[str, Any]) -> State:
+    """Where the training stands that a folder keeps.
 
     Raises ConfigError for one with other settings, naming them, and CheckpointError for a folder that is damaged.
     """
-    recover(folder)
-    if not folder.exists():
-        return None
     try:
         state = State(**read_json(folder / STATE))
     except TypeError as error:

@@ -40,7 +40,7 @@ class Texts:
         self._files = [entry for source in settings.text for entry in _found(source, settings.pattern)]
         if not self._files:
             raise ConfigError(f"text: no file matches {settings.pattern!r}; give another --pattern, or name files")
-        self.skipped = 0  # files that were not UTF-8, in the last iteration
+        self.skipped = 0  # files, and lines of JSON, that were not UTF-8, in the last iteration
         self._by_end = len(self._files) == 1 and self._files[0].path.suffix != LINES
 
     def __len__(self) -> int:
@@ -55,12 +55,7 @@ class Texts:
             try:
                 yield from self._split(file) if self._by_end else self._whole(file)
             except UnicodeDecodeError as error:
-                if not (self._settings.skip_invalid or file.stdlib):
-                    raise ConfigError(
-                        f"{file.path}: is not UTF-8 from byte {error.start} on; convert it, or leave out files like it "
-                        "with --skip-invalid"
-                    ) from None
-                self.skipped += 1
+                self._leave_out(file, error.start)
             except OSError as error:
                 raise ConfigError(f"{file.path}: {error.strerror}; leave it out, or make it readable") from None
 
@@ -72,6 +67,15 @@ class Texts:
             total.update(f"{text.name}\0{text.held_out}\0{len(content)}\0".encode())
             total.update(content)
         return total.hexdigest()
+
+    def _leave_out(self, file: _File, offset: int) -> None:
+        """What is not UTF-8 from a byte of a file on. Raises ConfigError where that was not asked for."""
+        if not (self._settings.skip_invalid or file.stdlib):
+            raise ConfigError(
+                f"{file.path}: is not UTF-8 from byte {offset} on; convert it, or leave out what is like it with "
+                "--skip-invalid"
+            )
+        self.skipped += 1
 
     def _whole(self, file: _File) -> Iterator[Text]:
         if file.path.suffix == LINES:
@@ -97,12 +101,11 @@ class Texts:
                 try:
                     if line.strip():
                         content = json.loads(line.decode())[field]
-                        if not isinstance(content, str):
-                            raise TypeError
+                        content.encode()  # JSON may escape what is no character
                         yield Text(name, content, self._held_out(name))
-                except UnicodeDecodeError as error:  # where in the file, not in the line
-                    raise UnicodeDecodeError("utf-8", line, offset + error.start, offset + error.end, "") from None
-                except (ValueError, TypeError, KeyError):
+                except UnicodeDecodeError as error:
+                    self._leave_out(file, offset + error.start)
+                except (ValueError, TypeError, KeyError, AttributeError):
                     raise ConfigError(
                         f"{file.path}: line {number} is no JSON object with text in {field!r}; mend it, or name the "
                         "right field with --field"

@@ -7,7 +7,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from outrider.training.recipe import TokenizerRecipe
-from outrider.training.saving import replaced
+from outrider.training.saving import refuse_to_replace, replaced
 from outrider.training.texts import Texts
 
 END = "<|endoftext|>"  # of a text; id 0
@@ -17,8 +17,9 @@ def make_tokenizer(recipe: TokenizerRecipe) -> int:
     """Writes tokenizer.json and tokenizer_config.json into the recipe's folder; what is held out is not looked at.
 
     Returns how many tokens it knows, which are fewer than asked for where the text is short. Raises ConfigError for
-    texts as `Texts` does.
+    texts as `Texts` does, and for a folder that holds something.
     """
+    refuse_to_replace(recipe.output)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

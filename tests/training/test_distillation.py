@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from outrider.engine.card import read_card, weights_digest
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training.objectives import NAMES
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
+from outrider.training.vocabulary import make_tokenizer
 from tests.training.family import PAGES, SHAPE, begin, recipe, train
 
 
@@ -131,6 +133,28 @@ def test_a_training_does_not_go_on_with_other_settings_or_other_texts(target: Pa
         begin(recipe(target, tmp_path / "out"))
 
 
+def test_a_folder_that_holds_something_else_is_not_replaced(target: Path, tmp_path: Path) -> None:
+    digest = weights_digest(target)
+    with pytest.raises(ConfigError, match=r"target: is there already, .* give another --output"):
+        begin(recipe(target, target))
+    assert weights_digest(target) == digest
+    with pytest.raises(ConfigError, match="target: is there already"):
+        make_tokenizer(TokenizerRecipe(text=(str(PAGES),), output=target))
+    assert not target.with_name("target.run").exists()
+    (tmp_path / "empty").mkdir()
+    begin(recipe(target, tmp_path / "empty"))
+
+
+def test_a_training_that_runs_away_ends_and_leaves_the_last_good_one(target: Path, tmp_path: Path) -> None:
+    train(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"), steps=1)
+    training = begin(recipe(target, tmp_path / "out", learning_rate=0.9, save_steps=1, warm_up=0, objective="text"))
+    with torch.no_grad():
+        next(training._plain.parameters()).fill_(math.nan)
+    with pytest.raises(ConfigError, match=r"the loss is no number any more at step 2; .* smaller one than 0\.9"):
+        list(training.run())
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out").values())
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small one, which holds a few of what the tests save."""
@@ -201,3 +225,37 @@ def test_an_interrupted_command_saves_and_says_how_to_go_on(target: Path, tmp_pa
     assert f"stopped at step {stood}, " in said
     again = begin(recipe(target, output, layers=(0, 2), tokens=100_000_000, warm_up=100, learning_rate=1e-3))
     assert again.progress.step == stood >= 3
+
+
+@pytest.mark.long
+def test_two_processes_learn_what_one_with_twice_the_batch_does(target: Path, tmp_path: Path) -> None:
+    shared = (
+        "--target",
+        target,
+        "--text",
+        PAGES,
+        "--pattern",
+        "*.md",
+        "--layers",
+        "0,2",
+        "--window",
+        "32",
+        "--threads",
+        "1",
+    )
+    command = [*map(str, shared), "--precision", "float32", "--tokens", "2K", "--warm-up", "4", "--accumulate", "2"]
+    alone = [sys.executable, "-m", "outrider.cli", "train", "drafter", *command, "--batch", "4"]
+    together = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "outrider.cli", "train", "drafter", *command, "--batch", "2"),
+    ]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    for run, name in ((alone, "one"), (together, "two")):
+        done = subprocess.run(
+            [*run, "--output", str(tmp_path / name)], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("outrider train: wrote") == 1
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+    assert figures(tmp_path / "one")[-1]["step"] == figures(tmp_path / "two")[-1]["step"] == 8

@@ -72,7 +72,7 @@ def damaged(target: Path, folder: Path) -> Path:
     return folder
 
 
-def small(target: Path, folder: Path) -> Path:
+def small(folder: Path) -> Path:
     """Of the same tokenizer, with fewer tokens."""
     made = make_target(folder)
     model = load(made, "float32").model
@@ -106,7 +106,9 @@ def test_weights_that_are_broken_or_say_other_tokens_are_refused(target: Path, t
     with pytest.raises(CheckpointError, match=r"broken: .*transformers cannot load it"):
         begin(recipe(damaged(target, tmp_path / "broken"), tmp_path / "out"))
     with pytest.raises(TokenizerMismatch, match=r"says 290 tokens, the target 300; they must be as many"):
-        begin(recipe(target, tmp_path / "out", layers=(), start=small(target, tmp_path / "small")))
+        begin(recipe(target, tmp_path / "out", layers=(), start=small(tmp_path / "small")))
+    with pytest.raises(TokenizerMismatch, match=r"its tokenizer has 300 tokens, the model 290; .* belong together"):
+        begin(recipe(tmp_path / "small", tmp_path / "out"))
     assert not (tmp_path / "out.run").exists()
 
 

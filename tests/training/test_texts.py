@@ -76,6 +76,13 @@ def test_lines_of_json_are_texts_of_their_own(tmp_path: Path) -> None:
     path.write_bytes(b'{"text": "good"}\n{"text": "b\xff"}\n')
     with pytest.raises(ConfigError, match="is not UTF-8 from byte 28 on"):
         list(texts(path))
+    lenient = texts(path, skip_invalid=True)
+    assert [text.content for text in lenient] == ["good"]
+    assert lenient.skipped == 1
+    for wrong in ('{"text": 5}', "[]", '{"text": "\\ud800"}'):
+        path.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ConfigError, match="line 1 is no JSON object with text"):
+            list(texts(path))
 
 
 def test_the_digest_is_of_what_is_said_and_where_it_stands(tmp_path: Path) -> None:
