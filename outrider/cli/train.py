@@ -1,4 +1,4 @@
-"""`outrider train`: drafters, and what they take."""
+"""`outrider train`: drafters, heads, and what they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-train = typer.Typer(help="Drafters for your target, from text.", no_args_is_help=True)
+train = typer.Typer(help="Drafters and heads for your target, from text.", no_args_is_help=True)
 
 Recipe = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A recipe in TOML; what else is given comes before what it says.")
@@ -32,6 +32,37 @@ SkipInvalid = Annotated[
     bool | None, typer.Option("--skip-invalid/--no-skip-invalid", help="Leave out files that are not UTF-8.")
 ]
 HeldOut = Annotated[int | None, typer.Option(help="Percent of the texts that nothing is learned from. [default: 4]")]
+Objective = Annotated[
+    str | None,
+    typer.Option(help="agreement, forward-kl, reverse-kl, total-variation, or text alone. [default: agreement]"),
+]
+TextWeight = Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0.1]")]
+Temperature = Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")]
+Window = Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512, of heads 256]")]
+Batch = Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 8]")]
+Accumulate = Annotated[int | None, typer.Option(help="Passes of a step. [default: 1]")]
+Tokens = Annotated[str | None, typer.Option(metavar="COUNT", help="To train on, like 20M.")]
+Minutes = Annotated[float | None, typer.Option(help="Or for how long; with both, what ends first.")]
+LearningRate = Annotated[float | None, typer.Option(help="At its highest. [default: 0.001]")]
+WarmUp = Annotated[int | None, typer.Option(help="Steps until then. [default: 100]")]
+WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW. [default: 0.1]")]
+Seed = Annotated[int | None, typer.Option(help="Of all that is random. [default: 0]")]
+Precision = Annotated[
+    str | None, typer.Option(help="float32, bfloat16, or auto: as the machine is quicker. [default: auto]")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, or auto: accelerators if any. [default: auto]")]
+Threads = Annotated[int | None, typer.Option(help="On a CPU. [default: one for each core]")]
+MeasureSteps = Annotated[int | None, typer.Option(help="Between two measurements. [default: 200]")]
+SaveSteps = Annotated[int | None, typer.Option(help="Between two saves. [default: by time alone]")]
+SaveMinutes = Annotated[float | None, typer.Option(help="Between two saves. [default: 10]")]
+HeadsTarget = Annotated[
+    Path | None, typer.Option(help="Whose heads: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub. Needed.")
+]
+Levels = Annotated[int | None, typer.Option(help="Tokens that they guess at most. [default: 4]")]
+OwnHead = Annotated[
+    bool | None, typer.Option("--own-head/--no-own-head", help="An unembedding of their own. [default: the target's]")
+]
+Decay = Annotated[float | None, typer.Option(help="Weight of a depth's loss, of the one before. [default: 0.8]")]
 
 
 @train.command()
@@ -63,33 +94,28 @@ def drafter(
     context_tokens: Annotated[
         int | None, typer.Option("--context", help="Its longest text, in tokens. [default: the target's]")
     ] = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(help="agreement, forward-kl, reverse-kl, total-variation, or text alone. [default: agreement]"),
-    ] = None,
-    text_weight: Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0.1]")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")] = None,
+    objective: Objective = None,
+    text_weight: TextWeight = None,
+    temperature: Temperature = None,
     on_policy: Annotated[
         float | None, typer.Option(help="Share of steps on what the drafter itself says, 0 to 1. [default: 0]")
     ] = None,
     continuation: Annotated[int | None, typer.Option(help="Tokens that it says there. [default: 64]")] = None,
-    window: Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512]")] = None,
-    batch: Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 8]")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Passes of a step. [default: 1]")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="COUNT", help="To train on, like 20M.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Or for how long; with both, what ends first.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="At its highest. [default: 0.001]")] = None,
-    warm_up: Annotated[int | None, typer.Option(help="Steps until then. [default: 100]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of AdamW. [default: 0.1]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of all that is random. [default: 0]")] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, or auto: as the machine is quicker. [default: auto]")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or auto: accelerators if any. [default: auto]")] = None,
-    threads: Annotated[int | None, typer.Option(help="On a CPU. [default: one for each core]")] = None,
-    measure_steps: Annotated[int | None, typer.Option(help="Between two measurements. [default: 200]")] = None,
-    save_steps: Annotated[int | None, typer.Option(help="Between two saves. [default: by time alone]")] = None,
-    save_minutes: Annotated[float | None, typer.Option(help="Between two saves. [default: 10]")] = None,
+    window: Window = None,
+    batch: Batch = None,
+    accumulate: Accumulate = None,
+    tokens: Tokens = None,
+    minutes: Minutes = None,
+    learning_rate: LearningRate = None,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = None,
+    seed: Seed = None,
+    precision: Precision = None,
+    device: Device = None,
+    threads: Threads = None,
+    measure_steps: MeasureSteps = None,
+    save_steps: SaveSteps = None,
+    save_minutes: SaveMinutes = None,
 ) -> None:
     """Distil a small model from a target, to draft for it; without one, train a model from text alone.
 
@@ -100,6 +126,136 @@ def drafter(
 
     with reported():
         settings = recipe_of(DrafterRecipe, context)
+        from outrider.cli.training import trained
+
+        trained(settings)
+
+
+@train.command()
+def medusa(
+    context: typer.Context,
+    recipe: Recipe = None,
+    output: Output = None,
+    text: Text = None,
+    target: HeadsTarget = None,
+    pattern: Pattern = None,
+    field: Field = None,
+    skip_invalid: SkipInvalid = None,
+    held_out: HeldOut = None,
+    depth: Levels = None,
+    own_head: OwnHead = None,
+    objective: Objective = None,
+    text_weight: TextWeight = None,
+    temperature: Temperature = None,
+    decay: Decay = None,
+    window: Window = None,
+    batch: Batch = None,
+    accumulate: Accumulate = None,
+    tokens: Tokens = None,
+    minutes: Minutes = None,
+    learning_rate: LearningRate = None,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = None,
+    seed: Seed = None,
+    precision: Precision = None,
+    device: Device = None,
+    threads: Threads = None,
+    measure_steps: MeasureSteps = None,
+    save_steps: SaveSteps = None,
+    save_minutes: SaveMinutes = None,
+) -> None:
+    """Train Medusa heads: one for each of the next tokens, all from the target's last hidden state."""
+    _train_heads(context, kind="medusa")
+
+
+@train.command()
+def mlp(
+    context: typer.Context,
+    recipe: Recipe = None,
+    output: Output = None,
+    text: Text = None,
+    target: HeadsTarget = None,
+    pattern: Pattern = None,
+    field: Field = None,
+    skip_invalid: SkipInvalid = None,
+    held_out: HeldOut = None,
+    depth: Levels = None,
+    own_head: OwnHead = None,
+    inner: Annotated[int | None, typer.Option(help="Width of its state. [default: the target's]")] = None,
+    objective: Objective = None,
+    text_weight: TextWeight = None,
+    temperature: Temperature = None,
+    decay: Decay = None,
+    window: Window = None,
+    batch: Batch = None,
+    accumulate: Accumulate = None,
+    tokens: Tokens = None,
+    minutes: Minutes = None,
+    learning_rate: LearningRate = None,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = None,
+    seed: Seed = None,
+    precision: Precision = None,
+    device: Device = None,
+    threads: Threads = None,
+    measure_steps: MeasureSteps = None,
+    save_steps: SaveSteps = None,
+    save_minutes: SaveMinutes = None,
+) -> None:
+    """Train an MLP speculator: a state that begins with the target's and takes in each drafted token."""
+    _train_heads(context, kind="mlp")
+
+
+@train.command()
+def eagle(
+    context: typer.Context,
+    recipe: Recipe = None,
+    output: Output = None,
+    text: Text = None,
+    target: HeadsTarget = None,
+    pattern: Pattern = None,
+    field: Field = None,
+    skip_invalid: SkipInvalid = None,
+    held_out: HeldOut = None,
+    depth: Levels = None,
+    own_head: OwnHead = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="eagle-3: from three of the target's layers; eagle: from its last. [default: eagle-3]"),
+    ] = None,
+    inner: Annotated[int | None, typer.Option(help="Units of its feed-forward. [default: the target's]")] = None,
+    regression: Annotated[
+        float | None, typer.Option(help="Weight of what keeps it near the features. [default: 1 for eagle, else 0]")
+    ] = None,
+    objective: Objective = None,
+    text_weight: TextWeight = None,
+    temperature: Temperature = None,
+    decay: Decay = None,
+    window: Window = None,
+    batch: Batch = None,
+    accumulate: Accumulate = None,
+    tokens: Tokens = None,
+    minutes: Minutes = None,
+    learning_rate: LearningRate = None,
+    warm_up: WarmUp = None,
+    weight_decay: WeightDecay = None,
+    seed: Seed = None,
+    precision: Precision = None,
+    device: Device = None,
+    threads: Threads = None,
+    measure_steps: MeasureSteps = None,
+    save_steps: SaveSteps = None,
+    save_minutes: SaveMinutes = None,
+) -> None:
+    """Train an EAGLE head: one layer that goes on in the target's hidden states."""
+    _train_heads(context)
+
+
+def _train_heads(context: typer.Context, kind: str | None = None) -> None:
+    from outrider.training.recipe import HeadsRecipe
+
+    with reported():
+        settings = recipe_of(HeadsRecipe, context, **({"kind": kind} if kind else {}))
         from outrider.cli.training import trained
 
         trained(settings)
@@ -131,8 +287,8 @@ def tokenizer_(
     print(f"outrider train: wrote {settings.output}: tokens={known}")
 
 
-def recipe_of(kind: type[SectionT], context: typer.Context) -> SectionT:
-    """What a recipe's file says, and before it what flags say. Raises ConfigError."""
+def recipe_of(kind: type[SectionT], context: typer.Context, /, **fixed: Any) -> SectionT:
+    """What a recipe's file says, before it what flags say, and before these what is fixed. Raises ConfigError."""
     from outrider.cli.pad import parse_count
     from outrider.config import parse
     from outrider.training.recipe import read_recipe
@@ -146,4 +302,4 @@ def recipe_of(kind: type[SectionT], context: typer.Context) -> SectionT:
     if "tokens" in flags:
         flags["tokens"] = parse_count(flags["tokens"])
     values = read_recipe(file) if file else {}
-    return parse(kind, values | flags, str(file or "flags"))
+    return parse(kind, values | flags | fixed, str(file or "flags"))

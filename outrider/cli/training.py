@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.reporting import INTERRUPTED
 from outrider.engine.loading import quiet
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:
     from outrider.training.distillation import Progress as Standing
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COLUMNS = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
 
 
-def trained(recipe: DrafterRecipe) -> None:
+def trained(recipe: TrainingRecipe) -> None:
     """Trains to the end, or until SIGINT or SIGTERM: then it saves, and exits as interrupted commands do.
 
     Raises OutriderError for what cannot work.
@@ -59,7 +59,7 @@ def trained(recipe: DrafterRecipe) -> None:
     print(last_line(recipe, now), flush=True)
 
 
-def last_line(recipe: DrafterRecipe, now: Standing) -> str:
+def last_line(recipe: TrainingRecipe, now: Standing) -> str:
     """The line for scripts."""
     figures = {"steps": f"{now.step}", "tokens": f"{now.tokens}", "seconds": f"{now.seconds:.1f}"}
     if now.seconds:

@@ -1,4 +1,4 @@
-"""The training of a drafter: draw windows, learn from them, and now and then measure and save."""
+"""A training: draw windows, learn from them, and now and then measure and save."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from outrider.engine.model import Dtype
 from outrider.errors import ConfigError
 from outrider.training import state as states
 from outrider.training.corpus import Heard
-from outrider.training.lessons import Lessons
-from outrider.training.materials import gather
+from outrider.training.heads import HeadLessons
+from outrider.training.lessons import DrafterLessons
+from outrider.training.materials import Materials, gather
 from outrider.training.measuring import Figures, HeldOut
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.pupils import Lessons
+from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 from outrider.training.records import Records
 from outrider.training.results import write_result
-from outrider.training.rollouts import continued, is_own
 from outrider.training.saving import refuse_to_replace
 from outrider.training.schedule import Budget, pace
 from outrider.training.windows import Windows
@@ -50,7 +51,7 @@ class Progress:
 class Training:
     """One run of a recipe, from its beginning or from where its folder says that it stands."""
 
-    def __init__(self, recipe: DrafterRecipe, heard: Heard) -> None:
+    def __init__(self, recipe: TrainingRecipe, heard: Heard) -> None:
         """Loads, tokenizes and measures what it takes; minutes, for much text or a large target.
 
         Raises CheckpointError, TokenizerMismatch and ConfigError for what cannot work, before anything long starts.
@@ -74,13 +75,13 @@ class Training:
         settings = states.settings_of(recipe, **given.digests, devices=self._accelerator.num_processes)
         self._state = states.read(self._kept, settings) if self.resumed else states.State(settings=settings)
         optimizer = torch.optim.AdamW(
-            given.student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            given.pupil.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
-        self._student, self._optimizer = self._accelerator.prepare(given.student, optimizer)
+        self._pupil, self._optimizer = self._accelerator.prepare(given.pupil, optimizer)
         if self.resumed:
             states.restore(self._kept, self._plain, self._optimizer)
 
-        self._lessons = Lessons(recipe, given.target and given.target.model.to(self._device))
+        self._lessons = lessons_of(recipe, given, self._device)
         self._windows = Windows(given.corpus.train, recipe.window, recipe.seed)
         self._held_out = self._examination(heard) if self.leads else None
         self._records = Records(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
@@ -135,11 +136,11 @@ class Training:
                     f"smaller one than {self._recipe.learning_rate:g}, or a longer --warm-up"
                 )
         if self._held_out is not None and self._records is not None:
-            self._measured = self._held_out.measure(self._plain)
+            self._measured = self._held_out.measure(self._lessons, self._plain)
             self._records.add(self.progress)
 
     def save(self) -> None:
-        """Measures, and keeps where it stands and the drafter as it is; nothing, where that was just done."""
+        """Measures, and keeps where it stands and the pupil as it is; nothing, where that was just done."""
         if self._saved_step == self._state.step:
             return
         self.measure()
@@ -147,7 +148,9 @@ class Training:
         self._accelerator.wait_for_everyone()
         if self.leads:
             states.save(self._kept, self._state, self._plain, self._optimizer)
-            write_result(self._recipe, self._plain, self._given.tokenizer_folder, self._state, self._measured)
+            write_result(
+                self._recipe, self._lessons, self._plain, self._given.tokenizer_folder, self._state, self._measured
+            )
         self._saved_at = time.monotonic()
 
     def any_of(self, asked: bool) -> bool:
@@ -162,29 +165,24 @@ class Training:
             group["lr"] = rate
         for turn in range(recipe.accumulate):
             last = turn == recipe.accumulate - 1
-            with nullcontext() if last else self._accelerator.no_sync(self._student):
+            with nullcontext() if last else self._accelerator.no_sync(self._pupil):
                 loss = self._judge(turn) / recipe.accumulate
                 self._accelerator.backward(loss)
             self._losses.append(loss.detach() * recipe.accumulate)
-        self._accelerator.clip_grad_norm_(self._student.parameters(), CLIP)
+        self._accelerator.clip_grad_norm_(self._pupil.parameters(), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
         state.step += 1
         state.tokens += recipe.batch * recipe.accumulate * recipe.window * self._accelerator.num_processes
 
     def _judge(self, turn: int) -> Tensor:
-        """The loss of this process's part of a step: some windows, or what the drafter makes of their beginnings."""
+        """The loss of this process's part of a step: some windows, or what the pupil makes of their beginnings."""
         recipe, accelerator = self._recipe, self._accelerator
         number = (self._state.step * recipe.accumulate + turn) * accelerator.num_processes + accelerator.process_index
         torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # of dropout, where a model has any
         windows = self._windows.batch(number * recipe.batch, recipe.batch).to(self._device)
-        said = None
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
-            if is_own(self._state.step, recipe.on_policy):
-                said = recipe.continuation
-                dice = torch.Generator(self._device).manual_seed(torch.initial_seed())
-                windows = continued(self._plain, windows[:, :-said], said, dice)
-            return self._lessons.loss(self._student, windows, said)
+            return self._lessons.loss(self._pupil, self._plain, self._state.step, windows)
 
     def _due(self) -> bool:
         """Whether it is time to save; all processes say the same."""
@@ -206,7 +204,7 @@ class Training:
 
     @property
     def _plain(self) -> Any:
-        return self._accelerator.unwrap_model(self._student)
+        return self._accelerator.unwrap_model(self._pupil)
 
     @property
     def leads(self) -> bool:
@@ -214,7 +212,16 @@ class Training:
         return bool(self._accelerator.is_main_process)
 
 
-def precision(recipe: DrafterRecipe, device: torch.device) -> Dtype:
+def lessons_of(recipe: TrainingRecipe, given: Materials, device: torch.device) -> Lessons:
+    """What the pupil is taught, by a target on that device."""
+    target = given.target and given.target.model.to(device)
+    if isinstance(recipe, DrafterRecipe):
+        return DrafterLessons(recipe, target)
+    assert isinstance(recipe, HeadsRecipe)
+    return HeadLessons(recipe, given.pupil.shape, target)
+
+
+def precision(recipe: TrainingRecipe, device: torch.device) -> Dtype:
     """What passes compute in: bfloat16 where the machine multiplies in it. The weights that learn are in float32."""
     if recipe.precision != "auto":
         return recipe.precision

@@ -1,33 +1,72 @@
-"""What a step learns from some windows: the loss between target and drafter, and a little of the text's own."""
+"""What a drafter learns from some windows: the loss between target and drafter, and a little of the text's own."""
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.training.acceptance import Said, of_model
 from outrider.training.objectives import objective
 from outrider.training.recipe import DrafterRecipe
+from outrider.training.rollouts import continued, is_own
 
 # Logits that are compared at once. On a CPU they stay in its cache: a step with all at once took twice the time.
 PART, PART_ON_ACCELERATOR = 1 << 20, 1 << 27
 
+BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json")  # as the target has it
+
 LossOf = Callable[[slice, Tensor], Tensor]  # of some positions, from their logits: [positions]
 
 
-class Lessons:
-    """The loss of windows, as a recipe has it."""
+class DrafterLessons:
+    """A causal model's, as a recipe has them."""
+
+    kind = "drafter"
 
     def __init__(self, recipe: DrafterRecipe, target: Any | None) -> None:
         """`target`: the model that teaches, on the drafter's device; None where the text alone does."""
+        self._recipe = recipe
         self._target = None if recipe.objective == "text" else target
         self._objective = None if recipe.objective == "text" else objective(recipe.objective)
         self._temperature = recipe.temperature
         self._text_weight = recipe.text_weight
 
-    def loss(self, student: Any, windows: Tensor, said: int | None = None) -> Tensor:
+    def loss(self, student: Any, plain: Any, step: int, windows: Tensor) -> Tensor:
+        """As `Lessons` has it. In some steps the drafter itself goes on with the windows' beginnings."""
+        if not is_own(step, self._recipe.on_policy):
+            return self.taught(student, windows)
+        said = self._recipe.continuation
+        dice = torch.Generator(windows.device).manual_seed(torch.initial_seed())
+        return self.taught(student, continued(plain, windows[:, :-said], said, dice), said)
+
+    def held_out(self, model: Any, window: Tensor) -> float:
+        """The cross-entropy, in nats a token."""
+        logits = model(input_ids=window[None, :-1], use_cache=False).logits[0].float()
+        return float(torch.nn.functional.cross_entropy(logits, window[1:]))
+
+    def acceptance(self, model: Any, said: Said) -> float:
+        """Of chains that the model drafts."""
+
+        def logits(tokens: Tensor) -> Tensor:
+            after: Tensor = model(input_ids=tokens.to(model.device), use_cache=False).logits
+            return after
+
+        return of_model(logits, said)
+
+    def write(self, model: Any, source: Path, folder: Path) -> None:
+        """A checkpoint in Hugging Face format, which any engine loads."""
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+        for pattern in BESIDE:
+            for file in source.glob(pattern):
+                shutil.copy(file, folder / file.name)
+
+    def taught(self, student: Any, windows: Tensor, said: int | None = None) -> Tensor:
         """A mean over positions, in nats or as a share. `windows`: [rows, length + 1].
 
         `said`: only the last so many tokens count. The drafter has drawn them, so that they are no text to learn from.
@@ -46,14 +85,19 @@ class Lessons:
             text = torch.nn.functional.cross_entropy(logits, following[part], reduction="none")
             return torch.lerp(taught, text, self._text_weight)
 
-        loss: Tensor = _InParts.apply(q, of_part)  # type: ignore[no-untyped-call]
-        return loss
+        return in_parts(q, of_part)
 
     @torch.no_grad()
     def _judged(self, read: Tensor) -> Tensor:
         assert self._target is not None
         logits: Tensor = self._target(input_ids=read, use_cache=False).logits
         return logits
+
+
+def in_parts(logits: Tensor, loss_of: LossOf) -> Tensor:
+    """The mean of a loss over positions. `logits`: [positions, vocabulary]."""
+    loss: Tensor = _InParts.apply(logits, loss_of)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _InParts(torch.autograd.Function):

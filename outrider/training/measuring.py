@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.engine.loading import load_engine
 from outrider.engine.model import Dtype
-from outrider.training.acceptance import Said, of_model, say
+from outrider.training.acceptance import Said, say
 from outrider.training.corpus import Heard, Ids
+from outrider.training.pupils import Lessons
 from outrider.training.windows import spread
 
 WINDOWS = 16
@@ -28,7 +28,7 @@ SEED = 20231011
 class Figures:
     """What was measured."""
 
-    held_out_loss: float  # nats a token
+    held_out_loss: float  # of a model in nats a token, of heads what they minimise
     acceptance: Mapping[float, float]  # temperature -> acceptance length; empty without a target
 
     def by_name(self) -> dict[str, float]:
@@ -55,22 +55,14 @@ class HeldOut:
             self._said[temperature] = say(engine, prompts, temperature=temperature, tokens=answer, seed=SEED)
 
     @torch.no_grad()
-    def measure(self, model: Any) -> Figures:
-        """Of a model, which is as before behind it."""
-        training = model.training
-        model.eval()
+    def measure(self, lessons: Lessons, pupil: Any) -> Figures:
+        """Of a pupil, which is as before behind it."""
+        training = pupil.training
+        pupil.eval()
         try:
-            losses = []
-            for window in self._windows:
-                text = window.to(model.device)[None]
-                logits = model(input_ids=text[:, :-1], use_cache=False).logits[0].float()
-                losses.append(float(torch.nn.functional.cross_entropy(logits, text[0, 1:])))
-
-            def logits(tokens: Tensor) -> Tensor:
-                said: Tensor = model(input_ids=tokens.to(model.device), use_cache=False).logits
-                return said
-
-            lengths = {temperature: of_model(logits, said) for temperature, said in self._said.items()}
+            device = next(pupil.parameters()).device
+            losses = [lessons.held_out(pupil, window.to(device)) for window in self._windows]
+            lengths = {temperature: lessons.acceptance(pupil, said) for temperature, said in self._said.items()}
             return Figures(sum(losses) / len(losses), lengths)
         finally:
-            model.train(training)
+            pupil.train(training)

@@ -30,29 +30,16 @@ class TokenizerRecipe(TextSettings):
     vocabulary: int = Field(default=4096, ge=257, le=2**20)  # tokens; 257 are the bytes and the end of a text
 
 
-class DrafterRecipe(TextSettings):
-    """A drafter that learns from a target, or, with neither a target nor layers of one, a model from text alone."""
+class TrainingRecipe(TextSettings):
+    """What all trainings share: what they make, from whose teaching, and for how long."""
 
-    output: Path  # the folder that gets the drafter; what the training itself keeps is beside it, in FOLDER.run
-    target: Path | None = None  # whose drafter: a checkpoint's folder, or ORG/NAME[@REVISION]; None: text alone
-    tokenizer: Path | None = None  # a folder with a tokenizer.json, where there is no target; None: the target's
-
-    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these of the target's, counted from 0
-    start: Path | None = None  # or from this checkpoint, which has the target's tokenizer
-    width: int | None = Field(default=None, ge=8)  # or from random weights of a shape: of the residual stream
-    depth: int = Field(default=2, ge=1)  # layers of that shape
-    heads: int = Field(default=8, ge=1)  # of its attention
-    kv_heads: int | None = Field(default=None, ge=1)  # that have keys and values; None: all
-    head_dim: int | None = Field(default=None, ge=2)  # of a head; None: width / heads
-    ffn: int | None = Field(default=None, ge=8)  # units of its feed-forward; None: 8/3 of the width
-    context: int | None = Field(default=None, ge=2)  # its longest text, in tokens; None: the target's, or the window
+    output: Path  # the folder that gets it; what the training itself keeps is beside it, in FOLDER.run
+    target: Path | None = None  # whose speculator: a checkpoint's folder, or ORG/NAME[@REVISION]
 
     # What is minimised; text: cross-entropy, in which the target has no part.
     objective: Literal["text", "forward-kl", "reverse-kl", "total-variation", "agreement"] = "agreement"
     text_weight: float = Field(default=0.1, ge=0, lt=1)  # share of the text's cross-entropy in the loss
     temperature: float = Field(default=1.0, gt=0, le=10)  # of both models' distributions in the objective
-    on_policy: float = Field(default=0.0, ge=0, le=1)  # share of the steps whose text the drafter itself goes on with
-    continuation: int = Field(default=64, ge=1)  # tokens of a window that it says there
 
     window: int = Field(default=512, ge=16)  # tokens of a text that are seen together
     batch: int = Field(default=8, ge=1)  # windows of a pass, on each device
@@ -72,9 +59,37 @@ class DrafterRecipe(TextSettings):
     save_minutes: float = Field(default=10.0, gt=0)  # between two saves
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _ends(self) -> Self:
         if self.tokens is None and self.minutes is None:
             raise ValueError("tokens or minutes must say how long to train")
+        return self
+
+    @property
+    def run(self) -> Path:
+        """The folder of what the training keeps for itself: ids, its state, and its figures."""
+        return self.output.with_name(self.output.name + ".run")
+
+
+class DrafterRecipe(TrainingRecipe):
+    """A drafter that learns from a target, or, with neither a target nor layers of one, a model from text alone."""
+
+    tokenizer: Path | None = None  # a folder with a tokenizer.json, where there is no target; None: the target's
+
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these of the target's, counted from 0
+    start: Path | None = None  # or from this checkpoint, which has the target's tokenizer
+    width: int | None = Field(default=None, ge=8)  # or from random weights of a shape: of the residual stream
+    depth: int = Field(default=2, ge=1)  # layers of that shape
+    heads: int = Field(default=8, ge=1)  # of its attention
+    kv_heads: int | None = Field(default=None, ge=1)  # that have keys and values; None: all
+    head_dim: int | None = Field(default=None, ge=2)  # of a head; None: width / heads
+    ffn: int | None = Field(default=None, ge=8)  # units of its feed-forward; None: 8/3 of the width
+    context: int | None = Field(default=None, ge=2)  # its longest text, in tokens; None: the target's, or the window
+
+    on_policy: float = Field(default=0.0, ge=0, le=1)  # share of the steps whose text the drafter itself goes on with
+    continuation: int = Field(default=64, ge=1)  # tokens of a window that it says there
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
         if self.target is None and self.objective != "text":
             raise ValueError(f"objective {self.objective} needs a target; give one, or the objective text")
         if (self.target is None) == (self.tokenizer is None):
@@ -89,10 +104,25 @@ class DrafterRecipe(TextSettings):
             raise ValueError(f"continuation: must be below the window ({self.window}), and leave some text before it")
         return self
 
-    @property
-    def run(self) -> Path:
-        """The folder of what the training keeps for itself: ids, its state, and its figures."""
-        return self.output.with_name(self.output.name + ".run")
+
+class HeadsRecipe(TrainingRecipe):
+    """Heads on a target, which itself stays as it is."""
+
+    target: Path  # a checkpoint's folder, or ORG/NAME[@REVISION]
+    kind: Literal["medusa", "mlp", "eagle", "eagle-3"] = "eagle-3"  # see outrider.engine.heads
+    depth: int = Field(default=4, ge=1, le=16)  # tokens below a root that they guess at most
+    own_head: bool = False  # an unembedding of their own; else the target's
+    inner: int | None = Field(default=None, ge=8)  # of an MLP's state, or units of EAGLE's feed-forward
+    decay: float = Field(default=0.8, gt=0, le=1)  # weight of a depth's loss, of the one before
+    regression: float | None = Field(default=None, ge=0)  # weight of what keeps EAGLE-1 near the target's features
+
+    window: int = Field(default=256, ge=16)  # tokens of a text that are seen together
+
+    @model_validator(mode="after")
+    def _fitting(self) -> Self:
+        if self.depth + 2 > self.window // 2:
+            raise ValueError(f"window: {self.window} is too small for {self.depth} tokens below a root")
+        return self
 
 
 def read_recipe(file: Path) -> dict[str, Any]:

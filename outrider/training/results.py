@@ -1,37 +1,31 @@
-"""What a training gives: a checkpoint in Hugging Face format that any engine loads; of a drafter, with its card."""
+"""What a training gives: a folder that drafts for its target, with its card."""
 
 from __future__ import annotations
 
-import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.engine.card import Card, write_card
 from outrider.training.measuring import Figures
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.pupils import Lessons
+from outrider.training.recipe import TrainingRecipe
 from outrider.training.saving import replaced
 from outrider.training.state import State
 
-BESIDE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json")  # as the target has it
 
-
-def write_result(recipe: DrafterRecipe, model: Any, source: Path, state: State, measured: Figures | None) -> None:
-    """Puts the model, in bfloat16 and with the tokenizer of `source`, in its place. Raises what `replaced` does."""
+def write_result(
+    recipe: TrainingRecipe, lessons: Lessons, pupil: Any, source: Path, state: State, measured: Figures | None
+) -> None:
+    """Puts the pupil in its place. `source`: holds its target's tokenizer. Raises what `replaced` does."""
     with replaced(recipe.output) as folder:
-        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
-        for pattern in BESIDE:
-            for file in source.glob(pattern):
-                shutil.copy(file, folder / file.name)
+        lessons.write(pupil, source, folder)
         if recipe.target is not None:
-            write_card(folder, _card(recipe, source, state, measured))
+            write_card(folder, _card(recipe, lessons.kind, source, state, measured))
 
 
-def _card(recipe: DrafterRecipe, target: Path, state: State, measured: Figures | None) -> Card:
+def _card(recipe: TrainingRecipe, kind: str, target: Path, state: State, measured: Figures | None) -> Card:
     return Card(
-        kind="drafter",
+        kind=kind,
         target=target.resolve().name,
         target_digest=state.settings["target"],
         tokenizer_digest=state.settings["tokenizer"],

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 
 from outrider.engine.checkpoint import read_json
 from outrider.errors import CheckpointError, ConfigError
-from outrider.training.recipe import DrafterRecipe
+from outrider.training.recipe import TrainingRecipe
 from outrider.training.saving import recover, replaced
 
 STATE, MODEL, MOMENTS = "state.json", "model.safetensors", "moments.safetensors"
@@ -36,7 +36,7 @@ class State:
     settings: dict[str, Any] = field(default_factory=dict)  # that all its runs must share
 
 
-def settings_of(recipe: DrafterRecipe, **others: Any) -> dict[str, Any]:
+def settings_of(recipe: TrainingRecipe, **others: Any) -> dict[str, Any]:
     """What all runs of a training must share, with the digests of what it is made of."""
     return {**recipe.model_dump(mode="json", exclude=FREE | NAMED), **others}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.ends import Ends
@@ -24,22 +24,32 @@ from outrider.engine.rope import Rope
 class Guess(NamedTuple):
     """What heads say at one depth below each root of some texts."""
 
-    logits: Tensor  # [texts, roots, vocabulary] float32: of the token behind the chain
+    logits: Tensor  # [texts, roots, vocabulary]: of the token behind the chain
     states: Tensor  # [texts, roots, width]: their own, which EAGLE-1 has resemble features
 
 
-def unroll(network: Network, shape: Shape, ends: Ends, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Guess]:
-    """The guesses at depths 0 .. depth - 1, below the roots of rows 0 .. tokens - 2 - d: the others have no text there.
+class Unrolled(nn.Module):
+    """Heads that guess along texts. What is the target's is no part of it."""
 
-    `tokens`: [texts, tokens] ids; `features`: [texts, tokens, width * parts], the target's, as `shape.features` says.
-    """
-    match network:
-        case Medusa():
-            return _medusa(network, ends, features[:, :-1], depth)
-        case MlpSpeculator():
-            return _mlp(network, ends, tokens, features[:, :-1], depth)
-        case _:
-            return _eagle(network, shape, ends, tokens, features, depth)
+    def __init__(self, network: Network, shape: Shape, ends: Ends) -> None:
+        super().__init__()
+        self.network = network
+        self.shape = shape
+        self._ends = ends
+
+    def forward(self, tokens: Tensor, features: Tensor) -> list[Guess]:
+        """The guesses at each depth d, below the roots of rows 0 .. tokens - 2 - d: the others have no text there.
+
+        `tokens`: [texts, tokens] ids; `features`: [texts, tokens, width * parts], as the shape says.
+        """
+        depth = self.shape.depth
+        match self.network:
+            case Medusa():
+                return [*_medusa(self.network, self._ends, features[:, :-1], depth)]
+            case MlpSpeculator():
+                return [*_mlp(self.network, self._ends, tokens, features[:, :-1], depth)]
+            case _:
+                return [*_eagle(self.network, self.shape, self._ends, tokens, features, depth)]
 
 
 def _medusa(network: Medusa, ends: Ends, features: Tensor, depth: int) -> Iterator[Guess]:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.training.distillation import Training
-from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
+from outrider.training.recipe import DrafterRecipe, TokenizerRecipe, TrainingRecipe
 from outrider.training.vocabulary import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def recipe(target: Path, output: Path, /, **changes: Any) -> DrafterRecipe:
     return DrafterRecipe(**settings | changes)
 
 
-def begin(settings: DrafterRecipe) -> Training:
+def begin(settings: TrainingRecipe) -> Training:
     return Training(settings, lambda what, done: None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.training import lessons as lessons_
-from outrider.training.lessons import Lessons
+from outrider.training.lessons import DrafterLessons
 from outrider.training.objectives import objective
 from outrider.training.rollouts import continued, is_own
 from outrider.training.students import load
@@ -42,7 +42,7 @@ def test_a_loss_in_parts_is_that_of_the_whole(
     target, student = models
     settings = recipe(Path("t"), Path("o"), objective="total-variation", text_weight=0.25, temperature=0.7)
     windows = torch.randint(0, 300, (3, 21), generator=torch.Generator().manual_seed(2))
-    loss = Lessons(settings, target).loss(student, windows, said)
+    loss = DrafterLessons(settings, target).taught(student, windows, said)
     counted = said or 20
     q = student(input_ids=windows[:, :-1]).logits[:, -counted:]
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_a_loss_in_parts_is_that_of_the_whole(
 def test_text_alone_is_cross_entropy_and_asks_no_target(models: tuple[Any, Any]) -> None:
     _, student = models
     windows = torch.randint(0, 300, (2, 11), generator=torch.Generator().manual_seed(3))
-    loss = Lessons(recipe(Path("t"), Path("o"), objective="text"), None).loss(student, windows)
+    loss = DrafterLessons(recipe(Path("t"), Path("o"), objective="text"), None).taught(student, windows)
     logits = student(input_ids=windows[:, :-1]).logits
     assert loss.item() == pytest.approx(
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item(), rel=1e-5

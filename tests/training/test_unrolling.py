@@ -16,7 +16,7 @@ from outrider.engine.heads.folder import Network, make_network
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.shape import KINDS, Kind, Shape, shape_for
 from outrider.engine.heads.speculator import Drafted, MedusaDrafts, MlpDrafts, Root, Speculator
-from outrider.training.unrolling import unroll
+from outrider.training.unrolling import Unrolled
 
 TARGET = Path("models/target")
 TEXT, DEPTH = 12, 3
@@ -38,7 +38,7 @@ def test_guesses_along_a_text_are_what_would_be_drafted(kind: Kind) -> None:
     tokens = torch.randint(0, shape.vocabulary, (2, TEXT))
     features = torch.randn(2, TEXT, shape.width * shape.features.parts)
     with torch.no_grad():
-        guesses = [*unroll(network, shape, ends, tokens, features, DEPTH)]
+        guesses = Unrolled(network, shape, ends)(tokens, features)
     assert [guess.logits.shape for guess in guesses] == [(2, TEXT - 1 - d, shape.vocabulary) for d in range(DEPTH)]
     for text in range(2):
         for root in range(TEXT - DEPTH):

@@ -12,15 +12,12 @@ import pytest
 
 from outrider.core.budget import CostModel
 from outrider.core.contract import OFF, Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta
-from outrider.core.worth import TRIAL, Worth
+from outrider.core.worth import Worth
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.shape import KINDS, Kind
 from outrider.engine.native import NativeEngine
-from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.taught import random_heads, taught_heads
-from verifier_svc.heads import SENDER
 from verifier_svc.levels import HeadDrafting
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Commit, Session, Start

@@ -23,11 +23,7 @@ from outrider.errors import ConfigError
 def check_heads(folder: Path, target: Path) -> Shape:
     """What the heads of a folder are. Raises CheckpointError, and ConfigError where they were made for another target
     than this checkpoint."""
-    if chosen_backend(target, "auto") != "native":
-        raise ConfigError(
-            f"heads: the family of {target} runs through transformers, which does not give the hidden states that they "
-            "draft from; leave heads out"
-        )
+    check_family(target)
     shape, config = read_shape(folder), read_config(target)
     for name, ours, theirs in (
         ("width", shape.width, config.width),
@@ -42,6 +38,15 @@ def check_heads(folder: Path, target: Path) -> Shape:
     if card is not None and card.tokenizer_digest != read_tokenizer_digest(target).hex():
         raise _foreign(folder, f"{card.target}, whose tokenizer is another than that of {target}")
     return shape
+
+
+def check_family(target: Path) -> None:
+    """Raises ConfigError for a target that cannot have heads."""
+    if chosen_backend(target, "auto") != "native":
+        raise ConfigError(
+            f"heads: the family of {target} runs through transformers, which does not give the hidden states that they "
+            "draft from; leave heads out"
+        )
 
 
 def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, context: int) -> Speculator:
