@@ -111,6 +111,7 @@ class RouterConfig(GrpcConfig):
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
+    teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
     drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
 

@@ -131,6 +131,10 @@ def router(
     resume_ttl_s: Annotated[
         float | None, typer.Option(help="Seconds a broken-off generation can be resumed. [default: 60]")
     ] = None,
+    teaches: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TENANT", help="Drafters may learn from its texts; *: from all. May be repeated."),
+    ] = None,
     auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
     drain_s: Drain = None,
 ) -> None:

@@ -88,6 +88,8 @@ METRICS = (
     Metric("outrider.resumes", "counter", "{resume}", "router", "Generations that were taken over."),
     Metric("outrider.drafter.verified", "counter", "{token}", "router", "A drafter's verified nodes.", ("drafter",)),
     Metric("outrider.drafter.accepted", "counter", "{token}", "router", "Of these, the committed.", ("drafter",)),
+    Metric("outrider.examples.written", "counter", "{example}", "router", "Examples for drafters to learn from."),
+    Metric("outrider.examples.dropped", "counter", "{example}", "router", "Examples that Redis did not take."),
     Metric("outrider.workers", "gauge", "{worker}", "router", "Workers that are announced.", ("role",)),
     Metric("outrider.slots", "gauge", "{session}", "verifier", "Sessions that there is room for."),
     Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Sessions that are open."),
