@@ -167,6 +167,7 @@ class DrafterConfig(WorkerConfig):
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
     target: Path | None = None  # the target's checkpoint, if its tokenizer is another: drafts go by their text
     any_target: bool = False  # draft for others than the one that the model's card says it was trained for, too
+    learns: bool = False  # take the versions of its model that `outrider train online` publishes, while it serves
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel

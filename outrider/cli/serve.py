@@ -256,6 +256,9 @@ def drafter(
         bool | None,
         typer.Option(help="Draft for targets that the model was not trained for, too. [default: for its card's alone]"),
     ] = None,
+    learns: Annotated[
+        bool | None, typer.Option(help="Take what `outrider train online` makes of its model, while it serves.")
+    ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[
         str | None,

@@ -125,5 +125,10 @@ METRICS = (
     ),
     Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Passes of the draft model."),
     Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Nodes that were sent."),
+    Metric("outrider.draft.judged", "counter", "{token}", "drafter", "Places whose token a guess was held against."),
+    Metric("outrider.draft.agreed", "counter", "{token}", "drafter", "Places where the best guess was the token."),
+    Metric("outrider.version", "gauge", "{version}", "drafter", "Of its model; 0: what its own folder holds."),
+    Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Versions that it went over to."),
+    Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Swaps back to an earlier version."),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -123,6 +123,7 @@ SECTIONS: dict[str, Section] = {
         drafts="retrieval",
         target=Path("/t"),
         any_target=True,
+        learns=True,
         store=Path("/s"),
         level_nodes=6,
         tree="eagle-2",
