@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.cli.train_online import online
 
 if TYPE_CHECKING:
     from outrider.config import Section
@@ -32,6 +33,8 @@ SkipInvalid = Annotated[
     bool | None, typer.Option("--skip-invalid/--no-skip-invalid", help="Leave out files that are not UTF-8.")
 ]
 HeldOut = Annotated[int | None, typer.Option(help="Percent of the texts that nothing is learned from. [default: 4]")]
+
+train.command()(online)
 
 
 @train.command()

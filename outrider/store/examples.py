@@ -41,13 +41,14 @@ class Examples:
             await self._redis.xtrim(self._key, minid=oldest, approximate=False)
             await self._redis.expire(self._key, KEPT_S)
 
-    async def after(self, place: str, most: int = 64) -> tuple[list[Example], str]:
-        """The next examples behind a place, and the place behind them; "0" is where the stream begins.
+    async def after(self, place: str, most: int = 64, *, until: str = "+") -> tuple[list[Example], str]:
+        """The next examples behind a place and up to another one, and the place behind them; "0" is where the stream
+        begins.
 
         What is no example is skipped and logged.
         """
         with translated(self._redis):
-            entries: Any = await self._redis.xrange(self._key, min=f"({place}", count=most)
+            entries: Any = await self._redis.xrange(self._key, min=f"({place}", max=until, count=most)
         found = []
         for name, fields in entries:
             place = name.decode()
