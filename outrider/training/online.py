@@ -55,8 +55,8 @@ class Course:
     target: str  # name of the model whose texts it learns from
     output: Path  # where versions are written
     share: float = 0.1  # of the time that training may take
-    objective: ObjectiveName = "forward-kl"
-    rate: float = 1e-3  # of learning
+    objective: ObjectiveName = "agreement"
+    rate: float = 1e-4  # of learning
     batch: int = 4  # examples in a step
     every: int = 25  # steps between two comparisons
 

@@ -54,7 +54,7 @@ class Score:
 class Student:
     """One model and its optimizer. Use it from one thread at a time."""
 
-    def __init__(self, folder: Path, *, objective_name: ObjectiveName = "forward-kl", rate: float = 1e-3) -> None:
+    def __init__(self, folder: Path, *, objective_name: ObjectiveName = "agreement", rate: float = 1e-4) -> None:
         """Raises CheckpointError, and ConfigError where there is no `transformers`."""
         self.folder = folder
         self._loss = objective(objective_name)

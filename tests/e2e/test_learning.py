@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from outrider.fleet.local import LocalCluster
 from outrider.store.client import connect
 from outrider.store.versions import Version, Versions
 from tests.e2e.conftest import MODELS
+from tests.e2e.tiny import VOCABULARY, make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -30,7 +34,8 @@ DIGEST = tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes()).h
 class Served:
     """A cluster whose one drafter learns, and what it says of that."""
 
-    def __init__(self, client: AsyncClient, versions: Versions, said: list[str]) -> None:
+    def __init__(self, client: AsyncClient, versions: Versions, said: list[str], redis_url: str) -> None:
+        self.redis_url = redis_url
         self.client = client
         self.versions = versions
         self.said = said
@@ -50,19 +55,20 @@ class Served:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[Served]:
+async def served(models: Path = MODELS) -> AsyncIterator[Served]:
     said: list[str] = []
+    target = models / "target"
     config = ClusterConfig(
-        router=RouterConfig(listen="127.0.0.1:0", models={"target": MODELS / "target"}, policy="rounds", depth=4),
-        verifier=[VerifierConfig(model=MODELS / "target", dtype="float32")],
-        drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", learns=True)],
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, policy="rounds", depth=4, teaches=("*",)),
+        verifier=[VerifierConfig(model=target, dtype="float32")],
+        drafter=[DrafterConfig(model=models / "drafter", dtype="float32", learns=True)],
     )
     async with (
         LocalCluster(config, forward=lambda name, line: said.append(f"{name}: {line}")) as cluster,
         AsyncClient(cluster.router_address) as client,
         aclosing(connect(cluster.redis_url)) as redis,
     ):
-        yield Served(client, Versions(redis, "drafter"), said)
+        yield Served(client, Versions(redis, "drafter"), said, cluster.redis_url)
 
 
 def spoilt(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -127,3 +133,54 @@ async def test_what_is_no_version_of_the_drafter_is_refused_and_said_why(tmp_pat
         await cluster.heard("version 2 is not used: ")
         await cluster.all_of(prompts[:2])
     assert not any("drafts with version" in line for line in cluster.said)
+
+
+@asynccontextmanager
+async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The command as a user starts it, with all the time that it wants."""
+    flags = ["--model", models / "drafter", "--target", "target", "--output", output, "--share", "1", "--rate", "3e-3"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "outrider.cli", "train", "online"),
+        *map(str, (*flags, "--batch", "8", "--every", "10")),
+        env={**os.environ, "REDIS_URL": cluster.redis_url},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.long)])
+async def test_a_bad_drafter_gets_better_while_it_drafts_even_if_its_trainer_is_killed(
+    tmp_path: Path, kills: int
+) -> None:
+    make_tiny(tmp_path / "target", layers=1, width=32)
+    make_tiny(tmp_path / "drafter", layers=1, width=32, astray=0.8)
+    prompts = [" ".join(f"w{(7 * text + 3 * place) % VOCABULARY}" for place in range(8)) for text in range(4)]
+    terms = {"max_tokens": 100, "temperature": 1.0}
+    async with served(tmp_path) as cluster:
+        plain = {seed: await cluster.all_of(prompts, seed=seed, speculation="off", **terms) for seed in range(3)}
+        rounds = [await cluster.all_of(prompts, seed=0, **terms)]
+
+        async def until(number: int) -> None:
+            """Traffic goes on until the drafter drafts with that version or a later one."""
+            heard = re.compile(r"drafts with version (\d+)")
+            async with asyncio.timeout(60):
+                while max([0, *(int(found[1]) for line in cluster.said if (found := heard.search(line)))]) < number:
+                    rounds.append(await cluster.all_of(prompts, seed=len(rounds) % 3, **terms))
+
+        for _ in range(kills + 1):
+            async with training(cluster, tmp_path, tmp_path / "made") as process:
+                await until((await cluster.versions.read()).latest + 1)
+                if kills:
+                    process.kill()
+                    await process.wait()
+        rounds += [await cluster.all_of(prompts, seed=seed, **terms) for seed in (1, 2, 0)]
+    for number, answers in enumerate(rounds[:-3]):
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain[number % 3]]
+    assert [answer.token_ids for answer in rounds[-1]] == [answer.token_ids for answer in plain[0]]
+    print(f"accepted per step: {accepted(rounds[0]):.2f}, then {accepted(rounds[-1]):.2f}")
+    assert accepted(rounds[-1]) > 1.2 * accepted(rounds[0])
