@@ -71,7 +71,8 @@ def main(
         fresh = [piece for page in pages for piece in _pieces(tokenizer.encode(page).ids)]
         rows: dict[str, tuple[Phase, Phase]] = {}
         run_until_signal(_measure(target, models / "drafter", old, fresh, tokens, share, Path(scratch), rows))
-    _report(rows, plot)
+    if len(rows) == 2:  # it may have been interrupted
+        _report(rows, plot)
 
 
 async def _measure(
