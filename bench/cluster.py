@@ -32,6 +32,11 @@ class Cluster:
         """ "host:port"."""
         return self._local.processes["verifier-0"].address
 
+    @property
+    def redis_url(self) -> str:
+        """Of its Redis."""
+        return self._redis.url
+
     def pids(self) -> dict[str, int]:
         """Router, verifier, drafter and Redis, by name."""
         return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self._redis.pid}

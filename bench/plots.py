@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,15 @@ from matplotlib.axes import Axes
 
 from bench.figures import Results
 from outrider.cli.samples import acceptance_by_depth
+
+
+def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
+    """Acceptance length over committed tokens, for each row."""
+    mpl.use("Agg")
+    with _figure(path) as axes:
+        for row, points in rows.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=row)
+        axes.set(xlabel="committed tokens of the new traffic", ylabel="acceptance length")
 
 
 def draw(results: Results, json_path: Path) -> list[Path]:

@@ -42,6 +42,14 @@ class DrawnSession(DraftSession):
         self._shapes: dict[Node, Shape] = {}  # of what is to be drawn below each node
         self._lessons: list[tuple[int, int | None]] = []  # of each reached node: children, and which was accepted
 
+    def forget(self) -> bool:
+        """Waits for the next commit: what was drawn stays as it is, and nothing may be drawn beside it."""
+        super().forget()
+        for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
+            node.expanded = False
+        self._shapes = dict.fromkeys([self.tree.root, *self._shapes], ())
+        return True
+
     def frontier(self, fits: Fits, limit: int) -> list[Node]:
         """The next level, if there is room for all of it."""
         root = self.tree.root

@@ -93,6 +93,8 @@ class Grower:
         self._below = below or NobodyBelow()
         self._fits: dict[tuple[str, str], Fits] = {}
         self._changed = asyncio.Event()
+        self._agreed_before: dict[str, tuple[int, int]] = {}  # with other engines
+        self._coming: Engine | None = None  # that replaces the present one before the next level
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
         """A session begins, or begins anew. Ignored when no slot is free."""
@@ -130,6 +132,21 @@ class Grower:
                 member.relay.dismiss("the upstream has let it go")
             self._give_back(key, member)
 
+    def renew(self, engine: Engine) -> None:
+        """Drafts with another engine of the same shape from the next level on. Sessions go on; their texts are read
+        again."""
+        self._coming = engine
+        self._changed.set()
+
+    def agreement(self) -> dict[str, tuple[int, int]]:
+        """For each class of temperatures, at how many places the best candidate was the target's token, and of how
+        many."""
+        counts = dict(self._agreed_before)
+        for (_, heat), fits in tuple(self._fits.items()):
+            agreed, judged = counts.get(heat, (0, 0))
+            counts[heat] = agreed + fits.agreed, judged + fits.judged
+        return counts
+
     async def run(self) -> None:
         """Grows until cancelled."""
         try:
@@ -147,6 +164,7 @@ class Grower:
         """Catches up with the upstreams; waits until there is something worth growing."""
         while True:
             self._changed.clear()
+            self._take_engine()
             turns, chunk, hold = [], self._prefill_chunk, math.inf
             for key, member in list(self.members.items()):
                 if member.news or (member.relay is not None and member.relay.changed):
@@ -164,6 +182,21 @@ class Grower:
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold if hold < math.inf else None):
                     await self._passes.rest(self._changed)
+
+    def _take_engine(self) -> None:
+        """No pass runs. A session's slot holds nothing of the new engine's."""
+        if self._coming is None:
+            return
+        self._engine, self._coming = self._coming, None
+        self._passes.renew(self._engine)
+        self._agreed_before = self.agreement()
+        self._fits.clear()  # what another model's scores were worth
+        self.slots.forget()
+        for member in self.members.values():
+            session = member.session
+            member.place, member.next = Taken(member.place.slot, 0, None), None
+            if session is not None and not session.forget():
+                member.news.appendleft(session.snapshot())
 
     def _patience(self, member: Member) -> float:
         """Seconds for which what is being drafted below is worth waiting for; a prompt is read at once."""

@@ -60,6 +60,20 @@ class Replica:
         self._rescored: list[Node] = []  # that the upstream knows, and whose edges have changed since
         self._version = 0  # of the last rescoring
 
+    def snapshot(self) -> Snapshot:
+        """What it stands for now, to begin anew with."""
+        return Snapshot(
+            tokens=tuple(self.tokens),
+            digest=self.tree.digest,
+            contract=self.contract,
+            plan=self.plan,
+            credit=self.credit,
+            price=self.price,
+            time_price=self.time_price,
+            ahead=self.ahead,
+            answer_position=self.answer_position,
+        )
+
     @property
     def wanted(self) -> bool:
         """Whether anything that may be drafted is worth it. At a price of 1 nothing is."""

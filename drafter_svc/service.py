@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
+from drafter_svc.learning import Learner, Own
 from drafter_svc.traced import TracedDrafts
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
@@ -40,6 +41,7 @@ from outrider.sink.sink import Sink
 from outrider.store.client import connect
 from outrider.store.registry import TOP, Worker, keep_announced
 from outrider.store.tickets import ticket_key
+from outrider.store.versions import Versions
 from outrider.telemetry.metrics import watch
 from outrider.telemetry.process import telling
 from outrider.v1 import drafter_pb2 as pb
@@ -156,12 +158,27 @@ class Roster(DrafterServicer):
             trained_for=self._capacity.trained_for,
         )
 
+    def learner(self, grower: Grower, versions: Versions) -> Learner:
+        """What keeps its model up to date."""
+        config, capacity = self._config, self._capacity
+        own = Own(
+            checkpoint_folder(config.model),
+            capacity.tokenizer_digest,
+            capacity.vocabulary,
+            capacity.context,
+            capacity.trained_for,
+        )
+        return Learner(grower, versions, own, lambda folder: load_part(config.model_copy(update={"model": folder})))
+
     def tell(self) -> None:
         """Has what may be asked of it at any time be told, by the names of the catalogue."""
         loop, sink = self._loop, self.sink
         watch("outrider.sessions", lambda: len(loop.members))
         watch("outrider.draft.passes", lambda: loop.progress.steps)
         watch("outrider.draft.nodes", lambda: loop.nodes)
+        if isinstance(loop, Grower):
+            watch("outrider.draft.agreed", lambda: sum(agreed for agreed, _ in loop.agreement().values()))
+            watch("outrider.draft.judged", lambda: sum(judged for _, judged in loop.agreement().values()))
         watch("outrider.drafters", lambda: sink.streams if sink is not None else 0)
         watch("outrider.frames.refused", lambda: self._refused + (sink.refused if sink is not None else 0))
 
@@ -248,6 +265,15 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     return engine
 
 
+def _check_learning(config: DrafterConfig) -> None:
+    whole = config.drafts == "model" and config.target is None and config.layers is None and not config.skip
+    if config.learns and not (whole and config.tensor_parallel == 1):
+        raise ConfigError(
+            "learns: is for a drafter with a whole model of the target's tokenizer in one rank; give it none of "
+            "drafts, target, layers, skip and tensor_parallel"
+        )
+
+
 Loop = Grower | Finder | Translator
 
 
@@ -320,6 +346,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     Raises CheckpointError when the model cannot be loaded, ConfigError when it cannot be had as configured, or the
     address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
+    _check_learning(config)
     worker_id = f"drafter-{secrets.token_hex(4)}"
     roster: Roster
     loop: Loop
@@ -355,6 +382,8 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                 ) as address,
             ):
                 tasks.create_task(loop.run())
+                if config.learns and isinstance(loop, Grower):
+                    tasks.create_task(roster.learner(loop, Versions(redis, config.model_name)).run())
                 describe = partial(roster.describe, address)
                 tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
                 announce(address)

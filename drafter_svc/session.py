@@ -68,6 +68,12 @@ class DraftSession(Replica, ABC):
         moved = rows != target
         return Move(rows[moved], target[moved]) if moved.any() else None
 
+    def forget(self) -> bool:
+        """All KV is gone. False: the session has to begin anew; what it has drafted stays good at the upstream."""
+        self.cached = 0
+        self.scratch = []
+        return False
+
     def next_segment(
         self, fits: Fits, *, chunk: int, limit: int, context: int, rows: int, level_s: float = 0.0
     ) -> tuple[Segment, list[Node]] | None:

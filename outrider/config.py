@@ -111,6 +111,7 @@ class RouterConfig(GrpcConfig):
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
     lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
+    teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
     drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
 
@@ -166,6 +167,7 @@ class DrafterConfig(WorkerConfig):
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
     target: Path | None = None  # the target's checkpoint, if its tokenizer is another: drafts go by their text
     any_target: bool = False  # draft for others than the one that the model's card says it was trained for, too
+    learns: bool = False  # take the versions of its model that `outrider train online` publishes, while it serves
     level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
     tree: TreeName = "best-first"  # how trees are constructed
     via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel

@@ -85,6 +85,7 @@ class Generation:
         self._place = place
         self._answer = opened.answer
         self._plan = opened.policy.plan()
+        self._lecture = cluster.teaching.lecture(self.tenant, opened.model, opened.turn.contract)
         self._stream: DecodeStream | None = None
         self._drafters: Drafters
         self._holder = opened.record.verifier  # worker id of who has its KV
@@ -114,6 +115,7 @@ class Generation:
             self.reason = reason.value
             await emit(Finished(reason, self._answer.start, self._answer.figures))
         finally:
+            self._lecture.end()
             self.ended.set()
 
     @property
@@ -332,7 +334,7 @@ class Generation:
             tokens=tuple(ledger.tokens),
             digest=self._answer.digest,
             answer_position=turn.answer_position,
-            contract=turn.contract,
+            contract=self._lecture.contract(turn.contract),
             plan=self._plan,
             window=config.window,
             lease_s=config.lease_s,
@@ -387,7 +389,7 @@ class Generation:
                 if self._past_deadline():
                     return Reason.DEADLINE
                 continue
-            part = answer.take(event)
+            part = answer.take(self._lecture.heard(event))
             self._place.spend(said=len(part.tokens))
             asked = time.monotonic()
             await ledger.append(
@@ -398,6 +400,7 @@ class Generation:
                 verifier=stream.worker.worker_id,
                 drafters=self._drafters.names,
             )
+            self._lecture.durable(ledger.tokens, len(part.tokens), event)
             metrics.append.record(time.monotonic() - asked)
             metrics.tokens[self.model] += len(part.tokens)
             metrics.stepped(self._drafters.names, event.report, event.owed)

@@ -24,6 +24,7 @@ from router.ledger import Ledger
 from router.lessons import Lessonbook
 from router.models import ServedModel
 from router.requests import Ask, Conversation, ceilings, check_fits, empty_prompt, filled
+from router.teaching import Teaching
 from router.telling import Metrics
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
@@ -43,6 +44,7 @@ class Cluster:
     tiers: TierChoice
     ticket_key: Callable[[], Awaitable[bytes]]
     lessons: Lessonbook
+    teaching: Teaching
     metrics: Metrics
 
     def owner(self) -> str:

@@ -47,6 +47,7 @@ from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
 from router.requests import Ask, named, parse
+from router.teaching import Teaching
 from router.telling import Metrics, Request, mean
 from router.watching import watched
 
@@ -276,6 +277,7 @@ async def _serve(
         tiers=TierChoice(measured=config.tiers == "measured"),
         ticket_key=partial(ticket_key, client),
         lessons=Lessonbook(partial(share, client), fleet.drafting),
+        teaching=Teaching(client, config.teaches),
         metrics=Metrics(),
     )
     service = Inference(cluster, Keyholders(Keys(client)) if config.auth == "keys" else Anybody())
@@ -308,6 +310,7 @@ async def _serve(
                 chores.create_task(look_after(fleet, admission))
                 chores.create_task(sweep(cluster.sessions))
                 chores.create_task(cluster.lessons.keep())
+                chores.create_task(cluster.teaching.keep())
                 announce(address)
                 await asyncio.Event().wait()
     finally:

@@ -131,6 +131,10 @@ def router(
     resume_ttl_s: Annotated[
         float | None, typer.Option(help="Seconds a broken-off generation can be resumed. [default: 60]")
     ] = None,
+    teaches: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TENANT", help="Drafters may learn from its texts; *: from all. May be repeated."),
+    ] = None,
     auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
     drain_s: Drain = None,
 ) -> None:
@@ -251,6 +255,9 @@ def drafter(
     any_target: Annotated[
         bool | None,
         typer.Option(help="Draft for targets that the model was not trained for, too. [default: for its card's alone]"),
+    ] = None,
+    learns: Annotated[
+        bool | None, typer.Option(help="Take what `outrider train online` makes of its model, while it serves.")
     ] = None,
     level_nodes: Annotated[int | None, typer.Option(help="Nodes a session grows from at a time. [default: 8]")] = None,
     tree: Annotated[

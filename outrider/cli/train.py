@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outrider.cli.reporting import reported
+from outrider.cli.train_online import online
 
 if TYPE_CHECKING:
     from outrider.config import Section
@@ -63,6 +64,8 @@ OwnHead = Annotated[
     bool | None, typer.Option("--own-head/--no-own-head", help="An unembedding of their own. [default: the target's]")
 ]
 Decay = Annotated[float | None, typer.Option(help="Weight of a depth's loss, of the one before. [default: 0.8]")]
+
+train.command()(online)
 
 
 @train.command()

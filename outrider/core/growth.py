@@ -50,6 +50,7 @@ class Fits:
         self.scale = ScaleFit()
         self.repeats = RepeatFit()
         self.ranks = RankRates()
+        self.judged = self.agreed = 0  # places, and those where the best candidate was the target's token
         self._usual: list[float] = []  # chance of the children of a node, best first
 
     def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:
@@ -87,6 +88,8 @@ class Fits:
             believed = float(relative[row.tokens == hint.token].sum() / relative.sum())
             self.repeats.correct(hint.length, hint.token == token, believed)
         self.scale.observe(row, token)
+        self.judged += 1
+        self.agreed += int(row.tokens[0] == token)
         rank = np.flatnonzero(row.tokens[:RANKS] == token)
         self.ranks.observe(min(RANKS, row.tokens.size), int(rank[0]) if rank.size else None)
 

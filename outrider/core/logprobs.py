@@ -29,19 +29,33 @@ def stride(alternatives: int) -> int:
 
 def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
     """The entry of `token`, said after a row of logits [vocabulary] that has at least that many alternatives."""
-    scores = logits.astype(np.float64)
-    scores -= scores.max()
-    scores -= np.log(np.exp(scores).sum())
-    own = np.float32(scores[token]).tobytes()
+    most = logits.max()
+    total = most + np.log(np.exp(logits - most).sum(dtype=np.float64))
+    own = np.float32(logits[token] - total).tobytes()
     if not alternatives:
         return own
     top = np.zeros(alternatives, _ENTRY)
-    best = np.argpartition(-scores, min(alternatives, scores.size) - 1)[:alternatives]
-    best = best[np.lexsort((best, -scores[best]))]
+    best = np.argpartition(-logits, min(alternatives, logits.size) - 1)[:alternatives]
+    best = best[np.lexsort((best, -logits[best]))]
     top["id"][: best.size] = best
     top["logprob"] = -np.inf
-    top["logprob"][: best.size] = scores[best]
+    top["logprob"][: best.size] = logits[best] - total
     return own + top.tobytes()
+
+
+def narrowed(blob: bytes, held: int, wanted: int | None) -> bytes:
+    """The same entries with fewer alternatives: the first `wanted` of `held`; None: nothing at all."""
+    if wanted is None:
+        return b""
+    entries = np.frombuffer(blob, np.uint8).reshape(-1, stride(held))
+    return entries[:, : stride(wanted)].tobytes()
+
+
+def alternatives(blob: bytes, held: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The ids of all entries' alternatives and their log-probabilities: [tokens, held] each."""
+    entries = np.frombuffer(blob, np.uint8).reshape(-1, stride(held))
+    top = np.ascontiguousarray(entries[:, 4:]).view(_ENTRY)
+    return top["id"].astype(np.int64), top["logprob"].astype(np.float32)
 
 
 def unpack(blob: bytes, alternatives: int) -> list[TokenLogprobs]:

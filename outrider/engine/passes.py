@@ -53,6 +53,12 @@ class Passes:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, called)
 
+    def renew(self, engine: Engine) -> None:
+        """Computes with another engine from the next pass on. The KV of the one before goes with it."""
+        self._engine.close()
+        self._engine = engine
+        self._moves.clear()
+
     async def judge(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 2
     ) -> Logits:

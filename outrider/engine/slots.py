@@ -32,15 +32,17 @@ class _Held:
     session: str  # whose it was
 
 
+_NOTHING = _Held(np.empty(0, np.int64), "", "")
+
+
 class Slots:
     """Slots of an engine, least recently used first. What they hold is shared within one tenant only."""
 
     def __init__(self, count: int, *, rewinds: bool = True) -> None:
         """`rewinds`: whether a slot can be taken up before the end of what it holds."""
-        nothing = _Held(np.empty(0, np.int64), "", "")
         self._count = count
         self._rewinds = rewinds
-        self._free: OrderedDict[int, _Held] = OrderedDict((slot, nothing) for slot in range(count))
+        self._free: OrderedDict[int, _Held] = OrderedDict((slot, _NOTHING) for slot in range(count))
 
     @property
     def free(self) -> int:
@@ -79,6 +81,10 @@ class Slots:
             return Taken(oldest, cached, best)
         del self._free[best]
         return Taken(best, cached, None)
+
+    def forget(self) -> None:
+        """No slot holds anything any more."""
+        self._free = OrderedDict.fromkeys(self._free, _NOTHING)
 
     def give_back(self, slot: int, tokens: Sequence[int], tenant: str, session: str = "") -> None:
         """A session ends; the slot's first rows hold the KV of `tokens`."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -320,7 +321,7 @@ def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
         if start + SNAPSHOT_TOKENS >= len(tokens):
             part.last = True
             part.digest = digest
-            part.contract.CopyFrom(contract_to_pb(session.contract))
+            part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # not their affair
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
             part.price = session.price

@@ -88,6 +88,8 @@ METRICS = (
     Metric("outrider.resumes", "counter", "{resume}", "router", "Generations that were taken over."),
     Metric("outrider.drafter.verified", "counter", "{token}", "router", "A drafter's verified nodes.", ("drafter",)),
     Metric("outrider.drafter.accepted", "counter", "{token}", "router", "Of these, the committed.", ("drafter",)),
+    Metric("outrider.examples.written", "counter", "{example}", "router", "Examples for drafters to learn from."),
+    Metric("outrider.examples.dropped", "counter", "{example}", "router", "Examples that Redis did not take."),
     Metric("outrider.workers", "gauge", "{worker}", "router", "Workers that are announced.", ("role",)),
     Metric("outrider.slots", "gauge", "{session}", "verifier", "Sessions that there is room for."),
     Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Sessions that are open."),
@@ -123,5 +125,10 @@ METRICS = (
     ),
     Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Passes of the draft model."),
     Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Nodes that were sent."),
+    Metric("outrider.draft.judged", "counter", "{token}", "drafter", "Places whose token a guess was held against."),
+    Metric("outrider.draft.agreed", "counter", "{token}", "drafter", "Places where the best guess was the token."),
+    Metric("outrider.version", "gauge", "{version}", "drafter", "Of its model; 0: what its own folder holds."),
+    Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Versions that it went over to."),
+    Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Swaps back to an earlier version."),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -52,6 +52,7 @@ SECTIONS: dict[str, Section] = {
         session_ttl_s=6,
         lease_s=0.5,
         resume_ttl_s=7.0,
+        teaches=("acme", "*"),
         auth="keys",
     ),
     "verifier": VerifierConfig(
@@ -122,6 +123,7 @@ SECTIONS: dict[str, Section] = {
         drafts="retrieval",
         target=Path("/t"),
         any_target=True,
+        learns=True,
         store=Path("/s"),
         level_nodes=6,
         tree="eagle-2",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.core.contract import Contract
-from outrider.core.logprobs import pack, stride, unpack
+from outrider.core.logprobs import alternatives, narrowed, pack, stride, unpack
 from outrider.core.sampler import Sampler
 
 LOGITS = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
@@ -41,3 +41,19 @@ def test_ties_go_to_the_lower_id() -> None:
 def test_bytes_that_are_no_whole_entries_are_refused() -> None:
     with pytest.raises(ValueError, match="whole number"):
         unpack(b"123", 0)
+
+
+def test_entries_that_hold_more_than_was_asked_for_are_narrowed_to_it() -> None:
+    wide = pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16)
+    assert narrowed(wide, 16, 3) == pack(LOGITS, 7, 3) + pack(LOGITS * 2, 9, 3)
+    assert narrowed(wide, 16, 0) == pack(LOGITS, 7, 0) + pack(LOGITS * 2, 9, 0)
+    assert narrowed(wide, 16, 16) == wide
+    assert narrowed(wide, 16, None) == b""
+
+
+def test_all_entries_are_read_at_once() -> None:
+    ids, logprobs = alternatives(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
+    entries = unpack(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
+    assert [[*zip(*row, strict=True)] for row in zip(ids.tolist(), logprobs.tolist(), strict=True)] == [
+        [*entry.top] for entry in entries
+    ]

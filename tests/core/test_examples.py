@@ -1,0 +1,40 @@
+"""An example survives its bytes, and what is none is refused."""
+
+import numpy as np
+import pytest
+
+from outrider.core.examples import MOST_BEFORE, TOP, Example, example_of
+
+GENERATOR = np.random.default_rng(0)
+IDS = GENERATOR.integers(0, 4096, (5, 20))
+LOGPROBS = -np.sort(GENERATOR.random((5, 20)).astype(np.float32) * 8, axis=1)
+
+
+def test_an_example_survives_its_bytes() -> None:
+    example = example_of(range(40), IDS, LOGPROBS)
+    assert (example.first, example.said, example.ids.shape) == (35, 5, (5, TOP))
+    again = Example.unpack(example.pack())
+    assert again.first == example.first
+    assert (again.tokens == example.tokens).all()
+    assert (again.ids == example.ids).all()
+    assert again.logprobs == pytest.approx(example.logprobs, abs=4e-3)
+
+
+def test_alternatives_that_do_not_exist_stay_impossible() -> None:
+    logprobs = np.full((1, 2), -np.inf, np.float32)
+    assert np.isneginf(Example.unpack(example_of([1, 2], IDS[:1, :2], logprobs).pack()).logprobs).all()
+
+
+def test_of_a_long_session_only_its_end_is_kept() -> None:
+    example = example_of(range(10_000), IDS, LOGPROBS)
+    assert (len(example.tokens), example.first) == (MOST_BEFORE + 5, MOST_BEFORE)
+    assert example.tokens[-1] == 9_999
+
+
+BLOB = example_of(range(40), IDS, LOGPROBS).pack()
+
+
+@pytest.mark.parametrize("blob", [b"", BLOB[:5], BLOB[:-1], BLOB + b"x", b"\x02" + BLOB[1:], BLOB[:-2] + b"\x00\x7e"])
+def test_bytes_that_are_no_example_are_refused(blob: bytes) -> None:
+    with pytest.raises(ValueError, match=r"example|log-prob"):
+        Example.unpack(blob)

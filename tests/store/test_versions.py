@@ -1,0 +1,66 @@
+"""Which versions of a drafter there are is told by fields that are written once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from outrider.errors import InternalError
+from outrider.store.versions import KEPT_S, Version, Versions
+
+ONE = Version(1, "/versions/00001", "ab", "target", "cd", "ef")
+TWO = replace(ONE, number=2)
+
+
+async def test_the_latest_that_was_not_withdrawn_is_the_good_one(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    assert not (await versions.read()).known
+    assert await versions.publish(ONE)
+    assert await versions.publish(TWO)
+    assert (await versions.read()).good == [TWO, ONE]
+    assert await versions.withdraw(2, "worse")
+    assert not await versions.withdraw(2, "again")
+    published = await versions.read()
+    assert (published.good, published.latest, published.withdrawn) == ([ONE], 2, {2: "worse"})
+    assert 0 < await client.ttl("outrider:{versions}:drafter") <= KEPT_S
+
+
+async def test_a_number_is_given_once_and_publishing_may_be_repeated(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    assert await versions.publish(ONE)
+    assert await versions.publish(ONE)
+    assert not await versions.publish(replace(ONE, folder="/elsewhere"))
+    assert (await versions.read()).good == [ONE]
+
+
+async def test_a_doubt_is_open_until_somebody_decides(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    for version in (ONE, TWO):
+        await versions.publish(version)
+        await versions.doubt(version.number, "seems worse")
+    assert (await versions.read()).in_question == [1, 2]
+    await versions.clear(1, "it is the traffic")
+    await versions.withdraw(2, "worse")
+    assert (await versions.read()).in_question == []
+
+
+async def test_what_is_forgotten_leaves_its_number_taken(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    for version in (ONE, TWO):
+        await versions.publish(version)
+    await versions.withdraw(2, "worse")
+    await versions.forget(1)
+    await versions.forget(2)
+    published = await versions.read()
+    assert (published.good, published.latest) == ([], 2)
+    assert published.known  # so that drafters go back to what they began with
+
+
+async def test_drafters_are_apart_and_what_is_none_of_ours_is_said(client: Redis) -> None:
+    await Versions(client, "drafter").publish(ONE)
+    assert not (await Versions(client, "other").read()).known
+    await client.hset("outrider:{versions}:drafter", "version:3", "{}")
+    with pytest.raises(InternalError, match="database shared"):
+        await Versions(client, "drafter").read()

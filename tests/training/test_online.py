@@ -1,0 +1,216 @@
+"""A drafter's trainer publishes what is better, judges what is doubted, and outlives what goes wrong around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from redis.asyncio import Redis
+
+from outrider.core.examples import Example, example_of
+from outrider.engine.card import read_card, weights_digest
+from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.engine.loading import load_engine
+from outrider.store.client import connect
+from outrider.store.examples import Examples
+from outrider.store.versions import Published, Version, Versions
+from outrider.training import online
+from outrider.training.online import Course, Trainer
+from outrider.training.replay import PASSES
+from outrider.training.student import Student
+from tests.e2e.tiny import VOCABULARY, make_tiny
+from tests.store.server import Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a drafter that has yet to learn from it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder / "target", layers=1, width=32)
+    make_tiny(folder / "drafter", layers=1, width=32, astray=0.6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def examples(models: Path) -> list[Example]:
+    """What the target thinks of texts drawn at random."""
+    target = Student(models / "target")._model.eval()
+    texts = torch.randint(0, VOCABULARY, (80, 80), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        top = torch.log_softmax(target(texts).logits[:, 15:-1], -1).topk(8)
+    return [
+        example_of(text.tolist(), ids.numpy(), logprobs.numpy())
+        for text, ids, logprobs in zip(texts, top.indices, top.values, strict=True)
+    ]
+
+
+class Rig:
+    def __init__(self, models: Path, output: Path, client: Redis) -> None:
+        digest = read_tokenizer_digest(models / "target")
+        self.course = Course(models / "drafter", "drafter", "target", output, share=1.0, rate=3e-3, batch=8, every=10)
+        self.versions = Versions(client, "drafter")
+        self.stream = Examples(client, "target", digest)
+        self.client = client
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[Trainer]:
+        trainer = Trainer(self.course, self.client)
+        running = asyncio.create_task(trainer.run())
+        try:
+            yield trainer
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+
+    async def until(self, holds: Callable[[Published], bool]) -> Published:
+        async with asyncio.timeout(30):
+            while True:
+                published = await self.versions.read()
+                if holds(published):
+                    return published
+                await asyncio.sleep(0.02)
+
+    def version(self, number: int, folder: Path) -> Version:
+        return Version(number, str(folder), weights_digest(folder), "target", "", "")
+
+
+@pytest.fixture
+async def rig(models: Path, tmp_path: Path, redis_url: str) -> AsyncIterator[Rig]:
+    async with aclosing(connect(redis_url)) as client:
+        assert isinstance(client, Redis)
+        yield Rig(models, tmp_path / "made", client)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "LOOK_S", 0.02)
+
+
+def ran(*command: str | Path) -> bool:
+    return subprocess.run(command, check=False).returncode == 0
+
+
+async def test_what_agrees_more_is_published_with_a_card_as_drafters_can_load_it(
+    rig: Rig, examples: list[Example]
+) -> None:
+    await rig.stream.add(examples)
+    async with rig.training():
+        published = await rig.until(lambda published: bool(published.good))
+    version = published.good[-1]
+    folder = Path(version.folder)
+    card = read_card(folder)
+    assert card is not None
+    assert (card.target, card.version, card.kind) == ("target", version.number, "drafter")
+    assert version.weights == weights_digest(folder)
+    engine = load_engine(folder, dtype="bfloat16", slots=1)
+    assert engine.vocabulary == VOCABULARY
+    held = examples[-16:]
+    assert Student(folder).score(held).mean > Student(rig.course.model).score(held).mean + 0.02
+
+
+async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(rig: Rig, examples: list[Example]) -> None:
+    rig.course = replace(rig.course, share=0.2, every=1000)
+    async with rig.training() as trainer:
+        await asyncio.sleep(0.3)
+        assert trainer._steps == 0
+        await rig.stream.add(examples)
+        while not trainer._steps:
+            await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        await asyncio.sleep(1.5)
+        assert trainer._seconds < 0.2 * (asyncio.get_running_loop().time() - began) + 0.3
+
+
+async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_twice(
+    rig: Rig, examples: list[Example]
+) -> None:
+    await rig.stream.add(examples)
+    async with rig.training():
+        published = await rig.until(lambda published: bool(published.good))
+    (rig.course.output / "versions" / ".00001.new").mkdir()  # what a kill leaves behind
+    async with rig.training() as trainer:
+        while trainer._number != published.latest:
+            await asyncio.sleep(0.01)
+        assert trainer._replay._newest
+        assert trainer._replay.owed <= PASSES * 64 * 17  # what came behind the place that it had noted
+        await rig.stream.add(examples[:20])
+        while not trainer._steps:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+async def test_a_full_disk_puts_versions_off_until_there_is_room(
+    rig: Rig, examples: list[Example], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = rig.course.output
+    disk.mkdir()
+    if not ran("mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", disk):
+        pytest.skip("no mounting here")
+    try:
+        await rig.stream.add(examples)
+        async with rig.training():
+            async with asyncio.timeout(30):
+                while "nothing is published for now" not in caplog.text:
+                    await asyncio.sleep(0.02)
+            assert not (await rig.versions.read()).known
+            assert ran("mount", "-o", "remount,size=8m", disk)
+            await rig.stream.add(examples)
+            version = (await rig.until(lambda published: bool(published.good))).good[0]
+        assert weights_digest(Path(version.folder)) == version.weights
+    finally:
+        assert ran("umount", disk)
+
+
+async def test_what_redis_has_lost_is_announced_again(models: Path, tmp_path: Path, examples: list[Example]) -> None:
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with Server(folder, appendonly="no") as server:
+        async with aclosing(connect(server.url)) as client:
+            assert isinstance(client, Redis)
+            rig = Rig(models, tmp_path / "made", client)
+            rig.course = replace(rig.course, every=40)
+            await rig.stream.add(examples)
+            async with rig.training() as trainer:
+                await rig.until(lambda published: bool(published.good))
+                server.kill()
+                await asyncio.sleep(0.2)
+                server.start()
+                published = await rig.until(lambda published: bool(published.good))
+                assert trainer._number == published.good[0].number
+
+
+async def test_of_a_doubted_version_new_texts_decide(rig: Rig, models: Path, examples: list[Example]) -> None:
+    make_tiny(rig.course.output / "wild", layers=1, width=32, astray=5.0)
+    await rig.stream.add(examples)
+    rig.course = replace(rig.course, every=10_000)
+    await rig.versions.publish(rig.version(1, models / "target"))
+    await rig.versions.publish(rig.version(2, rig.course.output / "wild"))
+    async with rig.training() as trainer:
+        await rig.versions.doubt(1, "it seems worse")
+        await rig.versions.doubt(2, "it seems worse")
+        published = await rig.until(lambda published: not published.in_question)
+        assert list(published.cleared) == [1]
+        assert list(published.withdrawn) == [2]
+        while trainer._number != 1:
+            await asyncio.sleep(0.01)
+
+
+async def test_examples_of_another_vocabulary_are_left_out(rig: Rig, examples: list[Example]) -> None:
+    wrong = replace(examples[0], ids=np.full_like(examples[0].ids, VOCABULARY))
+    await rig.stream.add([wrong] * 20)
+    async with rig.training() as trainer:
+        while trainer._place == "0":
+            await asyncio.sleep(0.01)
+        assert not trainer._replay.held_back
+    assert not rig.course.output.exists()
