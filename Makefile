@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-gpu docs lint manifests \
-	proto typescript clean
+.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
+	manifests proto typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -48,6 +48,10 @@ bench-quick: $(STAMP)
 # Tree constructions x acceptance rules x drafters, by acceptance length: at most ten minutes on two cores.
 bench-trees: $(STAMP)
 	$(BIN)/python -m bench.trees $(ARGS)
+
+# What training brings: drafters by objective, heads, and learning while serving. About two hours on two cores.
+bench-drafters: $(STAMP)
+	$(BIN)/python -m bench.drafters $(ARGS)
 
 # The engine on an accelerator, where there is one, against its bandwidth.
 bench-gpu: $(STAMP)

@@ -19,6 +19,7 @@ from outrider.engine.loading import chosen_backend
 from outrider.engine.model import Dtype
 from outrider.errors import ConfigError
 from outrider.training import state as states
+from outrider.training.acceptance import Said
 from outrider.training.corpus import Heard
 from outrider.training.heads import HeadLessons
 from outrider.training.lessons import DrafterLessons
@@ -138,6 +139,11 @@ class Training:
         if self._held_out is not None and self._records is not None:
             self._measured = self._held_out.measure(self._lessons, self._plain)
             self._records.add(self.progress)
+
+    @torch.no_grad()
+    def acceptance(self, said: Said) -> float:
+        """The pupil's acceptance length on other texts of the target's."""
+        return self._lessons.acceptance(self._plain.eval(), said)
 
     def save(self) -> None:
         """Measures, and keeps where it stands and the pupil as it is; nothing, where that was just done."""
