@@ -29,6 +29,7 @@ SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("`[[drafter]]`, `[tier.0]`, `[[tier.1]]` and so on", config.DrafterConfig, "drafter"),
     ("`[gateway]`", config.GatewayConfig, "gateway"),
     ("A drafter's recipe", recipe.DrafterRecipe, "train drafter"),
+    ("A recipe of heads", recipe.HeadsRecipe, "train eagle"),
     ("A tokenizer's recipe", recipe.TokenizerRecipe, "train tokenizer"),
     ("A scenario's file", deployment.Scenario, ""),
     ("`[deployment]`", deployment.Deployment, ""),
