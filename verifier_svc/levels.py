@@ -2,11 +2,13 @@
 
 A level is taken while what it is expected to bring is worth more than what all sessions say in its time. Whether a
 session takes part at all is tried and measured, as for looking ahead: what its rounds brought beside what others had
-drafted, against its share of their time. One that does not costs nothing but that its features are written down.
+drafted, against its share of their time. It begins with what was learned of sessions of its kind. One that takes no
+part costs nothing but that its features are written down.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -20,6 +22,7 @@ from outrider.core.growth import Fits
 from outrider.core.lookup import fits
 from outrider.core.rules import Walk
 from outrider.core.tree import Node
+from outrider.core.worth import Worth
 from outrider.engine.heads.speculator import FloatRows, Root, Speculator
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Taken
@@ -68,7 +71,7 @@ class HeadDrafting(Drafting):
         self._hidden = hidden
         self._every = every
         self._calibration = Calibration()
-        self._fits: dict[tuple[str, str], list[Fits]] = {}  # by rule and class of temperatures
+        self._known: dict[tuple[str, str], tuple[list[Fits], Worth]] = {}  # by rule and class of temperatures
         self._level_s = 0.0  # that a further level takes, on average; 0: not known
         self._round_s = 0.0  # that a round takes of one session's time
 
@@ -76,8 +79,11 @@ class HeadDrafting(Drafting):
         passes.later(partial(self._speculator.take, place.slot, place.source, place.cached))
         if not fits(contract):
             return None
-        levels = [Fits() for _ in range(self._speculator.depth)]
-        return HeadDrafts(contract, self._calibration, self._fits.setdefault((contract.rule, contract.heat), levels))
+        kind = contract.rule, contract.heat
+        if kind not in self._known:
+            # A round is shared by all sessions, so however dear it is, a trial delays none for another one's sake.
+            self._known[kind] = [Fits() for _ in range(self._speculator.depth)], Worth(dearest=math.inf)
+        return HeadDrafts(contract, self._calibration, *self._known[kind])
 
     def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
         hidden, first = self._hidden(), 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,23 +235,25 @@ async def test_without_speculation_nothing_is_drafted(target: Path, tmp_path: Pa
     assert cluster.speculator.begun == 0
 
 
-async def test_heads_that_bring_nothing_rest_and_are_tried_again(target: Path, tmp_path: Path) -> None:
-    """A round that takes longer than what it brings: after a trial there is none until the next one is due."""
+async def test_heads_that_bring_nothing_rest_and_are_tried_again(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a trial there are no rounds, in this session and in others of its kind, until the next one is due."""
+    observe = Worth.observe
+    monkeypatch.setattr(Worth, "observe", lambda worth, gain, price: observe(worth, 0.0, 1.0))
     random_heads("mlp", target, tmp_path)
     async with Cluster(target, tmp_path) as cluster:
-        session = cluster.open(0, most=TRIAL + 30, temperature=0.0)
-        heads = session.heads
-        assert heads is not None
-        heads.worth.observe = partial(_costly, heads.worth)  # type: ignore[method-assign]
+        await commits_of(cluster.open(0, most=TRIAL + 30, temperature=0.0))
+        assert TRIAL <= cluster.speculator.begun <= TRIAL + 1
+        session = cluster.open(1, temperature=0.0)
         await commits_of(session)
-    assert TRIAL <= cluster.speculator.begun <= TRIAL + 1
-    assert not heads.worth.takes(0.4, trial=True)
-    heads.settle(session.tree, [], [1] * 10_000)
-    assert heads.worth.takes(0.4, trial=True)
-
-
-def _costly(worth: Worth, gain: float, price: float) -> None:
-    Worth.observe(worth, 0.0, 1.0)
+        assert cluster.speculator.begun <= TRIAL + 1
+        assert session.heads is not None
+        session.heads.settle(session.tree, [], [1] * 10_000)
+        assert session.heads.worth.takes(0.4, trial=True)
+        other = cluster.open(2, temperature=0.0)
+        await commits_of(other)
+        assert cluster.speculator.begun > TRIAL + 1
 
 
 def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(target: Path, tmp_path: Path) -> None:
