@@ -30,7 +30,8 @@ from verifier_svc.heads import HeadDrafts
 from verifier_svc.session import Session
 from verifier_svc.step import Step
 
-FOLLOWING = 0.1  # how far an average follows one round
+FOLLOWING = 0.2  # how far an average follows one round
+FADING = 0.98  # of what a level takes, each time that it is found too much: it may have been slow but once
 
 T = TypeVar("T")
 Call = Callable[[Callable[[], T]], Awaitable[T]]
@@ -117,7 +118,8 @@ class HeadDrafting(Drafting):
         while asked := self._next_level(drafting, step.rate):
             level_began = time.perf_counter()
             nodes = [heads.asked(node) for _, heads, node in asked]
-            said = await passes.call(partial(self._speculator.expand, nodes))
+            expand = partial(self._speculator.expand, nodes)
+            said = expand() if self._speculator.at_once else await passes.call(expand)
             for at, (session, _, node) in enumerate(asked):
                 if not session.finished and session.tree.holds(node):
                     self._propose(session, node, number + at, said[at])
@@ -155,7 +157,10 @@ class HeadDrafting(Drafting):
             nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
             asked += [(session, heads, node) for node in nodes]
             gain += heads.gain(session.tree, nodes, plan.width, price)
-        return asked if gain > self._level_s * rate else []
+        if gain > self._level_s * rate:
+            return asked
+        self._level_s *= FADING if asked else 1.0
+        return []
 
 
 def _followed(average: float, seconds: float) -> float:

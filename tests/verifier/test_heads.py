@@ -55,7 +55,7 @@ class Counted:
 
     def __init__(self, speculator: Speculator) -> None:
         self.begun = self.expanded = 0
-        self.depth = speculator.depth
+        self.depth, self.at_once = speculator.depth, speculator.at_once
         self.take, self.keep = speculator.take, speculator.keep
         self._speculator = speculator
 
