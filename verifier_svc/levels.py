@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,9 +32,6 @@ from verifier_svc.step import Step
 
 FOLLOWING = 0.2  # how far an average follows one round
 FADING = 0.98  # of what a level takes, each time that it is found too much: it may have been slow but once
-
-T = TypeVar("T")
-Call = Callable[[Callable[[], T]], Awaitable[T]]
 
 
 class Drafting(Protocol):
@@ -61,6 +58,20 @@ class NoHeads(Drafting):
 
     async def draft(self, step: Step, passes: Passes) -> None:
         pass
+
+
+class _Drafting(NamedTuple):
+    """A session in a round."""
+
+    session: Session
+    heads: HeadDrafts
+
+
+class _Asked(NamedTuple):
+    """A node whose children are asked for."""
+
+    of: _Drafting
+    node: Node
 
 
 class HeadDrafting(Drafting):
@@ -108,22 +119,21 @@ class HeadDrafting(Drafting):
         began = time.perf_counter()
         roots = [Root(session.place.slot, session.tokens) for session in taking]
         rows = await passes.call(partial(self._speculator.begin, roots))
-        drafting: list[tuple[Session, HeadDrafts]] = []
+        drafting: list[_Drafting] = []
         for number, (session, row) in enumerate(zip(taking, rows, strict=True)):
             if row is not None and session.heads is not None and not session.finished:
+                drafting.append(_Drafting(session, session.heads))
                 session.heads.begin(session.tree)
-                self._propose(session, session.tree.root, number, row)
-                drafting.append((session, session.heads))
-        number = len(roots)
+                _propose(drafting[-1], session.tree.root, number, row)
+        first = len(roots)
         while asked := self._next_level(drafting, step.rate):
             level_began = time.perf_counter()
-            nodes = [heads.asked(node) for _, heads, node in asked]
-            expand = partial(self._speculator.expand, nodes)
+            expand = partial(self._speculator.expand, [of.heads.asked(node) for of, node in asked])
             said = expand() if self._speculator.at_once else await passes.call(expand)
-            for at, (session, _, node) in enumerate(asked):
-                if not session.finished and session.tree.holds(node):
-                    self._propose(session, node, number + at, said[at])
-            number += len(asked)
+            for number, ((of, node), row) in enumerate(zip(asked, said, strict=True), first):
+                if not of.session.finished and of.session.tree.holds(node):
+                    _propose(of, node, number, row)
+            first += len(asked)
             self._level_s = _followed(self._level_s, time.perf_counter() - level_began)
         share = (time.perf_counter() - began) / len(taking)
         self._round_s = _followed(self._round_s, share)
@@ -139,28 +149,27 @@ class HeadDrafting(Drafting):
             return False
         return heads.worth.takes(self._round_s * rate, trial=True)
 
-    def _propose(self, session: Session, node: Node, number: int, row: FloatRows) -> None:
-        if session.heads is not None:
-            session.heads.propose(
-                session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price
-            )
-
-    def _next_level(
-        self, drafting: Sequence[tuple[Session, HeadDrafts]], rate: float
-    ) -> list[tuple[Session, HeadDrafts, Node]]:
+    def _next_level(self, drafting: Sequence[_Drafting], rate: float) -> list[_Asked]:
         """What to expand next, of all sessions; nothing where that is not worth its time."""
-        asked, gain = [], 0.0
-        for session, heads in drafting:
+        asked: list[_Asked] = []
+        gain = 0.0
+        for of in drafting:
+            session, heads = of
             if session.finished:
                 continue
             plan, price = session.ceilings, session.verified_price
             nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
-            asked += [(session, heads, node) for node in nodes]
+            asked += [_Asked(of, node) for node in nodes]
             gain += heads.gain(session.tree, nodes, plan.width, price)
         if gain > self._level_s * rate:
             return asked
         self._level_s *= FADING if asked else 1.0
         return []
+
+
+def _propose(of: _Drafting, node: Node, number: int, row: FloatRows) -> None:
+    session, heads = of
+    heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price)
 
 
 def _followed(average: float, seconds: float) -> float:
