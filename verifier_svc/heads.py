@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan
@@ -23,20 +24,16 @@ MOST_NODES = 64  # in a round
 class HeadDrafts:
     """One session's. A round is drafted below one root; what it said is learned from when the target has spoken."""
 
-    def __init__(self, contract: Contract, calibration: Calibration, fits: Sequence[Fits]) -> None:
-        """`fits`: one for each level, shared by sessions of one class of temperatures."""
+    def __init__(self, contract: Contract, calibration: Calibration, fits: Sequence[Fits], usual: Worth) -> None:
+        """`fits`: one for each level; `usual`: what rounds are worth. Sessions of one kind share both."""
         self.calibration = calibration
-        self.worth = Worth(dearest=float("inf"))  # a round is shared by all sessions, so it delays none for another
+        self.worth = copy(usual)
+        self._usual = usual
         self.price = 0.0  # tokens that could have been said in the time of the round
         self._shared = rule_of(contract).drawn is Drawn.FREELY
         self._fits = fits
         self._rows: dict[Node, tuple[int, Candidates]] = {}  # of expanded nodes: their rows' numbers, and what they say
         self._named = 0
-
-    @property
-    def drafted(self) -> bool:
-        """Whether there was a round below the present root."""
-        return bool(self._rows)
 
     def begin(self, tree: TokenTree) -> None:
         """A round: what the last one said of nodes that are still there was said of guessed features."""
@@ -90,9 +87,12 @@ class HeadDrafts:
         What the round brought is what it alone had drafted of the path.
         """
         if not self._rows:
-            self.worth.rest(len(tokens))
+            for worth in (self.worth, self._usual):
+                worth.rest(len(tokens))
             return
-        self.worth.observe(sum(tree.origins(node) == {SENDER} for node in path), self.price)
+        gain = sum(tree.origins(node) == {SENDER} for node in path)
+        for worth in (self.worth, self._usual):
+            worth.observe(gain, self.price)
         node: Node | None = tree.root
         for token in tokens:
             if node is None or node not in self._rows:

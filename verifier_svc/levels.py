@@ -2,15 +2,17 @@
 
 A level is taken while what it is expected to bring is worth more than what all sessions say in its time. Whether a
 session takes part at all is tried and measured, as for looking ahead: what its rounds brought beside what others had
-drafted, against its share of their time. One that does not costs nothing but that its features are written down.
+drafted, against its share of their time. It begins with what was learned of sessions of its kind. One that takes no
+part costs nothing but that its features are written down.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from outrider.core.growth import Fits
 from outrider.core.lookup import fits
 from outrider.core.rules import Walk
 from outrider.core.tree import Node
+from outrider.core.worth import Worth
 from outrider.engine.heads.speculator import FloatRows, Root, Speculator
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Taken
@@ -27,10 +30,8 @@ from verifier_svc.heads import HeadDrafts
 from verifier_svc.session import Session
 from verifier_svc.step import Step
 
-FOLLOWING = 0.1  # how far an average follows one round
-
-T = TypeVar("T")
-Call = Callable[[Callable[[], T]], Awaitable[T]]
+FOLLOWING = 0.2  # how far an average follows one round
+FADING = 0.98  # of what a level takes, each time that it is found too much: it may have been slow but once
 
 
 class Drafting(Protocol):
@@ -59,6 +60,20 @@ class NoHeads(Drafting):
         pass
 
 
+class _Drafting(NamedTuple):
+    """A session in a round."""
+
+    session: Session
+    heads: HeadDrafts
+
+
+class _Asked(NamedTuple):
+    """A node whose children are asked for."""
+
+    of: _Drafting
+    node: Node
+
+
 class HeadDrafting(Drafting):
     """With one speculator."""
 
@@ -68,7 +83,7 @@ class HeadDrafting(Drafting):
         self._hidden = hidden
         self._every = every
         self._calibration = Calibration()
-        self._fits: dict[tuple[str, str], list[Fits]] = {}  # by rule and class of temperatures
+        self._known: dict[tuple[str, str], tuple[list[Fits], Worth]] = {}  # by rule and class of temperatures
         self._level_s = 0.0  # that a further level takes, on average; 0: not known
         self._round_s = 0.0  # that a round takes of one session's time
 
@@ -76,8 +91,11 @@ class HeadDrafting(Drafting):
         passes.later(partial(self._speculator.take, place.slot, place.source, place.cached))
         if not fits(contract):
             return None
-        levels = [Fits() for _ in range(self._speculator.depth)]
-        return HeadDrafts(contract, self._calibration, self._fits.setdefault((contract.rule, contract.heat), levels))
+        kind = contract.rule, contract.heat
+        if kind not in self._known:
+            # A round is shared by all sessions, so however dear it is, a trial delays none for another one's sake.
+            self._known[kind] = [Fits() for _ in range(self._speculator.depth)], Worth(dearest=math.inf)
+        return HeadDrafts(contract, self._calibration, *self._known[kind])
 
     def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
         hidden, first = self._hidden(), 0
@@ -101,21 +119,21 @@ class HeadDrafting(Drafting):
         began = time.perf_counter()
         roots = [Root(session.place.slot, session.tokens) for session in taking]
         rows = await passes.call(partial(self._speculator.begin, roots))
-        drafting: list[tuple[Session, HeadDrafts]] = []
+        drafting: list[_Drafting] = []
         for number, (session, row) in enumerate(zip(taking, rows, strict=True)):
             if row is not None and session.heads is not None and not session.finished:
+                drafting.append(_Drafting(session, session.heads))
                 session.heads.begin(session.tree)
-                self._propose(session, session.tree.root, number, row)
-                drafting.append((session, session.heads))
-        number = len(roots)
+                _propose(drafting[-1], session.tree.root, number, row)
+        first = len(roots)
         while asked := self._next_level(drafting, step.rate):
             level_began = time.perf_counter()
-            nodes = [heads.asked(node) for _, heads, node in asked]
-            said = await passes.call(partial(self._speculator.expand, nodes))
-            for at, (session, _, node) in enumerate(asked):
-                if not session.finished and session.tree.holds(node):
-                    self._propose(session, node, number + at, said[at])
-            number += len(asked)
+            expand = partial(self._speculator.expand, [of.heads.asked(node) for of, node in asked])
+            said = expand() if self._speculator.at_once else await passes.call(expand)
+            for number, ((of, node), row) in enumerate(zip(asked, said, strict=True), first):
+                if not of.session.finished and of.session.tree.holds(node):
+                    _propose(of, node, number, row)
+            first += len(asked)
             self._level_s = _followed(self._level_s, time.perf_counter() - level_began)
         share = (time.perf_counter() - began) / len(taking)
         self._round_s = _followed(self._round_s, share)
@@ -131,25 +149,27 @@ class HeadDrafting(Drafting):
             return False
         return heads.worth.takes(self._round_s * rate, trial=True)
 
-    def _propose(self, session: Session, node: Node, number: int, row: FloatRows) -> None:
-        if session.heads is not None:
-            session.heads.propose(
-                session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price
-            )
-
-    def _next_level(
-        self, drafting: Sequence[tuple[Session, HeadDrafts]], rate: float
-    ) -> list[tuple[Session, HeadDrafts, Node]]:
+    def _next_level(self, drafting: Sequence[_Drafting], rate: float) -> list[_Asked]:
         """What to expand next, of all sessions; nothing where that is not worth its time."""
-        asked, gain = [], 0.0
-        for session, heads in drafting:
+        asked: list[_Asked] = []
+        gain = 0.0
+        for of in drafting:
+            session, heads = of
             if session.finished:
                 continue
             plan, price = session.ceilings, session.verified_price
             nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
-            asked += [(session, heads, node) for node in nodes]
+            asked += [_Asked(of, node) for node in nodes]
             gain += heads.gain(session.tree, nodes, plan.width, price)
-        return asked if gain > self._level_s * rate else []
+        if gain > self._level_s * rate:
+            return asked
+        self._level_s *= FADING if asked else 1.0
+        return []
+
+
+def _propose(of: _Drafting, node: Node, number: int, row: FloatRows) -> None:
+    session, heads = of
+    heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price)
 
 
 def _followed(average: float, seconds: float) -> float:

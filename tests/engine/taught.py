@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -37,10 +38,21 @@ def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = Fal
     return shape, network
 
 
+def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
+    """A text, and what the target says greedily after it."""
+    engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1)
+    tokens = [*text]
+    logits = engine.forward([prompt(0, np.array(tokens), wanted=1)])
+    for _ in range(count):
+        tokens.append(int(logits[-1].argmax()))
+        logits = engine.forward([prompt(0, np.array(tokens[-1:]), len(tokens) - 1)])
+    return tokens
+
+
 def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor:
     """Of each token of a text: [tokens, width * parts]."""
     engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
-    engine.forward([prompt(0, torch.tensor([*text]).numpy())])
+    engine.forward([prompt(0, np.array([*text]))])
     return engine.hidden().clone()
 
 

@@ -49,6 +49,8 @@ class EagleDrafts:
     from true features.
     """
 
+    at_once = False
+
     def __init__(self, network: Eagle | Eagle3, shape: Shape, ends: Ends, *, slots: int, context: int) -> None:
         self.depth = shape.depth
         self._network = network

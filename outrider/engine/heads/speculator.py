@@ -39,6 +39,7 @@ class Speculator(Protocol):
     """
 
     depth: int  # levels at most
+    at_once: bool  # `begin` has computed all levels
 
     def take(self, slot: int, source: int | None, rows: int) -> None:
         """A session begins in a slot, over the first `rows` rows that it or `source` holds."""
@@ -77,6 +78,8 @@ class _FromLatest:
 class MedusaDrafts(_FromLatest):
     """All levels at once: what a head says does not depend on the path, only on how long it is."""
 
+    at_once = True
+
     def __init__(self, network: Medusa, ends: Ends) -> None:
         super().__init__(ends)
         self.depth = len(network.blocks)
@@ -99,6 +102,8 @@ class MedusaDrafts(_FromLatest):
 
 class MlpDrafts(_FromLatest):
     """A node's state is its parent's and its token."""
+
+    at_once = False
 
     def __init__(self, network: MlpSpeculator, ends: Ends) -> None:
         super().__init__(ends)
