@@ -199,10 +199,10 @@ class Trainer:
         card = await self._card(number, agreed)
         await self._do(lambda: self._shelf.write(number, card, self._follower.save))
         self._in_use = await self._do(lambda: Follower(self._shelf.folder(number)))
+        self._shelf.note(self._place)
         await self._shelf.announce(number)
         self._number = number
         log.info("version %d is published, from %d tokens in %.0f s", number, self._tokens, self._seconds)
-        self._shelf.note(self._place)
         await self._shelf.tidy(await self._versions.read())
 
     async def _card(self, number: int, agreed: float) -> Card:
