@@ -61,10 +61,7 @@ class DrafterLessons:
 
     def write(self, model: Any, source: Path, folder: Path) -> None:
         """A checkpoint in Hugging Face format, which any engine loads."""
-        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
-        for pattern in BESIDE:
-            for file in source.glob(pattern):
-                shutil.copy(file, folder / file.name)
+        save_checkpoint(folder, model, source)
 
     def taught(self, student: Any, windows: Tensor, said: int | None = None) -> Tensor:
         """A mean over positions, in nats or as a share. `windows`: [rows, length + 1].
@@ -126,3 +123,11 @@ class _InParts(torch.autograd.Function):
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * slopes[0], None
+
+
+def save_checkpoint(folder: Path, model: Any, source: Path) -> None:
+    """The model in bfloat16, and what goes beside its weights as `source` has it."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    for pattern in BESIDE:
+        for file in source.glob(pattern):
+            shutil.copy(file, folder / file.name)

@@ -31,10 +31,10 @@ from outrider.store.client import Client
 from outrider.store.examples import Examples
 from outrider.store.registry import Registry
 from outrider.store.versions import Published, Versions
+from outrider.training.follower import Follower, Score
 from outrider.training.objectives import ObjectiveName
 from outrider.training.replay import Replay
 from outrider.training.shelf import Shelf
-from outrider.training.student import Score, Student
 
 LOOK_S = 0.5  # between two looks at Redis
 LEAST = 512  # places held back, before anything is judged by them
@@ -81,7 +81,7 @@ class Trainer:
         self._resting = 0.0  # until when
         self._away = False  # whether Redis is
         self._thread = ThreadPoolExecutor(1, "training")
-        self._student, self._in_use = self._begin(course.model)
+        self._follower, self._in_use = self._begin(course.model)
 
     async def run(self) -> None:
         """Until cancelled. While Redis is away it goes on with what it has."""
@@ -115,10 +115,10 @@ class Trainer:
         noted = self._shelf.place if self._place == "0" else "0"
         while self._place != noted and noted != "0":
             examples, place = await self._examples.after(self._place, until=noted)
-            self._replay.add(filter(self._student.fits, examples), known=True)
+            self._replay.add(filter(self._follower.fits, examples), known=True)
             self._place = place if examples else noted
         examples, self._place = await self._examples.after(self._place)
-        self._replay.add(filter(self._student.fits, examples))
+        self._replay.add(filter(self._follower.fits, examples))
 
     async def _settle(self, published: Published) -> None:
         """Decides about versions that are doubted: that one and the one before read the same new texts."""
@@ -148,7 +148,7 @@ class Trainer:
         """Another version is in use than the one that the candidate comes from."""
         folder = Path(published.versions[number].folder) if number else self._course.model
         try:
-            self._student, self._in_use = await self._do(partial(self._begin, folder))
+            self._follower, self._in_use = await self._do(partial(self._begin, folder))
             log.info("goes on from version %d, not from version %d", number, self._number)
         except CheckpointError as error:
             log.warning("version %d cannot be gone on from: %s", number, error)
@@ -160,7 +160,7 @@ class Trainer:
         if began < self._resting:
             return
         if batch := self._replay.batch(self._course.batch):
-            await self._do(lambda: self._student.learn(batch))
+            await self._do(lambda: self._follower.learn(batch))
             self._steps += 1
             self._since += 1
             self._tokens += sum(example.said for example in batch)
@@ -176,7 +176,7 @@ class Trainer:
         held = list(self._replay.held_back)
         if sum(example.said for example in held) < LEAST:
             return
-        mine, theirs = await self._do(lambda: (self._student.score(held), self._in_use.score(held)))
+        mine, theirs = await self._do(lambda: (self._follower.score(held), self._in_use.score(held)))
         lead, error = mine.lead(theirs)
         log.info(
             "step %d: agrees with the target at %.1f %% of %d new places, version %d at %.1f %%",
@@ -197,12 +197,12 @@ class Trainer:
         published = await self._versions.read()
         number = 1 + max(self._number, published.latest, *self._shelf.written(), 0)
         card = await self._card(number, agreed)
-        await self._do(lambda: self._shelf.write(number, card, self._student.save))
-        self._in_use = await self._do(lambda: Student(self._shelf.folder(number)))
+        await self._do(lambda: self._shelf.write(number, card, self._follower.save))
+        self._in_use = await self._do(lambda: Follower(self._shelf.folder(number)))
+        self._shelf.note(self._place)
         await self._shelf.announce(number)
         self._number = number
         log.info("version %d is published, from %d tokens in %.0f s", number, self._tokens, self._seconds)
-        self._shelf.note(self._place)
         await self._shelf.tidy(await self._versions.read())
 
     async def _card(self, number: int, agreed: float) -> Card:
@@ -221,15 +221,15 @@ class Trainer:
             settings={"alternatives": TOP, "agreement": round(agreed, 4), "rate": self._course.rate},
         )
 
-    def _begin(self, folder: Path) -> tuple[Student, Student]:
+    def _begin(self, folder: Path) -> tuple[Follower, Follower]:
         """A candidate that begins as a checkpoint, and what that says, to be compared with."""
         torch.set_num_threads(1)
-        student = Student(folder, objective_name=self._course.objective, rate=self._course.rate)
-        return student, Student(folder)
+        follower = Follower(folder, objective_name=self._course.objective, rate=self._course.rate)
+        return follower, Follower(folder)
 
     async def _do(self, work: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def _scores(doubted: Path, before: Path, held: Sequence[Example]) -> tuple[Score, Score]:
-    return Student(doubted).score(held), Student(before).score(held)
+    return Follower(doubted).score(held), Follower(before).score(held)

@@ -23,9 +23,9 @@ from outrider.store.client import connect
 from outrider.store.examples import Examples
 from outrider.store.versions import Published, Version, Versions
 from outrider.training import online
+from outrider.training.follower import Follower
 from outrider.training.online import Course, Trainer
 from outrider.training.replay import PASSES
-from outrider.training.student import Student
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.store.server import Server
 
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def examples(models: Path) -> list[Example]:
     """What the target thinks of texts drawn at random."""
-    target = Student(models / "target")._model.eval()
+    target = Follower(models / "target")._model.eval()
     texts = torch.randint(0, VOCABULARY, (80, 80), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         top = torch.log_softmax(target(texts).logits[:, 15:-1], -1).topk(8)
@@ -116,7 +116,7 @@ async def test_what_agrees_more_is_published_with_a_card_as_drafters_can_load_it
     engine = load_engine(folder, dtype="bfloat16", slots=1)
     assert engine.vocabulary == VOCABULARY
     held = examples[-16:]
-    assert Student(folder).score(held).mean > Student(rig.course.model).score(held).mean + 0.02
+    assert Follower(folder).score(held).mean > Follower(rig.course.model).score(held).mean + 0.02
 
 
 async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(rig: Rig, examples: list[Example]) -> None:
@@ -137,7 +137,8 @@ async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_tw
 ) -> None:
     await rig.stream.add(examples)
     async with rig.training():
-        published = await rig.until(lambda published: bool(published.good))
+        await rig.until(lambda published: bool(published.good))
+    published = await rig.versions.read()
     (rig.course.output / "versions" / ".00001.new").mkdir()  # what a kill leaves behind
     async with rig.training() as trainer:
         while trainer._number != published.latest:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.examples import Example
-from outrider.engine.checkpoint import read_outline
-from outrider.errors import CheckpointError, ConfigError
+from outrider.engine.loading import quiet
+from outrider.errors import ConfigError
+from outrider.training.lessons import save_checkpoint
 from outrider.training.objectives import ObjectiveName, agreement, objective
 from outrider.training.sparse import bucketed
 
@@ -26,7 +24,6 @@ READ = 64  # tokens before the first that the target said, that are read with th
 SCORED = 8  # examples in one pass that judges
 CLIP = 1.0  # norm of a step's gradient
 WARMUP = 10  # steps until the rate of learning is reached
-BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Score:
         return mean, math.sqrt(spread * len(ahead) / max(1, len(ahead) - 1))
 
 
-class Student:
+class Follower:
     """One model and its optimizer. Use it from one thread at a time."""
 
     def __init__(self, folder: Path, *, objective_name: ObjectiveName = "agreement", rate: float = 1e-4) -> None:
@@ -103,14 +100,7 @@ class Student:
 
     def save(self, folder: Path) -> None:
         """The checkpoint as drafters load it: bfloat16, with what lay beside the one that it began as."""
-        weights = {name: part.to(torch.bfloat16) for name, part in self._model.state_dict().items()}
-        self._model.save_pretrained(folder, state_dict=weights)
-        shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        shape["dtype"] = "bfloat16"
-        (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
-        for name in BESIDE:
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, folder / name)
+        save_checkpoint(folder, self._model, self.folder)
 
     def _run(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         """What target and drafter think at every place: ids and log-probabilities [places, k], logits [places,
@@ -134,16 +124,9 @@ def _window(example: Example) -> NDArray[np.int64]:
 
 
 def _loaded(folder: Path) -> Any:
-    read_outline(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about itself
-        try:
-            from transformers import AutoModelForCausalLM
-            from transformers.utils import logging as talk
-        except ImportError as error:
-            raise ConfigError(f"training takes transformers ({error}); pip install 'outrider[transformers]'") from None
-        talk.disable_progress_bar()
-        try:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except Exception as error:  # whatever a library raises for what it cannot read
-            raise CheckpointError(f"{folder}: cannot be trained: {error}") from None
+    try:
+        with quiet():
+            from outrider.training.students import load
+    except ImportError as error:
+        raise ConfigError(f"training takes transformers ({error}); pip install 'outrider[transformers]'") from None
+    return load(folder, "float32").model
