@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 import torch
 import typer
@@ -37,7 +37,8 @@ from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 PROMPT, ANSWER = 96, 128  # tokens
 HEATS = (0.0, 1.0)
 LAYERS = (0, 5)  # of the target, that drafters begin with: the reference drafter's
-TEXT, DISTILLED = "text", "agreement"
+TEXT: Final = "text"
+DISTILLED: Final = "agreement"
 OBJECTIVES: tuple[Any, ...] = (TEXT, *get_args(ObjectiveName))
 TREES = 12  # prompts that trees are measured on; others are learned from
 PARTS = ("objectives", "heads", "online")
