@@ -45,7 +45,6 @@ class Setting:
     """What a run measures."""
 
     drafters: tuple[str, ...] = DRAFTERS
-    others: tuple[tuple[str, Path], ...] = ()  # names and folders of more of them: models, or heads on the target
     temperatures: tuple[float, ...] = (0.0, 0.6, 1.0)
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
     noises: int = 6  # draws of the shared noise at each root
@@ -53,6 +52,7 @@ class Setting:
     roots: int = 4  # of each text
     stride: int = 12  # tokens between them
     taught: int = 48  # tokens of each text that drafters learn from
+    others: tuple[tuple[str, Path], ...] = ()  # names and folders of more drafters: models, or heads on the target
     ours_alone: bool = False  # leave out the other rules and constructions
 
 

@@ -6,9 +6,11 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from bench.trees import __main__ as command
@@ -21,6 +23,9 @@ from bench.trees.paths import PathRows, continued, load
 from outrider.core.contract import SHARED_NOISE, Contract
 from outrider.core.rules import Chance, Rule, rule_of
 from outrider.core.sampler import Sampler
+from outrider.engine.checkpoint import read_config
+from outrider.engine.heads.folder import make_network, save_network
+from outrider.engine.heads.shape import shape_for
 from tests.core.rules.enumeration import JudgeOf, Language, drawn, outcomes
 from tests.core.rules.enumeration import Tree as DrawnTree
 from tests.engine.checkpoints import MODELS
@@ -181,3 +186,25 @@ def test_a_drafter_that_does_not_exist_is_refused() -> None:
     result = CliRunner().invoke(app, ["--drafter", "oracle", "--models", str(MODELS)])
     assert result.exit_code != 0
     assert "must be one of" in result.output
+
+
+def test_heads_and_other_models_are_drafters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    shape = shape_for("eagle-3", read_config(MODELS / "target"), depth=2)
+    save_network(tmp_path / "heads", shape, make_network(shape))
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    app = command.typer.Typer()
+    app.command()(command.main)
+    flags = "--prompts 2 --taught 1 --roots 2 --noises 2 --processes 1 --nodes 8 --temperature 1 --ours-alone"
+    others = ["--also", f"heads={tmp_path / 'heads'}", "--also", f"middle={MODELS / 'mid'}", "--save", "others"]
+    folders = ["--models", str(MODELS), "--texts", str(MODELS.parent / "examples" / "held_out.jsonl")]
+    result = CliRunner().invoke(app, [*flags.split(), "--drafter", "mid", *others, *folders])
+    assert result.exit_code == 0, result.output
+    cells = json.loads((tmp_path / "others.json").read_text())["cells"]
+    lengths = {each["drafter"]: each["mean"] for each in cells}
+    assert lengths.keys() == {"mid", "heads", "middle"}
+    assert lengths["middle"] == lengths["mid"]
+    assert 1.0 <= lengths["heads"] < 3.0
+    missing = CliRunner().invoke(app, [*flags.split(), "--also", f"none={tmp_path / 'none'}", *folders])
+    assert missing.exit_code == 2
+    assert "missing" in missing.output
