@@ -102,8 +102,8 @@ class Trainer:
         """Reads what came, and what was decided about versions."""
         await self._read()
         published = await self._versions.read()
-        if not published.known and self._number:
-            await self._shelf.announce(self._number)  # Redis has lost it
+        if self._number > published.latest:  # Redis has lost it, or was away when it was written
+            await self._shelf.announce(self._number)
             return
         await self._settle(published)
         in_use = published.good[0].number if published.good else 0
@@ -200,8 +200,8 @@ class Trainer:
         await self._do(lambda: self._shelf.write(number, card, self._follower.save))
         self._in_use = await self._do(lambda: Follower(self._shelf.folder(number)))
         self._shelf.note(self._place)
-        await self._shelf.announce(number)
         self._number = number
+        await self._shelf.announce(number)
         log.info("version %d is published, from %d tokens in %.0f s", number, self._tokens, self._seconds)
         await self._shelf.tidy(await self._versions.read())
 
