@@ -154,7 +154,8 @@ async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator
             assert await process.wait() == 0
 
 
-@pytest.mark.parametrize("kills", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kills", [0, 1])
 async def test_a_bad_drafter_gets_better_while_it_drafts_even_if_its_trainer_is_killed(
     tmp_path: Path, kills: int
 ) -> None:

@@ -59,7 +59,7 @@ async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: 
                 await drafters[1].start(redis.url)
                 arrived.set()
                 counts = [0, 0]
-                while min(counts) < 2 and not any(task.done() for task in speaking):
+                while min(counts) < 2 and not all(task.done() for task in speaking):
                     counts = await sessions_of(drafters)
                     await asyncio.sleep(0.1)
                 print(f"sessions of each: {counts}")

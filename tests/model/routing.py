@@ -31,6 +31,7 @@ from router.lessons import Lessonbook
 from router.models import ServedModel
 from router.opening import Cluster
 from router.service import Inference
+from router.teaching import Teaching
 from router.telling import Metrics
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
@@ -239,6 +240,7 @@ class Router:
                 ticket_key=_no_key,
                 metrics=Metrics(),
                 lessons=Lessonbook(_nobody, lambda _: ()),
+                teaching=Teaching(redis, ()),  # type: ignore[arg-type]
             ),
             Anybody(),
         )

@@ -16,7 +16,10 @@ import pytest_asyncio
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.local import LocalCluster
+from outrider.rpc.channels import open_channel
 from outrider.telemetry.catalogue import METRICS
+from outrider.v1.types_pb2 import DescribeRequest
+from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.e2e.conftest import MODELS
 from tests.telemetry.caller import PROMPT
 from tests.telemetry.collector import Collector, Span, collecting
@@ -45,11 +48,17 @@ class Watched:
         assert caller.stdout is not None
         trace = bytes.fromhex((await caller.stdout.readline()).decode().strip())
         if not wait:
-            await asyncio.sleep(1.0)
+            while not await self.running():
+                await asyncio.sleep(0.02)
             caller.kill()
         said = (await caller.stdout.read()).decode().splitlines()
         await caller.wait()
         return trace, said
+
+    async def running(self) -> int:
+        """Sessions that the verifier has open."""
+        async with open_channel(self.cluster.processes["verifier-0"].address) as channel:
+            return (await VerifierStub(channel).Describe(DescribeRequest())).sessions
 
     async def call(self, trace: bytes) -> Span:
         """The span of the call to the router, once it is there."""
@@ -83,7 +92,11 @@ async def watched() -> AsyncIterator[Watched]:
         ),
         verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0", log_format="json")],
         tier={
-            0: [DrafterConfig(model=MODELS / "mid", dtype="float32", metrics="127.0.0.1:0", log_format="json")],
+            0: [
+                DrafterConfig(
+                    model=MODELS / "mid", dtype="float32", metrics="127.0.0.1:0", log_format="json", learns=True
+                )
+            ],
             1: [DrafterConfig(model=MODELS / "drafter", dtype="float32", metrics="127.0.0.1:0", log_format="json")],
         },
     )

@@ -58,7 +58,7 @@ class Eagle(nn.Module):
 
     def forward(self, embedded: Tensor, states: Tensor, turns: Tensor, attend: Attend) -> Tensor:
         """The next states: [..., rows, width]. `embedded`: of each row's token; `states`: of the row before it."""
-        joined = self.join(torch.cat([embedded, states], -1))
+        joined = self.join(torch.cat([embedded, states], -1)).float()
         following: Tensor = self.layer(joined, joined, turns, attend)
         return following
 
@@ -82,7 +82,7 @@ class Eagle3(nn.Module):
 
     def enter(self, features: Tensor) -> Tensor:
         """The state that a row of true features stands for: [..., layers * width] to [..., width]."""
-        fused: Tensor = self.fuse(features)
+        fused: Tensor = self.fuse(features).float()
         return fused
 
     def forward(self, embedded: Tensor, states: Tensor, turns: Tensor, attend: Attend) -> Tensor:
