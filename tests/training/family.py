@@ -66,7 +66,7 @@ def begin(settings: TrainingRecipe) -> Training:
     return Training(settings, lambda what, done: None)
 
 
-def train(settings: DrafterRecipe, steps: int | None = None) -> Training:
+def train(settings: TrainingRecipe, steps: int | None = None) -> Training:
     """To its end, or for so many steps and saved."""
     training = begin(settings)
     for now in training.run():

@@ -18,9 +18,8 @@ from outrider.engine.heads.speculator import Drafted, Root
 from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
 from outrider.training.acceptance import Said, say
-from outrider.training.distillation import Training
 from outrider.training.recipe import HeadsRecipe
-from tests.training.family import PAGES, begin, make_target
+from tests.training.family import PAGES, begin, make_target, train
 
 STEPS, DEPTH = 30, 3
 
@@ -48,15 +47,6 @@ def recipe(target: Path, output: Path, kind: Kind, /, **changes: Any) -> HeadsRe
         "precision": "float32",
     }
     return HeadsRecipe(**settings | changes)
-
-
-def train(settings: HeadsRecipe, steps: int | None = None) -> Training:
-    training = begin(settings)
-    for now in training.run():
-        if now.step == steps:
-            training.save()
-            break
-    return training
 
 
 @pytest.mark.parametrize("kind", KINDS)
