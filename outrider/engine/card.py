@@ -54,7 +54,7 @@ def read_card(folder: Path) -> Card | None:
     if not path.exists():
         return None
     raw = read_json(path)
-    wanted = {item.name: item for item in fields(Card)}
+    wanted = {item.name for item in fields(Card)}
     try:
         return Card(**{name: value for name, value in raw.items() if name in wanted})
     except TypeError as error:

@@ -1,12 +1,9 @@
 """What was acknowledged survives the server's death, a full disk and full memory; what was lost can be put back."""
 
 import asyncio
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from os import kill
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from outrider.errors import Conflict, Unavailable
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, Turn
+from tests.disks import small_disk
 
 TURN = Turn(Contract(seed=1, max_tokens=9), (), answer_position=4, deadline=None)
 PIECE = 512  # tokens
@@ -116,20 +114,8 @@ async def test_a_server_that_lost_its_last_writes_gets_them_back_from_the_owner(
         await writer.client.aclose()
 
 
-@contextmanager
-def _small_disk(folder: Path) -> Iterator[Path]:
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root may mount a small disk")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 async def test_a_full_disk_refuses_writes_and_loses_none_that_it_took(tmp_path: Path) -> None:
-    with _small_disk(tmp_path / "disk") as data:
+    with small_disk(tmp_path / "disk", "256k") as data:
         ballast = data / "ballast"
         ballast.write_bytes(bytes(100_000))
         with EmbeddedRedis(data) as server:

@@ -22,6 +22,7 @@ from outrider.errors import CheckpointError, ConfigError
 from outrider.training.objectives import NAMES
 from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
 from outrider.training.vocabulary import make_tokenizer
+from tests.disks import small_disk
 from tests.training.family import PAGES, SHAPE, begin, recipe, train
 
 
@@ -158,19 +159,8 @@ def test_a_training_that_runs_away_ends_and_leaves_the_last_good_one(target: Pat
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A small one, which holds a few of what the tests save."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], check=False, capture_output=True
-        ).returncode
-    ):
-        pytest.skip("only root may mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "2m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_ends_a_training_and_leaves_the_last_good_one(target: Path, disk: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -26,6 +25,7 @@ from outrider.training import online
 from outrider.training.follower import Follower
 from outrider.training.online import Course, Trainer
 from outrider.training.replay import PASSES
+from tests.disks import small_disk
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.store.server import Server
 
@@ -150,15 +150,10 @@ async def test_after_a_kill_it_goes_on_from_what_is_in_use_and_learns_nothing_tw
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 async def test_a_full_disk_puts_versions_off_until_there_is_room(
     rig: Rig, examples: list[Example], caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = rig.course.output
-    disk.mkdir()
-    if not ran("mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", disk):
-        pytest.skip("no mounting here")
-    try:
+    with small_disk(rig.course.output, "8k") as disk:
         await rig.stream.add(examples)
         async with rig.training():
             async with asyncio.timeout(30):
@@ -169,8 +164,6 @@ async def test_a_full_disk_puts_versions_off_until_there_is_room(
             await rig.stream.add(examples)
             version = (await rig.until(lambda published: bool(published.good))).good[0]
         assert weights_digest(Path(version.folder)) == version.weights
-    finally:
-        assert ran("umount", disk)
 
 
 async def test_what_redis_has_lost_is_announced_again(models: Path, tmp_path: Path, examples: list[Example]) -> None:

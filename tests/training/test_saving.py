@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from outrider.errors import CheckpointError
 from outrider.training.saving import recover, replaced
+from tests.disks import small_disk
 
 
 def save(folder: Path, text: str) -> None:
@@ -41,13 +42,8 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_full_disk_leaves_the_last_good_one_and_says_so(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False).returncode:
-        pytest.skip("no mounting here")
-    try:
+    with small_disk(tmp_path / "disk", "1m") as disk:
         save(disk / "one", "first")
         told = "No space left on device.*make room there.*what was saved there last is intact"
         with pytest.raises(CheckpointError, match=told), replaced(disk / "one") as new:
@@ -57,8 +53,6 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_so(tmp_path: Path) -> Non
         assert (disk / "one" / "said").read_text() == "first"
         save(disk / "one", "second")
         assert (disk / "one" / "said").read_text() == "second"
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 SAVING = """
