@@ -22,7 +22,7 @@ async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_pat
     write_datastore(store, [[4000, 4001, 4002]], tokenizer_digest=digest, vocabulary=4096, progress=lambda *_: None)
     config = cluster_config(drafters=1)
     useless = DrafterConfig(model=MODELS / "target", drafts="retrieval", store=store)
-    terms = {"overlap": True, "drafters_per_session": 2}
+    terms = {"policy": "rounds", "depth": 4, "drafters_per_session": 2}  # waits for drafts, however busy the machine
     config = config.model_copy(
         update={
             "router": config.router.model_copy(update=terms),
@@ -34,7 +34,7 @@ async def test_a_drafter_that_never_helps_is_released_and_the_text_stays(tmp_pat
         AsyncClient(cluster.router_address) as client,
     ):
         plain = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="off")
-        merged = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="fixed")
+        merged = await client.generate(prompts[0], seed=4, max_tokens=400, ignore_eos=True, speculation="rounds")
         assert merged.token_ids == plain.token_ids
         assert merged.usage.accepted > 0
         assert len((await client.get_session(merged.session_id)).drafters) == 1

@@ -227,12 +227,13 @@ async def test_neither_prompts_nor_answers_are_told(watched: Watched) -> None:
 
 async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
     await watched.ask(str(TOKENS))
+    every = [(metric, role) for metric in METRICS for role in metric.role.split(", ")]
+    for metric, role in every:
+        told = watched.collector.metrics[f"outrider-{role}"]
+        await watched.collector.until(lambda told=told, name=metric.name: name in told)
     pages = {name: await asyncio.to_thread(_page, line) for name, line in _pages(watched.lines).items()}
-    for metric in METRICS:
-        for role in metric.role.split(", "):
-            told = watched.collector.metrics[f"outrider-{role}"]
-            await watched.collector.until(lambda told=told, name=metric.name: name in told)
-            assert f"\n# TYPE {metric.exposed} " in pages[role], role
+    for metric, role in every:
+        assert f"\n# TYPE {metric.exposed} " in pages[role], role
 
 
 def _pages(lines: list[str]) -> dict[str, str]:
