@@ -74,7 +74,7 @@ class Teaching:
         """What a generation of that tenant's teaches; nothing, unless it allows that."""
         if self._tenants.isdisjoint((tenant, EVERYBODY)):
             return NoLecture()
-        return _Lecture(self, model, contract.logprobs)
+        return _Lecture(self, model, contract.logprobs, greedy=contract.greedy)
 
     def offer(self, model: ServedModel, example: Example) -> None:
         """Has it written, or drops it where Redis does not keep up."""
@@ -109,10 +109,11 @@ class Teaching:
 class _Lecture:
     """Collects a generation's rows until they make an example."""
 
-    def __init__(self, teaching: Teaching, model: ServedModel, asked: int | None) -> None:
+    def __init__(self, teaching: Teaching, model: ServedModel, asked: int | None, *, greedy: bool) -> None:
         self._teaching = teaching
         self._model = model
         self._asked = asked
+        self._greedy = greedy
         self._held = max(asked or 0, TOP)  # alternatives that the verifier sends
         self._rows: list[bytes] = []
         self._said = 0  # tokens in these
@@ -136,6 +137,6 @@ class _Lecture:
     def end(self) -> None:
         if self._said:
             ids, logprobs = alternatives(b"".join(self._rows), self._held)
-            self._teaching.offer(self._model, example_of(self._tokens, ids, logprobs))
+            self._teaching.offer(self._model, example_of(self._tokens, ids, logprobs, greedy=self._greedy))
         self._rows.clear()
         self._said = 0

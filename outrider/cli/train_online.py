@@ -25,7 +25,7 @@ def online(
     name: Annotated[str | None, typer.Option(help="The drafters' name. [default: the checkpoint's]")] = None,
     share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of its time that it may train.")] = 0.1,
     objective: Annotated[str, typer.Option(help="forward-kl, reverse-kl, total-variation or agreement.")] = "agreement",
-    rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Of learning.")] = 1e-4,
+    rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Of learning.")] = 3e-4,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a step.")] = 4,
     every: Annotated[int, typer.Option(min=1, help="Steps between two comparisons with the version in use.")] = 25,
 ) -> None:

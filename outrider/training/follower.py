@@ -6,43 +6,46 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from outrider.core.examples import Example
 from outrider.engine.loading import quiet
 from outrider.errors import ConfigError
 from outrider.training.lessons import save_checkpoint
 from outrider.training.objectives import ObjectiveName, agreement, objective
-from outrider.training.sparse import bucketed
+from outrider.training.sparse import bucketed, filled
 
 READ = 64  # tokens before the first that the target said, that are read with them
 SCORED = 8  # examples in one pass that judges
 CLIP = 1.0  # norm of a step's gradient
 WARMUP = 10  # steps until the rate of learning is reached
+SURE = 0.5  # of the loss, where the target was greedy: how likely the drafter thinks its token
+RATE = 3e-4  # of learning
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """How often a drafter agrees with the target on some examples, each with as many places as it has."""
 
-    shared: NDArray[np.float64]  # [examples] chance that draws under shared noise agree, at temperature 1
-    greedy: NDArray[np.float64]  # [examples] share of places where the likeliest token is the same
+    agreed: NDArray[np.float64]  # [examples] how often the likeliest token is the same where the target was greedy, and
+    # elsewhere the chance that draws under shared noise are, at temperature 1
     places: NDArray[np.int64]  # [examples]
 
     @property
     def mean(self) -> float:
-        """Over all places, both measures."""
-        return float(((self.shared + self.greedy) / 2 * self.places).sum() / max(1, self.places.sum()))
+        """Over all places."""
+        return float((self.agreed * self.places).sum() / max(1, self.places.sum()))
 
     def lead(self, other: Score) -> tuple[float, float]:
         """By how much it is ahead of another one on the same examples, and the standard error of that."""
         weights = self.places / max(1, self.places.sum())
-        ahead = (self.shared + self.greedy - other.shared - other.greedy) / 2
+        ahead = self.agreed - other.agreed
         mean = float((weights * ahead).sum())
         spread = float((weights**2 * (ahead - mean) ** 2).sum())
         return mean, math.sqrt(spread * len(ahead) / max(1, len(ahead) - 1))
@@ -51,7 +54,7 @@ class Score:
 class Follower:
     """One model and its optimizer. Use it from one thread at a time."""
 
-    def __init__(self, folder: Path, *, objective_name: ObjectiveName = "agreement", rate: float = 1e-4) -> None:
+    def __init__(self, folder: Path, *, objective_name: ObjectiveName = "agreement", rate: float = RATE) -> None:
         """Raises CheckpointError, and ConfigError where there is no `transformers`."""
         self.folder = folder
         self._loss = objective(objective_name)
@@ -70,15 +73,20 @@ class Follower:
         longest = int(getattr(self._model.config, "max_position_embeddings", 0) or 1 << 30)
         return int(max(example.tokens.max(), example.ids.max())) < self.vocabulary and len(_window(example)) <= longest
 
-    def learn(self, examples: Sequence[Example]) -> float:
-        """One step; gives the loss in nats."""
+    def learn(self, examples: Sequence[Example], other: Follower) -> float:
+        """One step; gives the loss in nats. `other` is believed about what the examples do not tell of the target."""
         self._model.train()
         self._steps += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * min(1.0, self._steps / WARMUP)
         self._optimizer.zero_grad(set_to_none=True)
-        ids, logprobs, logits, _ = self._run(examples)
-        loss = self._loss(*bucketed(ids, logprobs, logits)).mean()
+        places = _Places.of(examples)
+        with torch.no_grad():
+            ids, logprobs = filled(places.ids, places.logprobs, other.read(places))
+        logits = self.read(places)
+        loss = self._loss(*bucketed(ids, logprobs, logits))
+        surprise = cross_entropy(logits, places.ids[:, 0], reduction="none")
+        loss = torch.where(places.greedy, SURE * surprise + (1.0 - SURE) * loss, loss).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
         self._optimizer.step()
@@ -87,36 +95,57 @@ class Follower:
     def score(self, examples: Sequence[Example]) -> Score:
         """How often it agrees with the target on these."""
         self._model.eval()
-        shared, greedy, places = list[float](), list[float](), list[int]()
+        agreed, counts = list[float](), list[int]()
         for start in range(0, len(examples), SCORED):
+            places = _Places.of(examples[start : start + SCORED])
             with torch.no_grad():
-                ids, logprobs, logits, counts = self._run(examples[start : start + SCORED])
-                agree = torch.split(agreement(*bucketed(ids, logprobs, logits)).neg().exp(), counts)
-                same = torch.split((logits.argmax(-1) == ids[:, 0]).double(), counts)
-            shared += [float(part.mean()) for part in agree]
-            greedy += [float(part.mean()) for part in same]
-            places += counts
-        return Score(np.array(shared), np.array(greedy), np.array(places, np.int64))
+                logits = self.read(places)
+                shared = agreement(*bucketed(places.ids, places.logprobs, logits)).neg().exp().double()
+            same = (logits.argmax(-1) == places.ids[:, 0]).double()
+            each = torch.split(torch.where(places.greedy, same, shared), places.counts)
+            agreed += [float(part.mean()) for part in each]
+            counts += places.counts
+        return Score(np.array(agreed), np.array(counts, np.int64))
+
+    def read(self, places: _Places) -> Tensor:
+        """What it thinks at each of them: logits [places, vocabulary]."""
+        said: Tensor = self._model(places.tokens, use_cache=False).logits[places.rows, places.columns]
+        return said
 
     def save(self, folder: Path) -> None:
         """The checkpoint as drafters load it: bfloat16, with what lay beside the one that it began as."""
         save_checkpoint(folder, self._model, self.folder)
 
-    def _run(self, examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """What target and drafter think at every place: ids and log-probabilities [places, k], logits [places,
-        vocabulary]; and how many places each example has."""
+
+class _Places(NamedTuple):
+    """Where the target spoke, in the windows of some examples, and what it thought there."""
+
+    tokens: Tensor  # [windows, tokens] what is behind a window, no place sees
+    rows: Tensor  # [places] its window
+    columns: Tensor  # [places] the token before it
+    ids: Tensor  # [places, k]
+    logprobs: Tensor  # [places, k]
+    greedy: Tensor  # [places]
+    counts: list[int]  # of each example
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> _Places:
         windows = [_window(example) for example in examples]
         tokens = torch.zeros(len(windows), max(map(len, windows)) - 1, dtype=torch.int64)
-        rows, columns = list[Tensor](), list[Tensor]()
-        for row, (window, example) in enumerate(zip(windows, examples, strict=True)):
-            tokens[row, : len(window) - 1] = torch.from_numpy(window[:-1])  # what is behind it, no place sees
-            columns.append(torch.arange(len(window) - example.said - 1, len(window) - 1))
-            rows.append(torch.full_like(columns[-1], row))
+        for row, window in zip(tokens, windows, strict=True):
+            row[: len(window) - 1] = torch.from_numpy(window[:-1])
+        counts = [example.said for example in examples]
+        ends = [len(window) - 1 for window in windows]
         k = min(example.ids.shape[1] for example in examples)
-        ids = torch.from_numpy(np.concatenate([example.ids[:, :k] for example in examples]))
-        logprobs = torch.from_numpy(np.concatenate([example.logprobs[:, :k] for example in examples]))
-        logits = self._model(tokens, use_cache=False).logits[torch.cat(rows), torch.cat(columns)]
-        return ids, logprobs, logits, [example.said for example in examples]
+        return cls(
+            tokens,
+            torch.arange(len(windows)).repeat_interleave(torch.tensor(counts)),
+            torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]),
+            torch.from_numpy(np.concatenate([example.ids[:, :k] for example in examples])),
+            torch.from_numpy(np.concatenate([example.logprobs[:, :k] for example in examples])),
+            torch.tensor([example.greedy for example in examples]).repeat_interleave(torch.tensor(counts)),
+            counts,
+        )
 
 
 def _window(example: Example) -> NDArray[np.int64]:

@@ -31,7 +31,7 @@ from outrider.store.client import Client
 from outrider.store.examples import Examples
 from outrider.store.registry import Registry
 from outrider.store.versions import Published, Versions
-from outrider.training.follower import Follower, Score
+from outrider.training.follower import RATE, Follower, Score
 from outrider.training.objectives import ObjectiveName
 from outrider.training.replay import Replay
 from outrider.training.shelf import Shelf
@@ -56,7 +56,7 @@ class Course:
     output: Path  # where versions are written
     share: float = 0.1  # of the time that training may take
     objective: ObjectiveName = "agreement"
-    rate: float = 1e-4  # of learning
+    rate: float = RATE  # of learning
     batch: int = 4  # examples in a step
     every: int = 25  # steps between two comparisons
 
@@ -160,7 +160,7 @@ class Trainer:
         if began < self._resting:
             return
         if batch := self._replay.batch(self._course.batch):
-            await self._do(lambda: self._follower.learn(batch))
+            await self._do(lambda: self._follower.learn(batch, self._in_use))
             self._steps += 1
             self._since += 1
             self._tokens += sum(example.said for example in batch)

@@ -11,10 +11,10 @@ LOGPROBS = -np.sort(GENERATOR.random((5, 20)).astype(np.float32) * 8, axis=1)
 
 
 def test_an_example_survives_its_bytes() -> None:
-    example = example_of(range(40), IDS, LOGPROBS)
+    example = example_of(range(40), IDS, LOGPROBS, greedy=True)
     assert (example.first, example.said, example.ids.shape) == (35, 5, (5, TOP))
     again = Example.unpack(example.pack())
-    assert again.first == example.first
+    assert (again.first, again.greedy) == (example.first, True)
     assert (again.tokens == example.tokens).all()
     assert (again.ids == example.ids).all()
     assert again.logprobs == pytest.approx(example.logprobs, abs=4e-3)
@@ -34,7 +34,13 @@ def test_of_a_long_session_only_its_end_is_kept() -> None:
 BLOB = example_of(range(40), IDS, LOGPROBS).pack()
 
 
-@pytest.mark.parametrize("blob", [b"", BLOB[:5], BLOB[:-1], BLOB + b"x", b"\x02" + BLOB[1:], BLOB[:-2] + b"\x00\x7e"])
+@pytest.mark.parametrize(
+    "blob",
+    [
+        *(b"", BLOB[:5], BLOB[:-1], BLOB + b"x"),
+        *(b"\x01" + BLOB[1:], BLOB[:6] + b"\x02" + BLOB[7:], BLOB[:-2] + b"\x00\x7e"),
+    ],
+)
 def test_bytes_that_are_no_example_are_refused(blob: bytes) -> None:
     with pytest.raises(ValueError, match=r"example|log-prob"):
         Example.unpack(blob)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.training.objectives import agreement, forward_kl
-from outrider.training.sparse import bucketed
+from outrider.training.sparse import bucketed, filled
 
 GENERATOR = torch.Generator().manual_seed(0)
 TARGET, DRAFTER = (torch.randn(3, 40, generator=GENERATOR) * 2 for _ in range(2))
@@ -37,6 +37,16 @@ def test_the_loss_falls_where_it_is_followed() -> None:
     before = forward_kl(*bucketed(ids, logprobs, logits)).mean()
     (gradient,) = torch.autograd.grad(before, logits)
     assert forward_kl(*bucketed(ids, logprobs, logits - 2.0 * gradient)).mean() < before
+
+
+def test_what_is_not_known_of_the_target_is_shared_out_as_another_model_would() -> None:
+    ids, logprobs = filled(*leading(5), TARGET)  # whose word is the target's own
+    assert ids.shape == (3, 40)
+    assert torch.allclose(logprobs, torch.log_softmax(TARGET, -1).gather(-1, ids), atol=1e-4)
+    ids, logprobs = filled(*leading(5), DRAFTER)
+    assert torch.allclose(logprobs.exp().sum(-1), torch.ones(3), atol=1e-4)
+    assert torch.equal(logprobs[:, :5], leading(5)[1])
+    assert torch.allclose(logprobs[:, 5:].diff(), DRAFTER.gather(-1, ids[:, 5:]).diff(), atol=1e-4)
 
 
 def test_alternatives_that_only_fill_a_row_count_for_nothing() -> None:
