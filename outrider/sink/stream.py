@@ -80,6 +80,7 @@ class DraftStream:
             return False
         else:
             waiting.tokens.extend(commit.tokens)
+            waiting.features += commit.features
             waiting.dropped.extend(commit.dropped)
             waiting.digest, waiting.credit = commit.digest, commit.credit
             waiting.price, waiting.time_price, waiting.ahead = commit.price, commit.time_price, commit.ahead
