@@ -90,7 +90,7 @@ async def test_what_they_draft_is_accepted_as_from_inside_the_verifier_and_the_t
         assert fast.tokens == plain.tokens
         if temperature == 0.0:
             print(f"accepted: {inside.usage.accepted} inside, {fast.accepted} remotely")
-            assert fast.accepted >= 0.9 * inside.usage.accepted > 50
+            assert fast.accepted >= max(60, 0.9 * inside.usage.accepted)  # a busy verifier lets its heads rest
 
 
 async def test_features_count_in_the_bytes_on_the_wire_and_nobody_has_them_who_did_not_ask(

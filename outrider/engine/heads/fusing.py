@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from outrider.engine.heads.loading import check_heads, heads_dtype
 from outrider.engine.heads.shape import Shape, read_shape
 from outrider.errors import ConfigError
 
-DIGEST_BYTES = 16
+_BYTES = 16  # of a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,15 @@ def check_eagle(folder: Path, target: Path) -> Shape:
 
 
 def fusion_digest(folder: Path) -> bytes:
-    """Names the fusing of a folder's heads: by all their weights, and the layers that they are fused from. Raises
-    CheckpointError."""
+    """Names the fusing of a folder's heads. Raises CheckpointError."""
     shape = read_shape(folder)
-    named = f"{weights_digest(folder)} {shape.kind} {shape.layers}"
-    return hashlib.sha256(named.encode()).digest()[:DIGEST_BYTES]
+    return named(weights_digest(folder), shape.kind, shape.layers)
+
+
+def named(weights: str, kind: str, layers: Sequence[int]) -> bytes:
+    """The digest for heads of these weights and kind, fused from these layers."""
+    text = f"{weights} {kind} {','.join(map(str, layers))}"
+    return hashlib.sha256(text.encode()).digest()[:_BYTES]
 
 
 def load_fusion(folder: Path, target: Path, *, precise: bool) -> Fusion:
