@@ -139,6 +139,7 @@ class Drafted(ABC):
         subscription = self.subscriptions.pop(stream, None)
         if subscription:
             stream.subscriptions.pop(subscription.attachment, None)
+            stream.forget(subscription.attachment)
             self.tree.forget(subscription.sender)
 
     def dismiss(self, reason: str) -> None:
