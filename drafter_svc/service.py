@@ -17,10 +17,10 @@ from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
 from drafter_svc.learning import Learner, Own
 from drafter_svc.settings import check_settings
-from drafter_svc.told import Wanted
+from drafter_svc.told import NO_FEATURES, Wanted
 from drafter_svc.traced import TracedDrafts
 from drafter_svc.translator import Translator
-from drafter_svc.upstream import NO_FEATURES, Attachment, Upstream
+from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta

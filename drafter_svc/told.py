@@ -36,6 +36,9 @@ class Wanted:
         return rows
 
 
+NO_FEATURES = Wanted()
+
+
 @dataclass(slots=True)
 class Parts:
     """A snapshot that is still coming."""

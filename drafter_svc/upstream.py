@@ -13,7 +13,7 @@ from typing import Protocol
 import grpc.aio
 
 from drafter_svc.replica import Snapshot, Update
-from drafter_svc.told import Parts, Wanted, update_from_pb
+from drafter_svc.told import NO_FEATURES, Parts, Wanted, update_from_pb
 from outrider.core.tree import Delta, Hints
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc import liveness
@@ -27,7 +27,6 @@ from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # between two attempts to reach an upstream
-NO_FEATURES = Wanted()
 WITHOUT = "features:"  # how a reason begins for which nothing can be drafted at an upstream
 
 

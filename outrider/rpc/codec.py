@@ -169,9 +169,11 @@ def hints_from_pb(message: drafter_pb2.Hints, vocabulary: int) -> Hints:
 def features_from_pb(data: bytes, width: int) -> FeatureRows:
     """Rows of features; `width`: of one, 0 where none were asked for. Raises InvalidRequest for what are no whole rows,
     or not finite."""
-    if len(data) % (2 * width) if width else data:
+    if data and not width:
+        raise InvalidRequest("features", "were not asked for")
+    if len(data) % (2 * max(1, width)):
         raise InvalidRequest("features", f"{len(data)} bytes are no rows of {width} numbers of two bytes")
-    rows = np.frombuffer(data, "<u2").reshape(-1, width or 1)
+    rows = np.frombuffer(data, "<u2").reshape(-1, max(1, width))
     if (rows & FINITE == FINITE).any():
         raise InvalidRequest("features", "must be finite")
     return rows
