@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from drafter_svc.drawn import DrawnSession
+from drafter_svc.headed import HeadDrawnSession, HeadRankedSession
 from drafter_svc.ranked import RankedSession
 from drafter_svc.relay import Below, NobodyBelow, Relay
 from drafter_svc.replica import Snapshot, Update
@@ -248,11 +249,15 @@ class Grower:
             first_id = member.session.next_id
             self._give_back(key, member)
             member.place = self._place(key, snapshot)
-        place = member.place
-        slot, vocabulary = place.slot, self._engine.vocabulary
+        place, vocabulary = member.place, self._engine.vocabulary
+        if snapshot.features is not None:
+            first = len(snapshot.tokens) - len(snapshot.features)
+            self._passes.later(partial(self._engine.feed, place.slot, first, snapshot.features, anew=True))
         if rule_of(snapshot.contract).drawn is Drawn.SAMPLED:
-            return DrawnSession(snapshot, slot, vocabulary, self._shaped, first_id=first_id, cached=place.cached)
-        return RankedSession(snapshot, slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached)
+            drawn = HeadDrawnSession if self._engine.fed else DrawnSession
+            return drawn(snapshot, place.slot, vocabulary, self._shaped, first_id=first_id, cached=place.cached)
+        ranked = HeadRankedSession if self._engine.fed else RankedSession
+        return ranked(snapshot, place.slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached)
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant, key.session_id)
@@ -293,6 +298,10 @@ class Grower:
             move = session.commit(update.tokens)
             if move is not None:
                 self._passes.move(session.slot, move.source, move.target)
+            if update.features is not None:
+                self._passes.later(
+                    partial(self._engine.feed, session.slot, update.position, update.features, anew=False)
+                )
         dropped = session.obey(update)
         if session.tree.digest != update.digest:
             return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outrider.core.contract import Contract, Plan
 from outrider.core.drawn_tree import tree_of
 from outrider.core.tree import Delta, Node
+from outrider.rpc.codec import FeatureRows
 
 OWN = 0  # the drafter's own name as a sender, in its own tree
 
@@ -26,6 +27,7 @@ class Snapshot:
     ahead: bool = False
     answer_position: int = 0  # where the contract's penalties and limits count from
     epoch: int = 0
+    features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Update:
     ahead: bool
     credit: int
     dropped: tuple[int, ...]
+    features: FeatureRows | None = None  # a row for each token; None: not asked for
 
 
 class Replica:

@@ -16,16 +16,20 @@ from tokenizers import Tokenizer
 from drafter_svc.finder import Finder
 from drafter_svc.grower import Grower
 from drafter_svc.learning import Learner, Own
+from drafter_svc.settings import check_settings
+from drafter_svc.told import NO_FEATURES, Wanted
 from drafter_svc.traced import TracedDrafts
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment, Upstream
 from outrider.config import DrafterConfig
 from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
-from outrider.engine.card import read_card
+from outrider.engine.card import read_card, weights_digest
 from outrider.engine.checkpoint import read_tokenizer_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
+from outrider.engine.heads.eagle_engine import EagleEngine
+from outrider.engine.heads.fusing import fusion_digest
 from outrider.engine.loading import load_engine, outline
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
@@ -67,6 +71,7 @@ class Capacity:
     slots: int  # sessions at once
     parameters: int  # of its model; 0: it has none
     trained_for: str = ""  # digest of the target that its model's card names; "": any
+    features: Wanted = NO_FEATURES  # that it drafts from
 
 
 class Roster(DrafterServicer):
@@ -222,7 +227,13 @@ class Roster(DrafterServicer):
                 vocabulary=self._capacity.vocabulary,
             )
             self._upstreams[address] = Upstream(
-                address, hello, self._capacity.vocabulary, self._loop, self._count_refusal, self.tls
+                address,
+                hello,
+                self._capacity.vocabulary,
+                self._loop,
+                self._count_refusal,
+                self.tls,
+                self._capacity.features,
             )
         return self._upstreams[address]
 
@@ -248,6 +259,14 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
 
     Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
     """
+    if config.heads is not None:
+        return EagleEngine.load(
+            checkpoint_folder(config.heads),
+            checkpoint_folder(config.model),
+            precise=config.dtype == "float32",
+            slots=config.slots,
+            threads=config.threads,
+        )
     engine = load_engine(
         checkpoint_folder(config.model),
         backend=config.backend,
@@ -265,15 +284,6 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     return engine
 
 
-def _check_learning(config: DrafterConfig) -> None:
-    whole = config.drafts == "model" and config.target is None and config.layers is None and not config.skip
-    if config.learns and not (whole and config.tensor_parallel == 1):
-        raise ConfigError(
-            "learns: is for a drafter with a whole model of the target's tokenizer in one rank; give it none of "
-            "drafts, target, layers, skip and tensor_parallel"
-        )
-
-
 Loop = Grower | Finder | Translator
 
 
@@ -282,21 +292,22 @@ def with_model(
 ) -> tuple[Roster, Grower | Translator]:
     """A drafter that has a model, and its loop. `keys`: of the tickets that a lower tier shows."""
     engine = lead(load_part(config, group), group)
-    card = None if config.any_target else read_card(checkpoint_folder(config.model))
     capacity = Capacity(
         engine.tokenizer_digest,
         engine.vocabulary,
         engine.context,
         config.slots,
         engine.parameters,
-        card.target_digest if card else "",
+        _trained_for(config),
+        Wanted(fusion_digest(checkpoint_folder(config.heads)), engine.fed) if config.heads else NO_FEATURES,
     )
     if config.target is None:
-        sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys)
+        sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys) if config.serves else None
         roster = Roster(config, worker_id, capacity, sink)
         grower = _grower(config, engine, roster.send, roster.resync, sink)
         roster.serve(grower)
-        sink.serve(grower)
+        if sink is not None:
+            sink.serve(grower)
         return roster, grower
     folders = [checkpoint_folder(checkpoint, weights=False) for checkpoint in (config.target, config.model)]
     digest, vocabulary = read_tokenizer_digest(folders[0]), outline(folders[0]).vocabulary
@@ -306,6 +317,15 @@ def with_model(
     translator.serve(_grower(config, engine, translator.take, translator.reopen))
     roster.serve(translator)
     return roster, translator
+
+
+def _trained_for(config: DrafterConfig) -> str:
+    """The digest of the target that it drafts for alone; "": it drafts for any. Raises CheckpointError."""
+    folder = checkpoint_folder(config.model)
+    if config.heads is not None:
+        return weights_digest(folder)
+    card = None if config.any_target else read_card(folder)
+    return card.target_digest if card else ""
 
 
 def _grower(
@@ -346,7 +366,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     Raises CheckpointError when the model cannot be loaded, ConfigError when it cannot be had as configured, or the
     address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
-    _check_learning(config)
+    check_settings(config)
     worker_id = f"drafter-{secrets.token_hex(4)}"
     roster: Roster
     loop: Loop

@@ -13,11 +13,12 @@ from typing import Protocol
 import grpc.aio
 
 from drafter_svc.replica import Snapshot, Update
+from drafter_svc.told import NO_FEATURES, Parts, Wanted, update_from_pb
 from outrider.core.tree import Delta, Hints
-from outrider.errors import InvalidRequest, OutriderError, Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
-from outrider.rpc.codec import check_tokens, contract_from_pb, delta_to_pb, hints_from_pb, plan_from_pb
+from outrider.rpc.codec import delta_to_pb, hints_from_pb
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
@@ -26,7 +27,7 @@ from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2  # between two attempts to reach an upstream
-LARGEST_SNAPSHOT = 2**20  # tokens
+WITHOUT = "features:"  # how a reason begins for which nothing can be drafted at an upstream
 
 
 class Listener(Protocol):
@@ -68,7 +69,7 @@ class Attachment:
     epoch: int
     ticket: bytes
     number: int = 0  # of the last subscription
-    parts: list[int] = field(default_factory=list)  # tokens of a snapshot that is still coming
+    parts: Parts = field(default_factory=Parts)
     traced: Traced | None = None  # where its request is traced
 
 
@@ -86,6 +87,7 @@ class Upstream:
         listener: Listener,
         refuse: Callable[[], None],
         tls: Tls | None = None,
+        wanted: Wanted = NO_FEATURES,
     ) -> None:
         self.address = address
         self.attachments: dict[str, Attachment] = {}
@@ -94,6 +96,8 @@ class Upstream:
         self._listener = listener
         self._refuse = refuse
         self._tls = tls
+        self._features = wanted
+        self._said_why = False  # that it cannot be drafted for
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
         self._numbered: dict[int, Attachment] = {}  # by the number of its subscription
         self._numbers = 0
@@ -168,6 +172,7 @@ class Upstream:
                     epoch=attachment.epoch,
                     attachment=attachment.number,
                     ticket=attachment.ticket,
+                    features=self._features.digest,
                 )
             )
         )
@@ -235,63 +240,27 @@ class Upstream:
             attachment.traced.heard()
         try:
             if kind == "closed":
+                self._note(message.reason)
                 self._drop(attachment)
                 self._listener.closed(attachment)
             elif message.epoch != attachment.epoch:
                 self._refuse()
             elif kind == "snapshot":
-                self._take_part(attachment, message)
+                snapshot = attachment.parts.take(message, self._vocabulary, self._features)
+                if snapshot is not None:
+                    self._listener.opened(attachment, snapshot)
             elif kind == "hints":
                 self._listener.updated(attachment, hints_from_pb(message, self._vocabulary))
             else:
-                self._listener.updated(attachment, self._update(message))
+                self._listener.updated(attachment, update_from_pb(message, self._vocabulary, self._features))
         except OutriderError as error:
             self._refuse()
             log.warning("upstream %s sent a malformed frame: %s", self.address, error)
             self._listener.closed(attachment)
             self._subscribe(attachment)
 
-    def _take_part(self, attachment: Attachment, part: pb.Snapshot) -> None:
-        check_tokens(part.tokens, self._vocabulary)
-        if part.position == 0:
-            attachment.parts.clear()
-        if part.position != len(attachment.parts) or part.position > LARGEST_SNAPSHOT:
-            raise InvalidRequest(
-                "position", f"is {part.position}, must be {len(attachment.parts)}, where the parts end"
-            )
-        attachment.parts.extend(part.tokens)
-        if part.last:
-            if not attachment.parts:
-                raise InvalidRequest("tokens", "a snapshot needs at least one token")
-            if part.answer_position > len(attachment.parts):
-                raise InvalidRequest("answer_position", "lies beyond the snapshot's tokens")
-            contract = contract_from_pb(part.contract)
-            contract.check_vocabulary(self._vocabulary)
-            snapshot = Snapshot(
-                tuple(attachment.parts),
-                part.digest,
-                contract,
-                plan_from_pb(part.plan),
-                part.credit,
-                part.price,
-                part.time_price,
-                part.ahead,
-                part.answer_position,
-                part.epoch,
-            )
-            attachment.parts.clear()
-            self._listener.opened(attachment, snapshot)
-
-    def _update(self, commit: pb.Commit) -> Update:
-        check_tokens(commit.tokens, self._vocabulary)
-        return Update(
-            commit.position,
-            tuple(commit.tokens),
-            commit.digest,
-            plan_from_pb(commit.plan) if commit.HasField("plan") else None,
-            commit.price,
-            commit.time_price,
-            commit.ahead,
-            commit.credit,
-            tuple(commit.dropped),
-        )
+    def _note(self, reason: str) -> None:
+        """Says once why no session can be drafted for here."""
+        if reason.startswith(WITHOUT) and not self._said_why:
+            self._said_why = True
+            log.warning("upstream %s: nothing can be drafted for it: %s", self.address, reason)

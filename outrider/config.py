@@ -155,6 +155,7 @@ class VerifierConfig(WorkerConfig):
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that
     heads: Path | None = None  # heads that were trained on the target, and draft from its hidden states
+    features: Path | None = None  # EAGLE heads whose drafters may have its hidden states, fused, with each commit
 
 
 class DrafterConfig(WorkerConfig):
@@ -163,6 +164,7 @@ class DrafterConfig(WorkerConfig):
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # int8 and int4: quantized while loading
     layers: int | None = Field(default=None, ge=1)  # the first ones alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
+    heads: Path | None = None  # EAGLE heads on `model`, the target, of which only the two ends are loaded
     drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
     store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
     target: Path | None = None  # the target's checkpoint, if its tokenizer is another: drafts go by their text
@@ -182,8 +184,8 @@ class DrafterConfig(WorkerConfig):
 
     @property
     def serves(self) -> bool:
-        """Whether a tier below can draft for it: it must be able to judge their tokens."""
-        return self.drafts == "model" and self.target is None
+        """Whether a tier below can draft for it: it must be able to judge their tokens, by a whole model."""
+        return self.drafts == "model" and self.target is None and self.heads is None
 
     @model_validator(mode="after")
     def _no_circle(self) -> Self:
@@ -260,7 +262,7 @@ class ClusterConfig(Section):
             if above and not any(other.serves for other in above):
                 raise ValueError(
                     f"tier {worker.tier} drafts for tier {upper}, which cannot judge what it is sent: "
-                    "that takes a model with the target's tokenizer"
+                    "that takes a model with the target's tokenizer, and no heads"
                 )
         return self
 
@@ -323,13 +325,14 @@ def load_cluster(path: Path) -> ClusterConfig:
 def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
     paths = {
         "model": _checkpoint(base, worker.model),
+        "heads": worker.heads and _checkpoint(base, worker.heads),
         "store": worker.store and base / worker.store,
         **_certificates(base, worker),
     }
     if isinstance(worker, DrafterConfig):
         paths["target"] = worker.target and _checkpoint(base, worker.target)
     else:
-        paths["heads"] = worker.heads and _checkpoint(base, worker.heads)
+        paths["features"] = worker.features and _checkpoint(base, worker.features)
     return paths
 
 

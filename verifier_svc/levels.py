@@ -28,7 +28,7 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Taken
 from verifier_svc.heads import HeadDrafts
 from verifier_svc.session import Session
-from verifier_svc.step import Step
+from verifier_svc.step import Step, kept_rows
 
 FOLLOWING = 0.2  # how far an average follows one round
 FADING = 0.98  # of what a level takes, each time that it is found too much: it may have been slow but once
@@ -98,19 +98,9 @@ class HeadDrafting(Drafting):
         return HeadDrafts(contract, self._calibration, *self._known[kind])
 
     def keep(self, step: Step, walks: Sequence[Walk | None], passes: Passes) -> None:
-        hidden, first = self._hidden(), 0
-        for work, walked in zip(step.works, walks, strict=True):
-            chain = work.end - work.start
-            path = [] if walked is None else walked.path
-            if self._every:
-                rows = [*range(chain), *(chain - 1 + row for row in path)]
-                count = chain + len(work.nodes) + len(work.window.tokens)
-            else:
-                rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
-            if rows and not work.session.finished:
-                features = hidden[[first + row for row in rows]]
-                passes.later(partial(self._speculator.keep, work.session.place.slot, work.start, features))
-            first += count
+        hidden = self._hidden()
+        for work, rows in kept_rows(step, walks, every=self._every):
+            passes.later(partial(self._speculator.keep, work.session.place.slot, work.start, hidden[rows]))
 
     async def draft(self, step: Step, passes: Passes) -> None:
         taking = [session for session in step.sessions if self._wants(session, step.rate)]

@@ -30,6 +30,7 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import Progress
+from verifier_svc.fused import Fusing, NoFusing
 from verifier_svc.levels import Drafting, NoHeads
 from verifier_svc.own import OwnDrafting
 from verifier_svc.session import Commit, Reading, Session, Start
@@ -61,6 +62,7 @@ class StepLoop:
         pause: Callable[[Session], None] = lambda session: None,
         own: OwnDrafting | None = None,
         heads: Drafting | None = None,
+        fusing: Fusing | None = None,
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.freed = asyncio.Event()  # set whenever a slot is given back
@@ -77,6 +79,7 @@ class StepLoop:
         self._pause = pause
         self._own = own or OwnDrafting()
         self._heads = heads or NoHeads()
+        self._fusing = fusing or NoFusing()
         self._passes = Passes(engine)
         self.pace = Pace(cost)
         self._passing: Sequence[Session] = ()  # whom the pass that runs serves
@@ -105,6 +108,7 @@ class StepLoop:
         heads = self._heads.open(start.contract, place, self._passes)
         patterns = self.pace.patterns(greedy=start.contract.greedy)
         session = Session(start, place, self._engine.vocabulary, patterns, own, heads)
+        session.fused = self._fusing.open(place, self._passes)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
@@ -117,6 +121,7 @@ class StepLoop:
         place = self.slots.take(tokens, tenant)
         self._passes.fill(place)
         self._heads.open(READS, place, self._passes)
+        self._fusing.open(place, self._passes)
         start = Start(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), READS, OFF, 1)
         reading = Reading(start, place, self._engine.vocabulary, self.pace.patterns(greedy=True), None)
         self.sessions[reading.id] = reading
@@ -175,6 +180,7 @@ class StepLoop:
                 logits = await self._forward(step)
                 walks = self._walk(step, logits)
                 self._heads.keep(step, walks, self._passes)
+                await self._fusing.keep(step, walks, self._passes)
                 self._commit(step, walks)
                 await self._heads.draft(step, self._passes)
         finally:

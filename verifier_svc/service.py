@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 
 import grpc.aio
 
@@ -16,12 +17,14 @@ from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
 from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
+from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
+from outrider.engine.heads.fusing import check_eagle, load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
 from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
@@ -37,6 +40,7 @@ from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.decode import Decoder
+from verifier_svc.fused import Fusing, HeadFusing, NoFusing
 from verifier_svc.levels import Drafting, HeadDrafting, NoHeads
 from verifier_svc.loop import StepLoop
 from verifier_svc.own import OwnDrafting
@@ -58,10 +62,11 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     tls = Tls.read(config.ca, config.cert, config.key)
     engine, cost = await asyncio.to_thread(briefly, partial(load, config, group))
     heads = await asyncio.to_thread(briefly, partial(head_drafting, config, engine))
+    fusing = await asyncio.to_thread(briefly, partial(feature_fusing, config, engine))
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
-    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys)
+    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys, fusing.digest)
     loop = StepLoop(
         engine,
         cost,
@@ -71,6 +76,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         pause=sink.pause,
         own=own_drafting(config, engine),
         heads=heads,
+        fusing=fusing,
     )
     sink.serve(loop)
     decoder = Decoder(config, worker_id, engine, loop, sink)
@@ -157,6 +163,27 @@ def head_drafting(config: VerifierConfig, engine: Engine) -> Drafting:
     return HeadDrafting(speculator, engine.hidden, every=engine.features.every)
 
 
+def feature_fusing(config: VerifierConfig, engine: Engine) -> Fusing:
+    """What is fused for drafters that ask for it. Raises as `head_drafting`."""
+    if config.features is None or engine.features is None:
+        return NoFusing()
+    folders = checkpoint_folder(config.features), checkpoint_folder(config.model)
+    fusion = load_fusion(*folders, precise=config.dtype == "float32")
+    return HeadFusing(fusion, engine.hidden, slots=engine.slots, rows=engine.rows)
+
+
+def _wanted_features(config: VerifierConfig, target: Path) -> Features | None:
+    """What passes are to give beside logits. Raises as `head_drafting`."""
+    drafting = check_heads(checkpoint_folder(config.heads), target).features if config.heads else None
+    fused = check_eagle(checkpoint_folder(config.features), target).features if config.features else None
+    if drafting and fused and drafting != fused:
+        raise ConfigError(
+            f"features: {config.features} takes other hidden states than heads, {config.heads}, which draft from the "
+            "same passes; give both the same folder"
+        )
+    return drafting or fused
+
+
 def _weights(config: VerifierConfig) -> str:
     """The digest of its model, for drafters that were trained for one."""
     try:
@@ -179,7 +206,6 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     rows = None if config.context is None else config.context + SCRATCH_ROWS
     folder = checkpoint_folder(config.model)
-    heads = None if config.heads is None else checkpoint_folder(config.heads)
     engine = load_engine(
         folder,
         backend=config.backend,
@@ -190,7 +216,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         threads=config.threads,
         numerics=config.numerics,
         group=group,
-        features=None if heads is None else check_heads(heads, folder).features,
+        features=_wanted_features(config, folder),
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no rows for more

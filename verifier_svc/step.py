@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from outrider.core.filters import FloatRow
 from outrider.core.logprobs import pack
 from outrider.core.lookahead import NO_ROWS, Rows
 from outrider.core.noise import Draw
-from outrider.core.rules import VERIFY, Drawn, SeededChance
+from outrider.core.rules import VERIFY, Drawn, SeededChance, Walk
 from outrider.core.sampler import Choice
 from outrider.core.tree import Node
 from outrider.engine.batch import Segment
@@ -106,6 +106,25 @@ class Step:
     def tokens(self) -> int:
         """Rows of the pass."""
         return sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
+
+
+def kept_rows(step: Step, walks: Sequence[Walk | None], *, every: bool) -> Iterator[tuple[Work, list[int]]]:
+    """Of each session that goes on, the rows among the pass's features that are of what it has committed by then.
+
+    `every`: features are of every row; else of those whose logits were wanted, of which the last that counts is given.
+    """
+    first = 0
+    for work, walked in zip(step.works, walks, strict=True):
+        chain = work.end - work.start
+        path = [] if walked is None else walked.path
+        if every:
+            rows = [*range(chain), *(chain - 1 + row for row in path)]
+            count = chain + len(work.nodes) + len(work.window.tokens)
+        else:
+            rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
+        if rows and not work.session.finished:
+            yield work, [first + row for row in rows]
+        first += count
 
 
 def make_noise(step: Step, *, draws: bool) -> None:

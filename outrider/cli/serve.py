@@ -191,12 +191,16 @@ def verifier(
     heads: Annotated[
         Path | None, typer.Option(help="Heads trained on the target: a folder, or ORG/NAME[@REVISION] on the hub.")
     ] = None,
+    features: Annotated[
+        Path | None, typer.Option(help="EAGLE heads of drafters, who then may have hidden states with each commit.")
+    ] = None,
 ) -> None:
     """Hold the target model: verify token trees, commit what the target says."""
     from outrider.config import VerifierConfig
 
     config = _section(VerifierConfig, context)
-    with _process("verifier", config, loads=str(model), checkpoints=[model, *([heads] if heads else [])]) as announce:
+    checkpoints = [folder for folder in (model, heads, features) if folder]
+    with _process("verifier", config, loads=str(model), checkpoints=checkpoints) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:
@@ -245,6 +249,9 @@ def drafter(
     resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
+    heads: Annotated[
+        Path | None, typer.Option(help="EAGLE heads on the model, which is then the target: it drafts with them.")
+    ] = None,
     drafts: Annotated[
         str | None, typer.Option(help="By its model, or prompt-lookup, suffix or retrieval. [default: model]")
     ] = None,
@@ -279,7 +286,8 @@ def drafter(
     from outrider.config import DrafterConfig
 
     config = _section(DrafterConfig, context)
-    with _process("drafter", config, loads=str(model), checkpoints=[model, target or model]) as announce:
+    checkpoints = [folder for folder in (model, target, heads) if folder]
+    with _process("drafter", config, loads=str(model), checkpoints=checkpoints) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
             if config.tensor_parallel > 1:

@@ -94,10 +94,11 @@ class Fits:
         self.ranks.observe(min(RANKS, row.tokens.size), int(rank[0]) if rank.size else None)
 
     def _relative(self, row: Candidates, hint: Hint | None) -> FloatRow:
-        """Logarithms of the candidates' chances, up to a constant."""
+        """Logarithms of the candidates' chances, up to a constant: the best one's is 0."""
         relative = self.scale.relative(row)
         if hint is not None:
             relative[row.tokens == hint.token] += self.repeats.bonus(hint.length)
+            relative -= relative.max()  # the bonus may be large, where a model is sure of what is wrong
         return relative
 
 

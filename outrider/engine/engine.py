@@ -41,6 +41,7 @@ class Traits:
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
     features: Features | None = None  # that passes give beside logits; None: none
+    fed: int = 0  # width of the target's fused features, which it must be fed; 0: it needs none
 
 
 class Engine(Traits, ABC):
@@ -67,6 +68,12 @@ class Engine(Traits, ABC):
     def hidden(self) -> Tensor:
         """The features of the last pass, until the next one: [rows, width * parts] float32, of all rows of its segments
         in order, or of those whose logits were wanted. Only of an engine that has `features`."""
+        raise NotImplementedError
+
+    def feed(self, slot: int, start: int, rows: NDArray[np.uint16], *, anew: bool) -> None:
+        """Takes fused features of a text of the target: for each token from `start` on those of the token before it,
+        [tokens, fed] in the bits of bfloat16. `anew`: the text is another one than the slot's, or begins anew. Only of
+        an engine that is `fed`."""
         raise NotImplementedError
 
     @abstractmethod

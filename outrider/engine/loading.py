@@ -65,7 +65,8 @@ def load_engine(
     native = chosen_backend(path, backend) == "native"
     if features is not None and (not native or device != "cpu"):
         raise ConfigError(
-            "heads: only the native backend on a CPU gives the hidden states that they draft from; leave heads out"
+            "heads: only the native backend on a CPU gives the hidden states that they draft from; leave heads and "
+            "features out"
         )
     if native:
         if device != "cpu":

@@ -201,9 +201,8 @@ def _check_tokenizers(config: ClusterConfig) -> None:
 def _check_cards(config: ClusterConfig) -> None:
     """Raises ConfigError for a drafter whose card names another target than those that are served, and CheckpointError
     where that cannot be told."""
-    carded = {
-        drafter.model for drafter in config.drafters if not drafter.any_target and (drafter.model / CARD).exists()
-    }
+    trained = {drafter.heads or drafter.model for drafter in config.drafters if not drafter.any_target}
+    carded = {folder for folder in trained if (folder / CARD).exists()}
     if carded and all(worker.model.is_dir() for worker in config.verifier):
         from outrider.engine.card import check_card  # it takes torch
 

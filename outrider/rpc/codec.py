@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import fields
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.core.contract import Contract, Plan, StepReport
 from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
@@ -17,6 +20,11 @@ from outrider.v1 import drafter_pb2, types_pb2
 MAX_DELTA_NODES = 1024  # nodes in one delta
 MAX_NAME = 64  # characters of a worker's name
 SNAPSHOT_TOKENS = 4096  # tokens in one part of a snapshot
+SNAPSHOT_FEATURES = 4096  # rows of features in a whole one, for its last tokens
+PART_BYTES = 2**20  # of features in one part
+FINITE = 0x7F80  # a bfloat16's exponent, which is all ones in what is not finite
+
+FeatureRows = NDArray[np.uint16]  # [rows, width], the bits of bfloat16
 
 
 def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
@@ -156,6 +164,24 @@ def hints_from_pb(message: drafter_pb2.Hints, vocabulary: int) -> Hints:
         tuple(message.tokens),
         tuple(map(edge_from_code, message.edges)),
     )
+
+
+def features_from_pb(data: bytes, width: int) -> FeatureRows:
+    """Rows of features; `width`: of one, 0 where none were asked for. Raises InvalidRequest for what are no whole rows,
+    or not finite."""
+    if data and not width:
+        raise InvalidRequest("features", "were not asked for")
+    if len(data) % (2 * max(1, width)):
+        raise InvalidRequest("features", f"{len(data)} bytes are no rows of {width} numbers of two bytes")
+    rows = np.frombuffer(data, "<u2").reshape(-1, max(1, width))
+    if (rows & FINITE == FINITE).any():
+        raise InvalidRequest("features", "must be finite")
+    return rows
+
+
+def tokens_in_part(width: int) -> int:
+    """Tokens in one part of a snapshot with features of that width; 0: it has none."""
+    return min(SNAPSHOT_TOKENS, max(1, PART_BYTES // (2 * width))) if width else SNAPSHOT_TOKENS
 
 
 def _drawn_from_pb(message: drafter_pb2.DrawnFrom, vocabulary: int) -> SparseRow:

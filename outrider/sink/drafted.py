@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan
@@ -15,6 +16,16 @@ from outrider.sink.stream import DraftStream
 
 RESTING_PRICE = 1.0  # no node is better than certain
 MAX_DRAFTERS = 16  # of one session, those of lower tiers included
+
+
+class Fused(Protocol):
+    """The target's features of a session's tokens, fused, as drafters can have them."""
+
+    width: int  # of a row
+    known: int  # of so many tokens, from the first on; the last committed token is never among them
+
+    def rows(self, start: int, stop: int) -> bytes:
+        """Of the tokens from `start` up to `stop`: bfloat16, little-endian."""
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +41,8 @@ class Subscription:
     plan_version: int = -1  # the last one that it was told
     exhausted: int = -1  # position of the root below which it has sent all it will
     begun: int = -1  # position of the root below which it last sent anything
+    featured: bool = False  # it is told features, too
+    waits: bool = False  # for its snapshot, until all features of that are known
 
 
 class Drafted(ABC):
@@ -51,6 +64,7 @@ class Drafted(ABC):
         self.drawn = self.rule.drawn is Drawn.SAMPLED  # whether its tree is drawn from q
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.wire_bytes = 0  # on drafters' streams
+        self.fused: Fused | None = None  # features for drafters that ask for them
         self._claims: dict[int, Calibration] = {}  # by sender
         self._senders = first_sender
         self._origins: dict[str, int] = {}  # keys of drafters of lower tiers
@@ -100,7 +114,14 @@ class Drafted(ABC):
     ) -> None:
         """A drafter's delta had these new nodes; a pass runs or not."""
 
-    def subscribe(self, stream: DraftStream, attachment: int, calibration: Calibration) -> Subscription:
+    @property
+    def features_known(self) -> bool:
+        """Whether those of all tokens but the last are known, and there are any."""
+        return self.fused is not None and 1 < len(self.tokens) <= self.fused.known + 1
+
+    def subscribe(
+        self, stream: DraftStream, attachment: int, calibration: Calibration, *, featured: bool = False
+    ) -> Subscription:
         """Adds a drafter, or restarts its part under new ids. Raises Overloaded when it has too many."""
         self.unsubscribe(stream)
         most = self.most
@@ -108,7 +129,7 @@ class Drafted(ABC):
             drafters = "drafter" if most == 1 else "drafters"
             raise Overloaded(f"a session under {self.rule.name} has at most {most} {drafters} here")
         self._senders += 1
-        subscription = Subscription(self, stream, attachment, self._senders, calibration)
+        subscription = Subscription(self, stream, attachment, self._senders, calibration, featured=featured)
         self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
         self._claims[subscription.sender] = calibration
         return subscription
@@ -118,6 +139,7 @@ class Drafted(ABC):
         subscription = self.subscriptions.pop(stream, None)
         if subscription:
             stream.subscriptions.pop(subscription.attachment, None)
+            stream.forget(subscription.attachment)
             self.tree.forget(subscription.sender)
 
     def dismiss(self, reason: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,11 +17,12 @@ from outrider.core.calibration import Calibration
 from outrider.core.tree import Drifted, Hints
 from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
-from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, delta_from_pb, hints_to_pb, plan_to_pb
+from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb
 from outrider.rpc.status import translated
 from outrider.rpc.tickets import Permit
 from outrider.sink.drafted import RESTING_PRICE, Drafted, Subscription
 from outrider.sink.keyring import Keyring
+from outrider.sink.snapshot import snapshot_parts
 from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
@@ -60,8 +60,12 @@ class Host(Protocol):
 class Sink(TreeSinkServicer):
     """Grafts what drafters send onto their sessions' trees, and tells them what was committed."""
 
-    def __init__(self, worker_id: str, tokenizer_digest: bytes, vocabulary: int, keys: Keyring) -> None:
+    def __init__(
+        self, worker_id: str, tokenizer_digest: bytes, vocabulary: int, keys: Keyring, fusion: bytes = b""
+    ) -> None:
+        """`fusion`: the digest of how sessions' features are fused; empty: they have none."""
         self.refused = 0
+        self._fusion = fusion
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
         self._vocabulary = vocabulary
@@ -131,7 +135,10 @@ class Sink(TreeSinkServicer):
         """Tells a session's drafters what was committed, from `position` on."""
         for subscription in session.subscriptions.values():
             subscription.stream.hold(subscription.attachment, session.resting)
-            self._tell(subscription, pb.Commit(position=position, tokens=tokens))
+            if subscription.waits:
+                self._snapshot(subscription)
+            else:
+                self._tell(subscription, pb.Commit(position=position, tokens=tokens))
 
     def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
         """Tells drafters of nodes that are not in the tree any more although they might be right."""
@@ -152,6 +159,11 @@ class Sink(TreeSinkServicer):
 
     def _tell(self, subscription: Subscription, commit: pb.Commit, price: float | None = None) -> None:
         session = subscription.session
+        if subscription.waits:
+            return  # its snapshot says all of this
+        if session.fused is not None and subscription.featured:
+            before = commit.position - 1
+            commit.features = session.fused.rows(before, before + len(commit.tokens))
         commit.attachment = subscription.attachment
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
@@ -166,7 +178,12 @@ class Sink(TreeSinkServicer):
             self._snapshot(subscription)
 
     def _snapshot(self, subscription: Subscription) -> None:
-        subscription.stream.snapshot(subscription.attachment, partial(_parts, subscription))
+        session = subscription.session
+        subscription.waits = subscription.featured and not session.features_known
+        if subscription.waits:
+            session.exhaust(subscription, session.tree.root.position)  # nobody waits for what it cannot draft
+            return
+        subscription.stream.snapshot(subscription.attachment, partial(snapshot_parts, subscription))
 
     @asynccontextmanager
     async def _counting(self) -> AsyncIterator[None]:
@@ -243,9 +260,21 @@ class Sink(TreeSinkServicer):
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._keys.check(subscribe.ticket, permit)
-        self._snapshot(session.subscribe(stream, subscribe.attachment, self._calibration(stream.drafter_id)))
+        self._check_features(subscribe.features)
+        calibration, featured = self._calibration(stream.drafter_id), bool(subscribe.features)
+        self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, featured=featured))
         session.joined()
         self._host.wake()
+
+    def _check_features(self, wanted: bytes) -> None:
+        if wanted and not self._fusion:
+            raise InvalidRequest(
+                "features", "this upstream gives none; start the verifier with the drafter's heads as its features"
+            )
+        if wanted and wanted != self._fusion:
+            raise InvalidRequest(
+                "features", "this verifier's are fused by other heads; give both the same folder, and start them anew"
+            )
 
     def _calibration(self, drafter_id: str) -> Calibration:
         if drafter_id not in self._calibrations and len(self._calibrations) >= DRAFTERS_REMEMBERED:
@@ -305,28 +334,3 @@ class Sink(TreeSinkServicer):
         for subscription in list(stream.subscriptions.values()):
             subscription.session.unsubscribe(stream)
         self._host.wake()
-
-
-def _parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
-    """A session's committed tokens as they are now, in parts, and the terms to draft under."""
-    session = subscription.session
-    tokens, digest = tuple(session.tokens), session.tree.digest
-    for start in range(0, len(tokens), SNAPSHOT_TOKENS):
-        part = pb.Snapshot(
-            attachment=subscription.attachment,
-            epoch=session.epoch,
-            position=start,
-            tokens=tokens[start : start + SNAPSHOT_TOKENS],
-        )
-        if start + SNAPSHOT_TOKENS >= len(tokens):
-            part.last = True
-            part.digest = digest
-            part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # not their affair
-            part.plan.CopyFrom(plan_to_pb(session.ceilings))
-            part.credit = session.grant(subscription)
-            part.price = session.price
-            part.time_price, part.ahead = session.time_price, session.ahead
-            part.answer_position = session.answer_position
-            subscription.plan_version = session.plan.version
-        session.wire_bytes += part.ByteSize()
-        yield part

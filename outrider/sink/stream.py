@@ -80,6 +80,7 @@ class DraftStream:
             return False
         else:
             waiting.tokens.extend(commit.tokens)
+            waiting.features += commit.features
             waiting.dropped.extend(commit.dropped)
             waiting.digest, waiting.credit = commit.digest, commit.credit
             waiting.price, waiting.time_price, waiting.ahead = commit.price, commit.time_price, commit.ahead
@@ -104,10 +105,14 @@ class DraftStream:
 
     def close(self, attachment: int, reason: str) -> None:
         """Tells the drafter that a session is over for it."""
+        self.forget(attachment)
+        self.say(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
+
+    def forget(self, attachment: int) -> None:
+        """What waits for an attachment is not wanted any more; of its session nothing more is read."""
         for waiting in (self._commits, self._hints, self._snapshots):
             waiting.pop(attachment, None)
         self._held.discard(attachment)
-        self.say(pb.DraftDown(closed=pb.Closed(attachment=attachment, reason=reason)))
 
     def end(self) -> None:
         """Nothing more is to be written."""

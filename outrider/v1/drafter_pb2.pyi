@@ -32,16 +32,18 @@ class Hello(_message.Message):
     def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("session_id", "epoch", "attachment", "ticket")
+    __slots__ = ("session_id", "epoch", "attachment", "ticket", "features")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     attachment: int
     ticket: bytes
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+    features: bytes
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., attachment: _Optional[int] = ..., ticket: _Optional[bytes] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Unsubscribe(_message.Message):
     __slots__ = ("attachment",)
@@ -132,7 +134,7 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position", "features")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +148,7 @@ class Snapshot(_message.Message):
     TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     ANSWER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -159,10 +162,11 @@ class Snapshot(_message.Message):
     time_price: float
     ahead: bool
     answer_position: int
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ...) -> None: ...
+    features: bytes
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price", "ahead")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price", "ahead", "features")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +178,7 @@ class Commit(_message.Message):
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     TIME_PRICE_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -185,7 +190,8 @@ class Commit(_message.Message):
     dropped: _containers.RepeatedScalarFieldContainer[int]
     time_price: float
     ahead: bool
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ...) -> None: ...
+    features: bytes
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., price: _Optional[float] = ..., credit: _Optional[int] = ..., dropped: _Optional[_Iterable[int]] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., features: _Optional[bytes] = ...) -> None: ...
 
 class Closed(_message.Message):
     __slots__ = ("attachment", "reason")

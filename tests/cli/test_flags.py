@@ -88,6 +88,7 @@ SECTIONS: dict[str, Section] = {
         lookup="suffix",
         store=Path("/s"),
         heads=Path("/h"),
+        features=Path("/f"),
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),
@@ -120,6 +121,7 @@ SECTIONS: dict[str, Section] = {
         resources={"edge": 2.0},
         heartbeat_s=0.25,
         drain_s=0.5,
+        heads=Path("/h"),
         drafts="retrieval",
         target=Path("/t"),
         any_target=True,

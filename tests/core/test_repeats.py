@@ -52,6 +52,15 @@ def test_a_repetition_that_beats_the_model_is_believed_and_one_that_does_not_is_
     assert max(dict(wrong.edges(row, 4, hint)).items(), key=lambda item: item[1])[0] == 0
 
 
+def test_a_model_that_is_sure_of_what_is_wrong_is_overruled_and_proposes_on() -> None:
+    """Its scores are as far apart as at a low temperature; then a row comes in which they are not."""
+    fits, hint = Fits(), Hint(1, 6)
+    for _ in range(4000):
+        fits.observe(candidates(np.array([0.0, -4000.0])), 1, hint)
+    for scores in ([0.0, -4000.0], [0.0, -1.0]):
+        assert fits.edges(candidates(np.array(scores)), 2, hint)[0] == (1, 0.0)
+
+
 def test_a_model_that_is_always_right_is_never_overruled() -> None:
     """Agreement must not make repetitions look better than the model."""
     fits = Fits()

@@ -12,6 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from tests.docs.pages import ROOT
+from tests.engine.taught import random_heads
 from tests.fleet.conftest import free_port
 
 RUN_S = 60.0
@@ -50,6 +51,7 @@ class Sandbox:
             (folder / name / "chat_template.jinja").write_text(_CHAT, encoding="utf-8")
             for file in (ROOT / "models" / model).iterdir():
                 (folder / name / file.name).symlink_to(file)
+        random_heads("eagle-3", ROOT / "models" / "target", folder / "checkpoints" / "my-eagle")
         shutil.copytree(ROOT / "examples", folder / "examples")
         for file in (folder / "examples").rglob("*"):
             if file.suffix in (".py", ".toml"):

@@ -92,7 +92,12 @@ TRUE_DIGESTS = [0]  # the test puts those of the session's tokens here
 def draft_frames(tickets: st.SearchStrategy[bytes]) -> st.SearchStrategy[drafter_pb2.DraftUp]:
     """What a drafter may say. `small` attachments make replays and unknown ones frequent."""
     subscribes = messages(
-        drafter_pb2.Subscribe, session_id=names, epoch=st.one_of(st.just(1), huge), attachment=small, ticket=tickets
+        drafter_pb2.Subscribe,
+        session_id=names,
+        epoch=st.one_of(st.just(1), huge),
+        attachment=small,
+        ticket=tickets,
+        features=st.binary(max_size=20),
     )
     return st.one_of(
         deltas().map(lambda delta: drafter_pb2.DraftUp(delta=delta)),
@@ -112,8 +117,9 @@ decode_commands = st.one_of(
 )
 
 
-def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]:
-    """What an upstream may say to a drafter that subscribed as `attachment`."""
+def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb2.DraftDown]:
+    """What an upstream may say to a drafter that subscribed as `attachment`, for features of that width if any."""
+    features = st.one_of(st.just(b""), st.integers(0, 10).map(lambda rows: bytes(2 * width * rows)), st.binary())
     which = st.one_of(st.just(attachment), small)
     epochs = st.one_of(st.just(1), huge)
     positions = st.one_of(st.integers(0, 12), huge)
@@ -131,6 +137,7 @@ def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]
         credit=huge,
         price=floats,
         answer_position=positions,
+        features=features,
     )
     commits = messages(
         drafter_pb2.Commit,
@@ -143,6 +150,7 @@ def upstream_frames(attachment: int) -> st.SearchStrategy[drafter_pb2.DraftDown]
         price=floats,
         credit=huge,
         dropped=st.lists(huge, max_size=5),
+        features=features,
     )
     hints = messages(
         drafter_pb2.Hints,

@@ -146,6 +146,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
     "reports": (frames.reports, lambda report: Figures().observe(codec.report_from_pb(report), 1), (InvalidRequest,)),
     "deltas": (frames.deltas(), lambda delta: codec.delta_from_pb(delta, VOCABULARY), (InvalidRequest,)),
     "hints": (hints, lambda message: codec.hints_from_pb(message, VOCABULARY), (InvalidRequest,)),
+    "features": (st.binary(max_size=24), lambda data: codec.features_from_pb(data, 2), (InvalidRequest,)),
     "heartbeats": (frames.heartbeats, lambda beat: liveness.check(beat, "x"), ()),
     "tickets": (
         st.one_of(st.binary(max_size=80), signed),

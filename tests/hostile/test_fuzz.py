@@ -38,6 +38,7 @@ from outrider.v1.drafter_pb2_grpc import (
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, VerifierStub, add_VerifierServicer_to_server
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.taught import random_heads
 from tests.hostile import frames
 from tests.hostile.rig import (
     PROMPT,
@@ -258,10 +259,12 @@ class Liar(TreeSinkServicer):
         self.streams += bool(script)
 
 
+@pytest.mark.parametrize("headed", [False, True])
 @pytest.mark.parametrize("count", COUNTS)
 async def test_frames_of_an_upstream(
-    checkpoint: Path, redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, redis_url: str, count: int, headed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of a drafter with a model, and of one with heads, which wants features."""
     from drafter_svc import upstream
 
     monkeypatch.setattr(upstream, "RETRY_S", 0.001)
@@ -272,9 +275,13 @@ async def test_frames_of_an_upstream(
         return []
 
     frames.TRUE_DIGESTS[:] = [extend(EMPTY, PROMPT[:length]) for length in range(len(PROMPT) + 1)]
+    config, width = drafter_config(checkpoint), 0
+    if headed:
+        width = random_heads("eagle-3", checkpoint, tmp_path)[0].width
+        config = config.model_copy(update={"heads": tmp_path})
     async with (
         watched(),
-        serving(run_drafter, drafter_config(checkpoint), redis_url) as address,
+        serving(run_drafter, config, redis_url) as address,
         serving_grpc("127.0.0.1:0", register, drain_s=0) as lies,
         open_channel(address) as channel,
     ):
@@ -282,7 +289,7 @@ async def test_frames_of_an_upstream(
         numbers = iter(range(1, 10**9))
         before = resident_bytes()
 
-        @fuzz(frames.upstream_frames(1), count)
+        @fuzz(frames.upstream_frames(1, width), count)
         async def run(batch: list[drafter_pb2.DraftDown]) -> None:
             number = next(numbers)
             for frame in batch:  # the drafter numbers its subscriptions on and on

@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.engine.attention import FastAttention, attend_runs
 from outrider.engine.batch import Segment
-from outrider.engine.cache import KVCache, lazy_zeros
-from outrider.engine.heads.eagle import Attend, Eagle, Eagle3
+from outrider.engine.cache import lazy_zeros
+from outrider.engine.heads.eagle import Eagle, Eagle3
+from outrider.engine.heads.eagle_layer import EagleLayer
 from outrider.engine.heads.ends import Ends
 from outrider.engine.heads.shape import Shape
-from outrider.engine.heads.speculator import Drafted, FloatRows, Root, sayable
-from outrider.engine.packing import Packed, pack, rows_of
-from outrider.engine.rope import Rope
+from outrider.engine.heads.speculator import Drafted, FloatRows, Root
 
 CHUNK = 512  # rows of a text that a round reads; a session that has more to read is not drafted for meanwhile
 ROOM = 128  # rows of a slot behind its text: nodes that a round may expand
@@ -54,13 +52,9 @@ class EagleDrafts:
     def __init__(self, network: Eagle | Eagle3, shape: Shape, ends: Ends, *, slots: int, context: int) -> None:
         self.depth = shape.depth
         self._network = network
-        self._ends = ends
-        self._shape = shape
         rows = context + ROOM
         self._features = lazy_zeros(slots, rows, shape.width * shape.features.parts)
-        self._cache = KVCache(1, slots, shape.kv_heads, rows, shape.head_dim)
-        self._attention = FastAttention(shape.heads, shape.kv_heads)
-        self._turns = Rope(shape.theta, None).table(rows, shape.head_dim)
+        self._layer = EagleLayer(network, shape, ends, slots=slots, rows=rows)
         self._read = [0] * slots  # rows whose KV is that of the slot's text
         self._rows: list[_Row | None] = []
 
@@ -69,7 +63,7 @@ class EagleDrafts:
         if source is not None:
             with torch.inference_mode():
                 self._features[slot, :rows] = self._features[source, :rows]
-                self._cache.copy(source, slot, known)
+                self._layer.copy(source, slot, known)
         self._read[slot] = known
 
     def keep(self, slot: int, start: int, features: Tensor) -> None:
@@ -88,8 +82,8 @@ class EagleDrafts:
             states.append(self._features[root.slot, start:stop])
             self._read[root.slot] = stop
         with torch.inference_mode():
-            given = self._run(segments, self._network.enter(torch.cat(states)))
-            logits = iter(sayable(self._network.logits(given, self._ends.unembed), self._ends)) if any(ready) else None
+            given = self._layer.run(segments, self._network.enter(torch.cat(states)))
+            logits = iter(self._layer.said(given)) if any(ready) else None
         found = iter(given)
         self._rows = [
             _Row(_Place(root.slot, len(root.tokens) - 1), next(found), ()) if wanted else None
@@ -105,8 +99,8 @@ class EagleDrafts:
         segments = [self._segment([(parents[index], nodes[index].token) for index in own]) for own in by_place.values()]
         order = [index for own in by_place.values() for index in own]
         with torch.inference_mode():
-            given = self._run(segments, torch.stack([parents[index].state for index in order]))
-            logits = sayable(self._network.logits(given, self._ends.unembed), self._ends)
+            given = self._layer.run(segments, torch.stack([parents[index].state for index in order]))
+            logits = self._layer.said(given)
         first = len(self._rows)
         self._rows += [None] * len(nodes)
         said = np.empty_like(logits)
@@ -125,29 +119,3 @@ class EagleDrafts:
             mask[row, [*parent.above, place.drafted + row]] = True
         positions = np.array([place.read + len(parent.above) for parent, _ in nodes])
         return Segment(place.slot, place.read, np.array([token for _, token in nodes]), positions, mask)
-
-    def _run(self, segments: Sequence[Segment], states: Tensor) -> Tensor:
-        """One pass of the layer: the states of the rows that are wanted. `states`: of the rows before those of the
-        segments, in order."""
-        packed = pack(segments, self._attention.kind, self._attention.key_tile)
-        before = states.new_zeros(len(packed.tokens), states.shape[1])
-        before[rows_of(packed, segments)] = states
-        turns = self._turns[packed.positions]
-        given = self._network(self._ends.embed(packed.tokens), before, turns, self._attend(packed))
-        chosen: Tensor = given if packed.outputs is None else given[packed.outputs]
-        return chosen[: packed.outputs_used]
-
-    def _attend(self, packed: Packed) -> Attend:
-        calls = [self._attention.prepare(run) for run in packed.runs]
-        views = [self._cache.views(run) for run in packed.runs]
-        write = self._cache.writer(packed.written)
-        form = self._shape
-        group = form.heads // form.kv_heads
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            write(0, torch.stack([key, value], 1)[: packed.used])
-            folded = query.view(-1, form.kv_heads, group, form.head_dim).transpose(1, 2).flatten(1)  # group first
-            found = attend_runs(folded, packed, calls, [(keys[0], values[0]) for keys, values in views])
-            return found.view(-1, group, form.kv_heads, form.head_dim).transpose(1, 2).flatten(1)
-
-        return attend

@@ -53,7 +53,7 @@ def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, co
     """Drafts with a folder's heads for an engine of so many slots over `target`. Their linears are read in bfloat16,
     where this machine has that, unless `precise`. Raises as `check_heads`."""
     check_heads(folder, target)
-    dtype = torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
+    dtype = heads_dtype(precise=precise)
     shape, network = load_network(folder)
     pack_linears(network, dtype)
     ends = read_ends(target, dtype)
@@ -62,6 +62,11 @@ def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, co
     if isinstance(network, MlpSpeculator):
         return MlpDrafts(network, ends)
     return EagleDrafts(network, shape, ends, slots=slots, context=context)
+
+
+def heads_dtype(*, precise: bool) -> torch.dtype:
+    """That linears of heads are read in."""
+    return torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
 
 
 def _foreign(folder: Path, target: str) -> ConfigError:

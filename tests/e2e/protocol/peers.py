@@ -44,7 +44,13 @@ class RawDrafter:
         self._outgoing.put_nowait(None)
 
     async def subscribe(
-        self, session: str, *, epoch: int = 1, attachment: int | None = None, signed: bytes | None = None
+        self,
+        session: str,
+        *,
+        epoch: int = 1,
+        attachment: int | None = None,
+        signed: bytes | None = None,
+        features: bytes = b"",
     ) -> int:
         """Sends a subscription, with a good ticket unless one is given; returns its attachment."""
         if attachment is None:
@@ -52,7 +58,11 @@ class RawDrafter:
         self._attachments = max(self._attachments, attachment)
         if signed is None:
             signed = await ticket(self._upstream, session, self.name, epoch)
-        self.say(subscribe=pb.Subscribe(session_id=session, epoch=epoch, attachment=attachment, ticket=signed))
+        self.say(
+            subscribe=pb.Subscribe(
+                session_id=session, epoch=epoch, attachment=attachment, ticket=signed, features=features
+            )
+        )
         return attachment
 
     async def attach(self, session: str, *, epoch: int = 1) -> pb.Snapshot:

@@ -10,7 +10,7 @@ import pytest
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.codec import plan_to_pb
-from outrider.sink.sink import _parts
+from outrider.sink.snapshot import snapshot_parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
@@ -169,9 +169,9 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
         wire_bytes=0,
         grant=lambda _: 512,
     )
-    subscription = SimpleNamespace(session=session, attachment=3, plan_version=-1)
+    subscription = SimpleNamespace(session=session, attachment=3, plan_version=-1, featured=False)
     parts = []
-    for part in _parts(subscription):  # type: ignore[arg-type]
+    for part in snapshot_parts(subscription):  # type: ignore[arg-type]
         parts.append(part)
         session.tokens = tokens[:1]  # what is committed while it is being sent comes as commits
     assert [len(part.tokens) for part in parts] == [SNAPSHOT_TOKENS, SNAPSHOT_TOKENS, 5]

@@ -1,0 +1,66 @@
+"""What EAGLE heads elsewhere need of the target: its features after fusing, which is one linear at the most."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.engine.card import weights_digest
+from outrider.engine.heads.eagle import Eagle, Eagle3
+from outrider.engine.heads.folder import load_network, pack_linears
+from outrider.engine.heads.loading import check_heads, heads_dtype
+from outrider.engine.heads.shape import Shape, read_shape
+from outrider.errors import ConfigError
+
+_BYTES = 16  # of a digest
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How a verifier fuses features."""
+
+    digest: bytes
+    width: int  # of what is fused
+    fuse: Callable[[Tensor], Tensor]  # [rows, width * parts] to [rows, width]
+
+
+def check_eagle(folder: Path, target: Path) -> Shape:
+    """What the EAGLE heads of a folder are. Raises as `check_heads`, and ConfigError for heads of another kind."""
+    shape = check_heads(folder, target)
+    if shape.kind not in ("eagle", "eagle-3"):
+        raise ConfigError(f"{folder}: {shape.kind} heads draft inside the verifier alone; take EAGLE heads")
+    return shape
+
+
+def fusion_digest(folder: Path) -> bytes:
+    """Names the fusing of a folder's heads. Raises CheckpointError."""
+    shape = read_shape(folder)
+    return named(weights_digest(folder), shape.kind, shape.layers)
+
+
+def named(weights: str, kind: str, layers: Sequence[int]) -> bytes:
+    """The digest for heads of these weights and kind, fused from these layers."""
+    text = f"{weights} {kind} {','.join(map(str, layers))}"
+    return hashlib.sha256(text.encode()).digest()[:_BYTES]
+
+
+def load_fusion(folder: Path, target: Path, *, precise: bool) -> Fusion:
+    """Of a folder's heads on `target`; what else they consist of is not kept. Raises as `check_eagle`."""
+    shape = check_eagle(folder, target)
+    network = load_network(folder)[1]
+    assert isinstance(network, Eagle | Eagle3)
+    for name, _ in [*network.named_children()]:
+        if name != "fuse":
+            delattr(network, name)
+    pack_linears(network, heads_dtype(precise=precise))
+
+    def fuse(features: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return network.enter(features)
+
+    return Fusion(fusion_digest(folder), shape.width, fuse)

@@ -1,0 +1,187 @@
+"""EAGLE heads in a drafter of their own draft from the features that the verifier sends; the text is the target's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from drafter_svc.service import load_part as load_drafter_part
+from drafter_svc.settings import check_settings
+from outrider.client import AsyncClient
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.core.contract import OFF, Contract, Overlap, Plan
+from outrider.errors import ConfigError
+from outrider.fleet.local import LocalCluster
+from outrider.fleet.process import Process
+from tests.e2e.conftest import MODELS
+from tests.e2e.mini_router import Answer, attach, decode, trust
+from tests.e2e.test_lookups import TARGET, TOKENS, both, served
+from tests.engine.taught import DEPTH, greedy, random_heads, taught_heads
+from verifier_svc.service import load_part as load_verifier_part
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PLAIN = DrafterConfig(model=MODELS / "drafter", dtype="float32")
+ROUNDS = Plan(version=1, depth=DEPTH, width=4, nodes=16, wait_us=2_000_000, overlap=Overlap.ROUNDS)
+
+
+def cluster_config(heads: Path, features: Path | None, **router: Any) -> ClusterConfig:
+    return ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": TARGET}, **router),
+        verifier=[VerifierConfig(model=TARGET, dtype="float32", features=features)],
+        drafter=[DrafterConfig(model=TARGET, dtype="float32", heads=heads)],
+    )
+
+
+@asynccontextmanager
+async def running(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, list[str]]]:
+    """A cluster, and what its servers print."""
+    said: list[str] = []
+    async with LocalCluster(config, forward=lambda name, line: said.append(f"{name}: {line}")) as cluster:
+        await trust(cluster)
+        yield cluster, said
+
+
+@pytest.fixture(scope="module")
+def heads(tokenizer: Tokenizer, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """EAGLE-3 heads that know what the target says after the first prompt."""
+    folder = tmp_path_factory.mktemp("heads")
+    taught_heads("eagle-3", TARGET, folder, greedy(TARGET, tokenizer.encode(prompts[0]).ids, TOKENS))
+    return folder
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster(heads: Path) -> AsyncIterator[LocalCluster]:
+    config = cluster_config(heads, heads)
+    async with running(config.model_copy(update={"drafter": [*config.drafter, PLAIN]})) as (cluster, _):
+        yield cluster
+
+
+def drafter_of(cluster: LocalCluster, *, heads: bool = True) -> Process:
+    """The one with heads, or the one without."""
+    drafters = (process for process in cluster.processes.values() if isinstance(process.section, DrafterConfig))
+    return next(process for process in drafters if (process.section.heads is not None) == heads)  # type: ignore[attr-defined]
+
+
+async def in_rounds(cluster: LocalCluster, prompt: list[int], temperature: float) -> tuple[Answer, Answer]:
+    """Without speculation, and with the drafter in every step."""
+    verifier, drafter = cluster.processes["verifier-0"].address, drafter_of(cluster).address
+    contract = Contract(seed=3, max_tokens=TOKENS, temperature=temperature)
+    plain = await decode(verifier, prompt, contract, plan=OFF)
+    return plain, await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
+
+
+async def test_what_they_draft_is_accepted_as_from_inside_the_verifier_and_the_text_is_the_target_s(
+    cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
+) -> None:
+    prompt = tokenizer.encode(prompts[0]).ids
+    async with served(heads=heads) as client:
+        _, inside = await both(client, prompts[0], temperature=0.0)
+    for temperature in (0.0, 1.0):
+        plain, fast = await in_rounds(cluster, prompt, temperature)
+        assert fast.tokens == plain.tokens
+        if temperature == 0.0:
+            print(f"accepted: {inside.usage.accepted} inside, {fast.accepted} remotely")
+            assert fast.accepted >= max(60, 0.9 * inside.usage.accepted)  # a busy verifier lets its heads rest
+
+
+async def test_features_count_in_the_bytes_on_the_wire_and_nobody_has_them_who_did_not_ask(
+    cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
+) -> None:
+    """Two bytes a number, 256 of them a token."""
+    prompt = tokenizer.encode(prompts[0]).ids
+    _, fast = await in_rounds(cluster, prompt, 0.0)
+    told = len(prompt) + sum(report.accepted + 1 for report in fast.reports[:-1])
+    assert 512 * (told - DEPTH - 1) < sum(report.wire_bytes for report in fast.reports) < 600 * told
+    contract = Contract(seed=3, max_tokens=TOKENS, temperature=0.0)
+    verifier, plain = cluster.processes["verifier-0"].address, drafter_of(cluster, heads=False).address
+    other = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[plain])
+    assert other.tokens == fast.tokens
+    assert 0 < sum(report.wire_bytes for report in other.reports) < 100 * told
+
+
+async def test_turns_on_a_warm_prefix_are_drafted_for(
+    cluster: LocalCluster, tokenizer: Tokenizer, prompts: list[str]
+) -> None:
+    verifier, drafter = cluster.processes["verifier-0"].address, drafter_of(cluster).address
+    prompt, contract = tokenizer.encode(prompts[0]).ids, Contract(seed=3, max_tokens=60, temperature=0.0)
+    for _ in range(2):
+        answer = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
+        assert answer.accepted > 20
+        prompt = [*prompt, *answer.tokens]
+    assert answer.reports[0].rows < 10
+
+
+async def test_a_drafter_that_comes_late_for_one_that_was_killed_has_the_features_by_snapshot(
+    cluster: LocalCluster, tokenizer: Tokenizer, prompts: list[str]
+) -> None:
+    prompt, session = tokenizer.encode(prompts[0]).ids, "killed"
+    verifier = cluster.processes["verifier-0"].address
+    victim = drafter_of(cluster)
+    replaced: list[int] = []  # after how many steps
+
+    async def each(answer: Answer) -> None:
+        if len(answer.tokens) > 20 and not replaced:
+            os.kill(victim.pid, signal.SIGKILL)
+            assert isinstance(victim.section, DrafterConfig)
+            await cluster.scale([victim.section.model_copy(update={"slots": 3}), PLAIN])
+            await attach(drafter_of(cluster).address, session, verifier)
+            replaced.append(len(answer.reports))
+
+    contract = Contract(seed=3, max_tokens=TOKENS, temperature=0.0)
+    plain = await decode(verifier, prompt, contract, plan=OFF)
+    answer = await decode(
+        verifier, prompt, contract, plan=ROUNDS, drafters=[victim.address], session=session, each=each
+    )
+    assert answer.tokens == plain.tokens
+    accepted = [report.accepted for report in answer.reports]
+    assert sum(accepted[: replaced[0]]) > 5
+    assert sum(accepted[replaced[0] + 64 :]) > 5  # a window is said before the log goes on
+
+
+async def test_a_drafter_says_once_what_to_do_where_it_cannot_have_its_features(
+    heads: Path, prompts: list[str], tmp_path: Path
+) -> None:
+    random_heads("eagle-3", TARGET, tmp_path)
+    for features, why in ((None, "start the verifier with"), (tmp_path, "give both the same folder")):
+        async with running(cluster_config(heads, features)) as (cluster, said):
+            async with AsyncClient(cluster.router_address) as client:
+                for prompt in prompts[:2]:
+                    answer = await client.generate(prompt, max_tokens=30, temperature=0.0, ignore_eos=True)
+                    assert (len(answer.token_ids), answer.usage.accepted) == (30, 0)
+            assert len([line for line in said if "nothing can be drafted for it: features:" in line]) == 1
+            assert any(why in line for line in said)
+
+
+async def test_what_cannot_be_is_refused_at_start(heads: Path, tmp_path: Path) -> None:
+    random_heads("medusa", TARGET, tmp_path / "medusa")
+    random_heads("eagle", TARGET, tmp_path / "eagle")
+    verifier = VerifierConfig(model=TARGET, features=heads)
+    for changes, why in (
+        ({"features": tmp_path / "medusa"}, "take EAGLE heads"),
+        ({"heads": tmp_path / "eagle"}, "give both the same folder"),
+        ({"model": MODELS / "drafter"}, "take heads that were made for this target|a target whose width is 256"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_verifier_part(verifier.model_copy(update=changes))
+    drafter = DrafterConfig(model=TARGET, heads=heads)
+    with pytest.raises(ConfigError, match="take EAGLE heads"):
+        load_drafter_part(drafter.model_copy(update={"heads": tmp_path / "medusa"}))
+    check_settings(drafter)
+    for changes, why in (
+        ({"layers": 2}, "give none of drafts, target"),
+        ({"tier": 1}, "draft for verifiers of their own target"),
+        ({"any_target": True}, "of their own target"),
+        ({"dtype": "int8"}, "in float32 or bfloat16"),
+        ({"learns": True}, "learns: is for a drafter with a whole model"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_settings(drafter.model_copy(update=changes))
