@@ -1,6 +1,7 @@
 """`python -m bench.online`: a drafter that learns while it serves, on traffic that changes.
 
-The prompts are Python source first, which the drafter was trained for, and Markdown then. The same requests are made of
+The prompts are Python source first, which the drafter was trained for, and then the tables of arithmetic that CPython
+tests `decimal` with, which neither it nor the target has seen. The same requests are made of
 a cluster whose drafter learns and of one whose drafter does not, one after the other and all of it on this machine.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import sys
+import sysconfig
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -26,13 +29,15 @@ from outrider.cli.load import read_prompts
 from outrider.cli.pad import parse_count
 from outrider.cli.reporting import reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
-PROMPT = 48  # tokens of a prompt
+PROMPT = 128  # tokens of a prompt
 ANSWER = 128
 CALLERS = 2
 HEATS = (0.0, 1.0)  # in turns
 WINDOW = 2_500  # tokens of a point
+TABLES = Path(sysconfig.get_path("stdlib")) / "test" / "decimaltestdata"
 TRAINER_S = 120.0  # that the trainer gets to start
 
 
@@ -54,7 +59,9 @@ def main(
     share: Annotated[float, typer.Option(help="Of its time that the trainer may work.")] = 0.1,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines: the old traffic.")] = Path("examples/held_out.jsonl"),
-    new: Annotated[Path, typer.Option(help="Folder of Markdown: the new traffic.")] = Path("docs"),
+    new: Annotated[
+        Path | None, typer.Option(help="Folder of texts: the new traffic. [default: CPython's decimal tests]")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of acceptance lengths.")] = None,
 ) -> None:
     """Measure acceptance length and tokens a second while traffic changes, with learning and without."""
@@ -66,9 +73,10 @@ def main(
         target = Path(scratch) / "target"
         pad_checkpoint(models / "target", target, parameters=parse_count(parameters))
         tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-        pages = [path.read_text(encoding="utf-8") for path in sorted(new.rglob("*.md"))]
+        pages = read_pages(new or TABLES)
         old = [tuple(tokenizer.encode(text).ids[:PROMPT]) for _, text in read_prompts(texts, "#short")]
         fresh = [piece for page in pages for piece in _pieces(tokenizer.encode(page).ids)]
+        random.Random(0).shuffle(fresh)
         rows: dict[str, tuple[Phase, Phase]] = {}
         run_until_signal(_measure(target, models / "drafter", old, fresh, tokens, share, Path(scratch), rows))
     if len(rows) == 2:  # it may have been interrupted
@@ -150,6 +158,18 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
         for _ in range(CALLERS):
             callers.create_task(call())
     return answers
+
+
+def read_pages(folder: Path) -> list[str]:
+    """The texts of a folder. Raises ConfigError where there are none."""
+    pages = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.rglob("*")) if path.is_file()]
+    if not pages:
+        raise ConfigError(
+            f"{folder}: holds no texts; this Python came without its tests, name others with --new FOLDER"
+            if folder == TABLES
+            else f"{folder}: holds no texts"
+        )
+    return pages
 
 
 def _pieces(tokens: Sequence[int]) -> list[tuple[int, ...]]:

@@ -39,7 +39,7 @@ async def test_a_finished_text_is_kept_with_what_the_target_thought(redis_url: s
     said = [token for chunk in chunks for token in chunk.token_ids]
     assert verifier.starts[0].contract.logprobs == TOP
     assert example.tokens.tolist() == [*verifier.starts[0].tokens, *said]
-    assert example.said == 8
+    assert (example.said, example.greedy) == (8, False)
     assert example.ids.shape == (8, TOP)
     assert not any(chunk.logprobs for chunk in chunks)  # the caller asked for none
 
@@ -50,11 +50,12 @@ async def test_callers_get_as_many_alternatives_as_without(redis_url: str, asked
     for teaches in ([], ["*"]):
         verifier = FakeVerifier(SCRIPT, stride=2)
         async with running_router(redis_url, teaches=teaches) as rig, announced(verifier, rig.registry, MODEL.digest):
-            _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=6, seed=1, logprobs=asked)))
+            _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=6, temperature=0, logprobs=asked)))
             answers.append(chunks)
             if teaches:
                 (example,) = await arrived(rig, 1)
                 assert example.ids.shape == (6, TOP)
+                assert example.greedy
     assert answers[0] == answers[1]
     assert all(len(entry.top_ids) == asked for chunk in answers[1] for entry in chunk.logprobs)
 
