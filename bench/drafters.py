@@ -59,7 +59,7 @@ class Made(NamedTuple):
 
 
 def main(
-    tokens: Annotated[str, typer.Option(metavar="COUNT", help="That each drafter is trained on.")] = "2.5M",
+    tokens: Annotated[str, typer.Option(metavar="COUNT", help="That each drafter is trained on.")] = "1.2M",
     head_tokens: Annotated[str, typer.Option(metavar="COUNT", help="That heads are trained on.")] = "1M",
     parts: Annotated[list[str] | None, typer.Option("--part", help="objectives, heads, online. [default: all]")] = None,
     text: Annotated[str, typer.Option(help="To learn from: a folder, or stdlib, Python's library.")] = "stdlib",

@@ -54,9 +54,9 @@ Phase = list[Answer]
 
 
 def main(
-    parameters: Annotated[str, typer.Option(help="The target is padded to that many.")] = "40M",
+    parameters: Annotated[str, typer.Option(help="The target is padded to that many.")] = "100M",
     tokens: Annotated[int, typer.Option(min=2 * WINDOW, help="Of the new traffic.")] = 30_000,
-    share: Annotated[float, typer.Option(help="Of its time that the trainer may work.")] = 0.1,
+    share: Annotated[float, typer.Option(help="Of a processor that the trainer may take.")] = 0.2,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines: the old traffic.")] = Path("examples/held_out.jsonl"),
     new: Annotated[

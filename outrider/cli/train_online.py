@@ -23,7 +23,7 @@ def online(
         Path, typer.Option(metavar="FOLDER", help="Where versions are written; drafters must see it at the same path.")
     ],
     name: Annotated[str | None, typer.Option(help="The drafters' name. [default: the checkpoint's]")] = None,
-    share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of its time that it may train.")] = 0.1,
+    share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of a processor that it may take.")] = 0.2,
     objective: Annotated[str, typer.Option(help="forward-kl, reverse-kl, total-variation or agreement.")] = "agreement",
     rate: Annotated[float, typer.Option(min=1e-7, max=1.0, help="Of learning.")] = 3e-4,
     batch: Annotated[int, typer.Option(min=1, help="Examples in a step.")] = 4,

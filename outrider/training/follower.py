@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ CLIP = 1.0  # norm of a step's gradient
 WARMUP = 10  # steps until the rate of learning is reached
 SURE = 0.5  # of the loss, where the target was greedy: how likely the drafter thinks its token
 RATE = 3e-4  # of learning
+MEMORY = 0.95  # of the averaged weights, for what they were a step ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,11 @@ class Score:
 
 
 class Follower:
-    """One model and its optimizer. Use it from one thread at a time."""
+    """One model and its optimizer. Use it from one thread at a time.
+
+    What is judged and saved are its weights averaged over the last steps (Polyak and Juditsky 1992), exponentially: a
+    few dozen steps are all that there is time for, and the average needs fewer than a falling rate of learning.
+    """
 
     def __init__(self, folder: Path, *, objective_name: ObjectiveName = "agreement", rate: float = RATE) -> None:
         """Raises CheckpointError, and ConfigError where there is no `transformers`."""
@@ -60,8 +66,8 @@ class Follower:
         self._loss = objective(objective_name)
         self._rate = rate
         self._model = _loaded(folder)
+        self._learning: Any = None  # what steps are taken with; `_model` is its average
         self._steps = 0
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, weight_decay=0.0, betas=(0.9, 0.99))
 
     @property
     def vocabulary(self) -> int:
@@ -75,7 +81,9 @@ class Follower:
 
     def learn(self, examples: Sequence[Example], other: Follower) -> float:
         """One step; gives the loss in nats. `other` is believed about what the examples do not tell of the target."""
-        self._model.train()
+        if self._learning is None:
+            self._learning = deepcopy(self._model).train()
+            self._optimizer = torch.optim.AdamW(self._learning.parameters(), weight_decay=0.0, betas=(0.9, 0.99))
         self._steps += 1
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate * min(1.0, self._steps / WARMUP)
@@ -83,18 +91,18 @@ class Follower:
         places = _Places.of(examples)
         with torch.no_grad():
             ids, logprobs = filled(places.ids, places.logprobs, other.read(places))
-        logits = self.read(places)
+        logits = _logits(self._learning, places)
         loss = self._loss(*bucketed(ids, logprobs, logits))
         surprise = cross_entropy(logits, places.ids[:, 0], reduction="none")
         loss = torch.where(places.greedy, SURE * surprise + (1.0 - SURE) * loss, loss).mean()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self._learning.parameters(), CLIP)
         self._optimizer.step()
+        self._average()
         return float(loss.detach())
 
     def score(self, examples: Sequence[Example]) -> Score:
         """How often it agrees with the target on these."""
-        self._model.eval()
         agreed, counts = list[float](), list[int]()
         for start in range(0, len(examples), SCORED):
             places = _Places.of(examples[start : start + SCORED])
@@ -109,8 +117,13 @@ class Follower:
 
     def read(self, places: _Places) -> Tensor:
         """What it thinks at each of them: logits [places, vocabulary]."""
-        said: Tensor = self._model(places.tokens, use_cache=False).logits[places.rows, places.columns]
-        return said
+        return _logits(self._model, places)
+
+    def _average(self) -> None:
+        memory = min(MEMORY, self._steps / (self._steps + 10))
+        with torch.no_grad():
+            for mean, latest in zip(self._model.parameters(), self._learning.parameters(), strict=True):
+                mean.lerp_(latest, 1.0 - memory)
 
     def save(self, folder: Path) -> None:
         """The checkpoint as drafters load it: bfloat16, with what lay beside the one that it began as."""
@@ -148,6 +161,11 @@ class _Places(NamedTuple):
         )
 
 
+def _logits(model: Any, places: _Places) -> Tensor:
+    said: Tensor = model(places.tokens, use_cache=False).logits[places.rows, places.columns]
+    return said
+
+
 def _window(example: Example) -> NDArray[np.int64]:
     return example.tokens[max(0, example.first - READ) :]
 
@@ -158,4 +176,4 @@ def _loaded(folder: Path) -> Any:
             from outrider.training.students import load
     except ImportError as error:
         raise ConfigError(f"training takes transformers ({error}); pip install 'outrider[transformers]'") from None
-    return load(folder, "float32").model
+    return load(folder, "float32").model.eval()

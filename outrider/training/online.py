@@ -1,8 +1,8 @@
 """Trains a drafter on what its target says while it serves, and publishes what is better.
 
 A loop of small steps: read what came, take a step, now and then compare the candidate with the version in use on
-examples that neither has learned from, and publish it where it agrees more. The share of time that this takes is
-bounded, and when there is nothing new there is nothing to do.
+examples that neither has learned from, and publish it where it agrees more. The share of a processor that this
+takes is bounded, and when there is nothing new there is nothing to do.
 
 Source: Liu et al., "Online Speculative Decoding" (arXiv 2310.07177), with examples of all positions and not of rejected
 ones alone: under shared noise a position's target distribution is known anyway.
@@ -54,7 +54,7 @@ class Course:
     drafter: str  # the name that its drafters go by
     target: str  # name of the model whose texts it learns from
     output: Path  # where versions are written
-    share: float = 0.1  # of the time that training may take
+    share: float = 0.2  # of one processor that training may take
     objective: ObjectiveName = "agreement"
     rate: float = RATE  # of learning
     batch: int = 4  # examples in a step
@@ -156,9 +156,9 @@ class Trainer:
 
     async def _work(self) -> None:
         """A step, and a comparison where it is time; then a rest."""
-        began = time.monotonic()
-        if began < self._resting:
+        if time.monotonic() < self._resting:
             return
+        began = time.process_time()
         if batch := self._replay.batch(self._course.batch):
             await self._do(lambda: self._follower.learn(batch, self._in_use))
             self._steps += 1
@@ -167,7 +167,7 @@ class Trainer:
         if self._since >= (self._course.every if batch else 1):  # with nothing left to learn, also after a few
             self._since = 0
             await self._compare()
-        spent = time.monotonic() - began
+        spent = time.process_time() - began
         self._seconds += spent
         self._resting = time.monotonic() + spent * (1.0 / self._course.share - 1.0)
 

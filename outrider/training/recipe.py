@@ -38,7 +38,7 @@ class TrainingRecipe(TextSettings):
 
     # What is minimised; text: cross-entropy, in which the target has no part.
     objective: Literal["text", "forward-kl", "reverse-kl", "total-variation", "agreement"] = "agreement"
-    text_weight: float = Field(default=0.1, ge=0, lt=1)  # share of the text's cross-entropy in the loss
+    text_weight: float = Field(default=0.0, ge=0, lt=1)  # share of the text's cross-entropy in the loss
     temperature: float = Field(default=1.0, gt=0, le=10)  # of both models' distributions in the objective
 
     window: int = Field(default=512, ge=16)  # tokens of a text that are seen together
