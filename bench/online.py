@@ -46,6 +46,7 @@ class Answer:
     """One generation, when it had ended."""
 
     at: float  # seconds since the phase began
+    heat: float
     tokens: int
     steps: int
 
@@ -104,8 +105,8 @@ async def _measure(
                 depth=4,
                 teaches=("*",) if learns else (),
             ),
-            verifier=[VerifierConfig(model=target, name="target", slots=CALLERS)],
-            drafter=[DrafterConfig(model=drafter, slots=CALLERS, learns=learns)],
+            verifier=[VerifierConfig(model=target, name="target", slots=CALLERS, threads=1)],
+            drafter=[DrafterConfig(model=drafter, slots=CALLERS, threads=1, learns=learns)],
         )
         async with running(config) as cluster:
             training = _training(cluster, drafter, scratch / "learned", share) if learns else nullcontext()
@@ -145,14 +146,15 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
 
     async def call() -> None:
         while (number := next(asked)) * ANSWER < tokens:
+            heat = HEATS[number % len(HEATS)]
             answer = await cluster.client.generate(
                 prompts[number % len(prompts)],
                 seed=number,
-                temperature=HEATS[number % len(HEATS)],
+                temperature=heat,
                 max_tokens=ANSWER,
                 ignore_eos=True,
             )
-            answers.append(Answer(time.monotonic() - began, len(answer.token_ids), answer.usage.steps))
+            answers.append(Answer(time.monotonic() - began, heat, len(answer.token_ids), answer.usage.steps))
 
     async with asyncio.TaskGroup() as callers:
         for _ in range(CALLERS):
@@ -195,11 +197,14 @@ def windows(answers: Sequence[Answer]) -> list[tuple[int, float]]:
     ]
 
 
+def gain(without: Phase, learning: Phase) -> float:
+    """By which share acceptance length is ahead in the last third."""
+    return length(learning[-(len(learning) // 3) :]) / length(without[-(len(without) // 3) :]) - 1.0
+
+
 def last_line(without: Phase, learning: Phase) -> str:
     """For scripts: by how much acceptance length is ahead in the last third, and tokens a second behind in all."""
-    third = -len(without) // 3
-    gain = length(learning[third:]) / length(without[third:]) - 1.0
-    return f"online_gain={gain:.3f} online_cost={1.0 - speed(learning) / speed(without):.3f}"
+    return f"online_gain={gain(without, learning):.3f} online_cost={1.0 - speed(learning) / speed(without):.3f}"
 
 
 def _report(rows: dict[str, tuple[Phase, Phase]], plot: Path | None) -> None:
@@ -214,6 +219,9 @@ def _report(rows: dict[str, tuple[Phase, Phase]], plot: Path | None) -> None:
 
         plots.online({name: windows(after) for name, (_, after) in rows.items()}, plot)
     (_, without), (_, learning) = rows.values()
+    for heat in HEATS:
+        ahead = gain(*([answer for answer in phase if answer.heat == heat] for phase in (without, learning)))
+        print(f"learning at T = {heat:g}: ahead by {100 * ahead:+.1f} % in the last third")
     print(last_line(without, learning), flush=True)
 
 
