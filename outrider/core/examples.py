@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<BBHHB")
 _FORMAT = 2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Example:
     """Row i is what the target thought of the place that tokens[first + i] stands at."""
 

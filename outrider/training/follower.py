@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class Follower:
         self._model = _loaded(folder)
         self._learning: Any = None  # what steps are taken with; `_model` is its average
         self._steps = 0
+        self._agreed = WeakKeyDictionary[Example, float]()  # what is known of how it stands now
 
     @property
     def vocabulary(self) -> int:
@@ -99,21 +101,23 @@ class Follower:
         torch.nn.utils.clip_grad_norm_(self._learning.parameters(), CLIP)
         self._optimizer.step()
         self._average()
+        self._agreed.clear()
         return float(loss.detach())
 
     def score(self, examples: Sequence[Example]) -> Score:
         """How often it agrees with the target on these."""
-        agreed, counts = list[float](), list[int]()
-        for start in range(0, len(examples), SCORED):
-            places = _Places.of(examples[start : start + SCORED])
+        unknown = [example for example in examples if example not in self._agreed]
+        for start in range(0, len(unknown), SCORED):
+            part = unknown[start : start + SCORED]
+            places = _Places.of(part)
             with torch.no_grad():
                 logits = self.read(places)
                 shared = agreement(*bucketed(places.ids, places.logprobs, logits)).neg().exp().double()
             same = (logits.argmax(-1) == places.ids[:, 0]).double()
             each = torch.split(torch.where(places.greedy, same, shared), places.counts)
-            agreed += [float(part.mean()) for part in each]
-            counts += places.counts
-        return Score(np.array(agreed), np.array(counts, np.int64))
+            self._agreed.update(zip(part, (float(own.mean()) for own in each), strict=True))
+        agreed = np.array([self._agreed[example] for example in examples])
+        return Score(agreed, np.array([example.said for example in examples], np.int64))
 
     def read(self, places: _Places) -> Tensor:
         """What it thinks at each of them: logits [places, vocabulary]."""

@@ -11,8 +11,8 @@ from outrider.core.examples import Example
 
 NEWEST = 48  # examples that are trained on most
 SAMPLED = 192  # of all that ever came, each with the same chance
-HELD_BACK = 16  # the newest of those that are never trained on
-EVERY = 6  # one example in so many is held back
+HELD_BACK = 64  # the newest of those that are never trained on
+EVERY = 4  # one example in so many is held back
 PASSES = 4.0  # times that a token is trained on, on average
 
 
