@@ -36,7 +36,10 @@ class Seat:
             section = section.model_copy(update={"ray": ray.get_runtime_context().gcs_address})
         elif listen := getattr(section, "listen", None):
             section = section.model_copy(update={"listen": public(listen)})
-        self._process = Process(role, name, section, lambda _, line: self._events.put_nowait(("line", line)))
+        self._process = Process(
+            *(role, name, section, lambda _, line: self._events.put_nowait(("line", line))),
+            forked=False,  # it would be the only one of its seat
+        )
 
     async def run(self, redis_url: str) -> AsyncIterator[Event]:
         """The server's life, from its start."""

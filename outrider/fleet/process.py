@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Literal, Protocol
 
 from outrider.config import GatewayConfig, Placed, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
 from outrider.rpc.lifecycle import MISTAKE, PARENT
 
@@ -59,9 +59,11 @@ class Server(Protocol):
 
 
 class Process:
-    """A Server on this machine."""
+    """A Server on this machine; where it is not to be `forked`, it is started anew."""
 
-    def __init__(self, role: Role, name: str, section: Section, forward: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, role: Role, name: str, section: Section, forward: Callable[[str, str], None], *, forked: bool = True
+    ) -> None:
         self.role = role
         self.name = name
         self.address = ""
@@ -69,7 +71,8 @@ class Process:
         self._forward = forward
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._ready = asyncio.Event()
-        self._child: asyncio.subprocess.Process | None = None
+        self._forked = forked
+        self._child: Child | None = None
         self._readers: list[asyncio.Task[None]] = []
 
     @property
@@ -89,17 +92,9 @@ class Process:
         self._ready.clear()
         self._last_lines.clear()
         limit = start_limit(self.section)
-        # -P: what lies in the current directory must not shadow our modules.
-        command = [sys.executable, "-P", "-m", "outrider.cli", self.role, *flags(self.section)]
-        self._child = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**_inherited(), "REDIS_URL": redis_url, PARENT: str(os.getpid())},
-            limit=2**20,  # bytes of a line
-            start_new_session=True,  # a Ctrl-C reaches us alone; we stop the others in order
-        )
+        environment = {**_inherited(), "REDIS_URL": redis_url, PARENT: str(os.getpid())}
+        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # Ray starts on its own terms
+        self._child = await start_child([self.role, *flags(self.section)], environment, forked=forked)
         self._readers = [
             asyncio.create_task(self._read(self._child.stdout)),
             asyncio.create_task(self._read(self._child.stderr)),
@@ -135,7 +130,7 @@ class Process:
             await self._child.wait()
         await asyncio.gather(*self._readers)
 
-    def _running(self) -> asyncio.subprocess.Process:
+    def _running(self) -> Child:
         if self._child is None:
             raise RuntimeError(f"{self.name} has not been started")
         return self._child
