@@ -17,6 +17,7 @@ _M_ARENA_MAX = -8  # of glibc's mallopt
 def settle(threads: int) -> None:
     """Settles it for this process. What the environment says already, stays."""
     os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers abort, now and then, what Ray forks
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if "MALLOC_ARENA_MAX" not in os.environ:
