@@ -12,8 +12,8 @@ demo: $(STAMP)
 
 # Tests of whole clusters one after another: two at once would starve each other's drafters. What minds a busy machine
 # less runs beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli client core deploy docs drafter engine examples gateway hostile live model router rpc \
-	simulation store telemetry training verifier)
+ASIDE := $(addprefix tests/,bench cli client core deploy docs drafter engine examples gateway hostile model router rpc simulation \
+	store training verifier)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside

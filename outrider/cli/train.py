@@ -37,7 +37,7 @@ Objective = Annotated[
     str | None,
     typer.Option(help="agreement, forward-kl, reverse-kl, total-variation, or text alone. [default: agreement]"),
 ]
-TextWeight = Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0.1]")]
+TextWeight = Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0]")]
 Temperature = Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")]
 Window = Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512, of heads 256]")]
 Batch = Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 8]")]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import signal
 import sys
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -50,10 +53,23 @@ class Watched:
         if not wait:
             while not await self.running():
                 await asyncio.sleep(0.02)
-            caller.kill()
+            with self.stopped("verifier-0"):  # or it might be done before it hears of it
+                caller.kill()
+                await caller.wait()
+                await asyncio.sleep(0.3)
         said = (await caller.stdout.read()).decode().splitlines()
         await caller.wait()
         return trace, said
+
+    @contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """A server that stands still meanwhile."""
+        pid = self.cluster.processes[name].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     async def running(self) -> int:
         """Sessions that the verifier has open."""
