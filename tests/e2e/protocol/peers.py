@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -119,6 +120,26 @@ async def hello_to(verifier: str, name: str, **changes: Any) -> pb.Hello:
     there = await described(verifier)
     fields = {"drafter_id": name, "tokenizer_digest": there.tokenizer_digest, "vocabulary": there.vocabulary}
     return pb.Hello(**(fields | changes))
+
+
+def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
+    """As much of a subscription, and of its session, as its snapshot is made of; with features where they are given."""
+    session = SimpleNamespace(
+        answer_position=7,
+        tokens=tokens,
+        tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
+        epoch=7,
+        contract=Contract(seed=5, max_tokens=9),
+        plan=SPECULATE,
+        ceilings=SPECULATE,
+        price=0.25,
+        time_price=7.0,
+        ahead=True,
+        wire_bytes=0,
+        grant=lambda _: 512,
+        fused=fused,
+    )
+    return SimpleNamespace(session=session, attachment=3, plan_version=-1, featured=fused is not None)
 
 
 def delta(

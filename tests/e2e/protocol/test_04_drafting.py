@@ -3,11 +3,9 @@
 import asyncio
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.rpc.codec import plan_to_pb
 from outrider.sink.snapshot import snapshot_parts
@@ -15,7 +13,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of, subscribed
 from tests.e2e.protocol.talk import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
@@ -155,25 +153,11 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
 
 async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_terms() -> None:
     tokens = [position % 4096 for position in range(2 * SNAPSHOT_TOKENS + 5)]
-    session = SimpleNamespace(
-        answer_position=7,
-        tokens=tokens,
-        tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
-        epoch=7,
-        contract=Contract(seed=5, max_tokens=9),
-        plan=SPECULATE,
-        ceilings=SPECULATE,
-        price=0.25,
-        time_price=7.0,
-        ahead=True,
-        wire_bytes=0,
-        grant=lambda _: 512,
-    )
-    subscription = SimpleNamespace(session=session, attachment=3, plan_version=-1, featured=False)
+    subscription = subscribed(tokens)
     parts = []
-    for part in snapshot_parts(subscription):  # type: ignore[arg-type]
+    for part in snapshot_parts(subscription):
         parts.append(part)
-        session.tokens = tokens[:1]  # what is committed while it is being sent comes as commits
+        subscription.session.tokens = tokens[:1]  # what is committed while it is being sent comes as commits
     assert [len(part.tokens) for part in parts] == [SNAPSHOT_TOKENS, SNAPSHOT_TOKENS, 5]
     assert [token for part in parts for token in part.tokens] == tokens
     assert [part.position for part in parts] == [0, SNAPSHOT_TOKENS, 2 * SNAPSHOT_TOKENS]
@@ -183,7 +167,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     last = parts[2]
     assert (last.digest, last.credit, last.contract.seed) == (extend(EMPTY, tokens), 512, 5)
     assert (last.price, last.time_price, last.ahead) == (0.25, 7.0, True)
-    assert session.wire_bytes == sum(part.ByteSize() for part in parts)
+    assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 
 async def test_position_0_voids_an_incomplete_snapshot_and_parts_out_of_order_have_the_drafter_subscribe_anew(

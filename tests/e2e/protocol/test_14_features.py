@@ -15,7 +15,6 @@ import pytest_asyncio
 import torch
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import Contract
 from outrider.engine.card import weights_digest
 from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.folder import Network
@@ -28,10 +27,10 @@ from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.conftest import MODELS
-from tests.e2e.mini_router import SPECULATE, trust
+from tests.e2e.mini_router import trust
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
-from tests.e2e.protocol.peers import decoding, drafting
+from tests.e2e.protocol.peers import decoding, drafting, subscribed
 from tests.e2e.protocol.talk import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 from tests.engine.taught import features_of, random_heads
@@ -174,24 +173,10 @@ async def test_joined_commits_have_their_rows_joined() -> None:
 
 @pytest.mark.parametrize(("count", "width"), [(6000, 1024), (90, 256), (2, 256), (20_000, 4096)])
 async def test_a_snapshot_s_features_are_of_its_end_and_come_in_parts(count: int, width: int) -> None:
-    session = SimpleNamespace(
-        answer_position=0,
-        tokens=[7] * count,
-        tree=SimpleNamespace(digest=3),
-        epoch=7,
-        contract=Contract(seed=5, max_tokens=9),
-        plan=SPECULATE,
-        ceilings=SPECULATE,
-        price=0.25,
-        time_price=7.0,
-        ahead=True,
-        wire_bytes=0,
-        grant=lambda _: 512,
-        fused=SimpleNamespace(width=width, rows=lambda start, stop: bytes(2 * width * (stop - start))),
-    )
-    subscription = SimpleNamespace(session=session, attachment=3, plan_version=-1, featured=True)
+    fused = SimpleNamespace(width=width, rows=lambda start, stop: bytes(2 * width * (stop - start)))
+    subscription = subscribed([7] * count, fused)
     known, rows, largest = 0, 0, 0
-    for part in snapshot_parts(subscription):  # type: ignore[arg-type]
+    for part in snapshot_parts(subscription):
         assert part.position == known
         known += len(part.tokens)
         found = len(part.features) // (2 * width)
@@ -199,7 +184,7 @@ async def test_a_snapshot_s_features_are_of_its_end_and_come_in_parts(count: int
         rows, largest = rows + found, max(largest, len(part.features))
     assert (known, rows) == (count, min(count - 1, SNAPSHOT_FEATURES))
     assert largest <= PART_BYTES
-    assert session.wire_bytes > 2 * width * rows
+    assert subscription.session.wire_bytes > 2 * width * rows
 
 
 def malformed() -> Iterator[tuple[str, dict[str, bytes], dict[str, bytes]]]:
