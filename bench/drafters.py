@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Final, NamedTuple, get_args
@@ -81,7 +80,7 @@ def main(
         if "heads" in wanted:
             bench.heads(parse_count(head_tokens))
         if "online" in wanted:
-            ends.append(_online(plot))
+            ends.append(_online(models, keep or Path(scratch), plot))
     print(f"drafters: {' '.join(ends)}", flush=True)
 
 
@@ -152,11 +151,13 @@ def _table(title: str, made: dict[str, Made]) -> Table:
     return table
 
 
-def _online(plot: Path | None) -> str:
-    """The last line of `bench.online`, which is a cluster and a trainer beside it. Raises what it ends with."""
-    command: Sequence[str] = (sys.executable, "-m", "bench.online", *(("--plot", str(plot)) if plot else ()))
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def _online(models: Path, keep: Path, plot: Path | None) -> str:
+    """The last line of `bench.online`, which is a cluster and a trainer beside it. Ends with what that ends with."""
+    given = ("--models", models, "--keep", keep, *(("--plot", plot) if plot else ()))
+    run = subprocess.run((sys.executable, "-m", "bench.online", *map(str, given)), stdout=subprocess.PIPE, text=True)
     print(run.stdout, end="")
+    if run.returncode:
+        raise typer.Exit(run.returncode)
     return run.stdout.strip().splitlines()[-1]
 
 

@@ -1,8 +1,9 @@
 """`python -m bench.online`: a drafter that learns while it serves, on traffic that changes.
 
-The prompts are Python source first, which the drafter was trained for, and then the tables of arithmetic that CPython
-tests `decimal` with, which neither it nor the target has seen. The same requests are made of
-a cluster whose drafter learns and of one whose drafter does not, one after the other and all of it on this machine.
+The drafter is made here for its first traffic: distilled from the target on the tables of arithmetic that CPython tests
+`decimal` with. Then prompts are Python source that neither model has seen, of a library; the target is at home there.
+The same requests are made of a cluster whose drafter learns and of one whose drafter does not, one after the other and
+all of it on this machine.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import itertools
 import os
 import random
+import subprocess
 import sys
 import sysconfig
 import time
@@ -21,11 +23,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import rich
 import typer
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from bench.cluster import Cluster, running
-from outrider.cli.load import read_prompts
 from outrider.cli.pad import parse_count
 from outrider.cli.reporting import reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
@@ -35,9 +38,13 @@ from outrider.rpc.lifecycle import run_until_signal
 PROMPT = 128  # tokens of a prompt
 ANSWER = 128
 CALLERS = 2
-HEATS = (0.0, 1.0)  # in turns
-WINDOW = 2_500  # tokens of a point
+HEATS = (0.0, 0.6, 1.0)  # temperatures, in turns
+WINDOW = 24 * ANSWER  # tokens of a point
 TABLES = Path(sysconfig.get_path("stdlib")) / "test" / "decimaltestdata"
+SOURCE = Path(rich.__file__).parent
+COMPILED = {".pyc", ".so"}  # what is no text beside it
+LAYERS = "0,5"  # of the target, that the drafter begins with
+LEARNED = 300_000  # tokens of the old traffic that it is distilled on
 TRAINER_S = 120.0  # that the trainer gets to start
 
 
@@ -45,10 +52,16 @@ TRAINER_S = 120.0  # that the trainer gets to start
 class Answer:
     """One generation, when it had ended."""
 
+    number: int  # of the request
     at: float  # seconds since the phase began
     heat: float
-    tokens: int
+    text: tuple[int, ...]
     steps: int
+
+    @property
+    def tokens(self) -> int:
+        """How many it has."""
+        return len(self.text)
 
 
 Phase = list[Answer]
@@ -57,29 +70,26 @@ Phase = list[Answer]
 def main(
     parameters: Annotated[str, typer.Option(help="The target is padded to that many.")] = "100M",
     tokens: Annotated[int, typer.Option(min=2 * WINDOW, help="Of the new traffic.")] = 30_000,
-    share: Annotated[float, typer.Option(help="Of a processor that the trainer may take.")] = 0.2,
-    models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
-    texts: Annotated[Path, typer.Option(help="JSON lines: the old traffic.")] = Path("examples/held_out.jsonl"),
-    new: Annotated[
-        Path | None, typer.Option(help="Folder of texts: the new traffic. [default: CPython's decimal tests]")
-    ] = None,
+    share: Annotated[float, typer.Option(help="Of a processor that the trainer may take.")] = 0.4,
+    models: Annotated[Path, typer.Option(help="Folder that holds target/.")] = Path("models"),
+    old: Annotated[
+        Path, typer.Option(help="Folder of texts: the old traffic, which the drafter is made for.", show_default=False)
+    ] = TABLES,
+    new: Annotated[Path, typer.Option(help="Folder of texts: the new traffic.", show_default=False)] = SOURCE,
+    keep: Annotated[Path | None, typer.Option(help="Folder that keeps the drafter; it is made once.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of acceptance lengths.")] = None,
 ) -> None:
     """Measure acceptance length and tokens a second while traffic changes, with learning and without."""
     with reported(), TemporaryDirectory() as scratch:
-        from tokenizers import Tokenizer
-
         from outrider.engine.padding import pad_checkpoint
 
-        target = Path(scratch) / "target"
+        target, drafter = Path(scratch) / "target", (keep or Path(scratch)) / "drafter-of-old-traffic"
+        tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
+        before, after = (pieces(tokenizer, read_pages(folder)) for folder in (old, new))
+        make_drafter(drafter, models / "target", old)
         pad_checkpoint(models / "target", target, parameters=parse_count(parameters))
-        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-        pages = read_pages(new or TABLES)
-        old = [tuple(tokenizer.encode(text).ids[:PROMPT]) for _, text in read_prompts(texts, "#short")]
-        fresh = [piece for page in pages for piece in _pieces(tokenizer.encode(page).ids)]
-        random.Random(0).shuffle(fresh)
         rows: dict[str, tuple[Phase, Phase]] = {}
-        run_until_signal(_measure(target, models / "drafter", old, fresh, tokens, share, Path(scratch), rows))
+        run_until_signal(_measure(target, drafter, before, after, tokens, share, Path(scratch), rows))
     if len(rows) == 2:  # it may have been interrupted
         _report(rows, plot)
 
@@ -154,7 +164,8 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
                 max_tokens=ANSWER,
                 ignore_eos=True,
             )
-            answers.append(Answer(time.monotonic() - began, heat, len(answer.token_ids), answer.usage.steps))
+            now = time.monotonic() - began
+            answers.append(Answer(number, now, heat, tuple(answer.token_ids), answer.usage.steps))
 
     async with asyncio.TaskGroup() as callers:
         for _ in range(CALLERS):
@@ -162,37 +173,58 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
     return answers
 
 
+def make_drafter(folder: Path, target: Path, text: Path) -> None:
+    """As a user makes one; what was made before stays. Ends with what the command ends with."""
+    command = ("train", "drafter", "--target", target, "--text", text, "--output", folder)
+    budget = ("--layers", LAYERS, "--tokens", LEARNED)
+    ended = subprocess.run((sys.executable, "-m", "outrider.cli", *map(str, (*command, *budget))), stdout=sys.stderr)
+    if ended.returncode:
+        raise typer.Exit(ended.returncode)
+
+
 def read_pages(folder: Path) -> list[str]:
     """The texts of a folder. Raises ConfigError where there are none."""
-    pages = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.rglob("*")) if path.is_file()]
-    if not pages:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in COMPILED]
+    if not files:
         raise ConfigError(
-            f"{folder}: holds no texts; this Python came without its tests, name others with --new FOLDER"
+            f"{folder}: holds no texts; this Python came without its tests, name others with --old FOLDER"
             if folder == TABLES
             else f"{folder}: holds no texts"
         )
-    return pages
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
 
 
-def _pieces(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(tokens[at : at + PROMPT]) for at in range(0, len(tokens) - PROMPT, 2 * PROMPT)]
+def pieces(tokenizer: Tokenizer, pages: Sequence[str]) -> list[tuple[int, ...]]:
+    """Prompts from all over the pages, shuffled."""
+    found = [
+        tuple(tokens[at : at + PROMPT])
+        for tokens in (tokenizer.encode(page).ids for page in pages)
+        for at in range(0, len(tokens) - PROMPT, 2 * PROMPT)
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def tokens_of(answers: Sequence[Answer]) -> int:
+    """Of all answers."""
+    return sum(answer.tokens for answer in answers)
 
 
 def length(answers: Sequence[Answer]) -> float:
     """Committed tokens of each step."""
-    return sum(answer.tokens for answer in answers) / sum(answer.steps for answer in answers)
+    return tokens_of(answers) / sum(answer.steps for answer in answers)
 
 
 def speed(answers: Sequence[Answer]) -> float:
     """Tokens a second."""
-    return sum(answer.tokens for answer in answers) / answers[-1].at
+    return tokens_of(answers) / answers[-1].at
 
 
-def windows(answers: Sequence[Answer]) -> list[tuple[int, float]]:
-    """Acceptance length over each `WINDOW` tokens, and where it ends."""
+def windows(answers: Sequence[Answer], first: int = 0) -> list[tuple[int, float]]:
+    """Acceptance length over each `WINDOW` tokens, and where it ends, of answers that begin at `first`."""
     each = WINDOW // ANSWER
     return [
-        ((start + each) * ANSWER, length(answers[start : start + each]))
+        (first + (start + each) * ANSWER, length(answers[start : start + each]))
         for start in range(0, len(answers) - each + 1, each)
     ]
 
@@ -217,12 +249,17 @@ def _report(rows: dict[str, tuple[Phase, Phase]], plot: Path | None) -> None:
     if plot is not None:
         from bench import plots
 
-        plots.online({name: windows(after) for name, (_, after) in rows.items()}, plot)
+        plots.online({name: windows(old, -tokens_of(old)) + windows(new) for name, (old, new) in rows.items()}, plot)
     (_, without), (_, learning) = rows.values()
     for heat in HEATS:
         ahead = gain(*([answer for answer in phase if answer.heat == heat] for phase in (without, learning)))
         print(f"learning at T = {heat:g}: ahead by {100 * ahead:+.1f} % in the last third")
+    texts = [{answer.number: answer.text for answer in phase} for phase in (without, learning)]
+    same = sum(text == texts[1].get(number) for number, text in texts[0].items())
+    print(f"{same} of {len(texts[0])} texts are the same with learning and without")
     print(last_line(without, learning), flush=True)
+    if same < len(texts[0]):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from outrider.cli.samples import acceptance_by_depth
 
 
 def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
-    """Acceptance length over committed tokens, for each row."""
+    """Acceptance length over committed tokens, for each row; at 0 the traffic changes."""
     mpl.use("Agg")
     with _figure(path) as axes:
         for row, points in rows.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=row)
-        axes.set(xlabel="committed tokens of the new traffic", ylabel="acceptance length")
+        axes.axvline(0, color="grey", linestyle="--")
+        axes.set(xlabel="committed tokens since the traffic changed", ylabel="acceptance length")
 
 
 def draw(results: Results, json_path: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -73,7 +74,8 @@ def _quality(now: Standing) -> dict[str, str]:
     if now.measured is None:
         return {}
     lengths = {f"acceptance_t{at:g}": f"{length:.2f}" for at, length in now.measured.acceptance.items()}
-    return {"loss": f"{now.loss:.3f}", "held_out_loss": f"{now.measured.held_out_loss:.3f}", **lengths}
+    loss = {} if math.isnan(now.loss) else {"loss": f"{now.loss:.3f}"}  # there is none before the first step
+    return {**loss, "held_out_loss": f"{now.measured.held_out_loss:.3f}", **lengths}
 
 
 def _show(progress: Progress, bar: TaskID, now: Standing) -> None:
