@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,23 @@ async def test_what_agrees_more_is_published_with_a_card_as_drafters_can_load_it
     assert engine.vocabulary == VOCABULARY
     held = examples[-16:]
     assert Follower(folder).score(held).mean > Follower(rig.course.model).score(held).mean + 0.02
+
+
+def test_what_is_judged_and_saved_is_the_average_over_steps(
+    models: Path, examples: list[Example], tmp_path: Path
+) -> None:
+    follower, in_use = (Follower(models / "drafter", rate=3e-3) for _ in range(2))
+    stages = [deepcopy(follower._model.state_dict())]
+    for _ in range(3):
+        follower.learn(examples[:8], in_use)
+        stages.append(deepcopy(follower._learning.state_dict()))
+    follower.save(tmp_path / "learned")
+    weights = (1 / 11 * 2 / 12 * 3 / 13, 10 / 11 * 2 / 12 * 3 / 13, 10 / 12 * 3 / 13, 10 / 13)  # young ones forget more
+    for name, saved in Follower(tmp_path / "learned")._model.state_dict().items():
+        average = sum(weight * stage[name] for weight, stage in zip(weights, stages, strict=True))
+        torch.testing.assert_close(follower._model.state_dict()[name], average)
+        torch.testing.assert_close(saved, average.bfloat16().float())
+    assert not torch.equal(stages[0]["lm_head.weight"], stages[1]["lm_head.weight"])
 
 
 async def test_it_rests_when_there_is_nothing_new_and_keeps_to_its_share(rig: Rig, examples: list[Example]) -> None:

@@ -46,7 +46,8 @@ def test_each_recipe_makes_its_part_of_a_family_with_its_sizes_cut_down(tmp_path
         assert json.loads((tmp_path / name / "outrider.json").read_text(encoding="utf-8"))["target"] == "target"
         load_engine(tmp_path / name, dtype="bfloat16", slots=1, threads=1)
     again = made("drafter", "drafter", *LITTLE, "--target", str(target), "--output", str(tmp_path / "drafter"))
-    assert " held_out_loss=" in again and "loss=nan" not in again  # it took no step, so it has no loss to tell of
+    assert " held_out_loss=" in again
+    assert "loss=nan" not in again
 
 
 @pytest.mark.parametrize("name", ["target", "mid", "drafter"])
