@@ -33,7 +33,7 @@ from outrider.training.distillation import Training
 from outrider.training.objectives import ObjectiveName
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 
-PROMPT, ANSWER = 96, 128  # tokens
+PROMPT, ANSWER = 64, 128  # tokens
 HEATS = (0.0, 1.0)
 LAYERS = (0, 5)  # of the target, that drafters begin with: the reference drafter's
 TEXT: Final = "text"
@@ -58,7 +58,7 @@ class Made(NamedTuple):
 
 
 def main(
-    tokens: Annotated[str, typer.Option(metavar="COUNT", help="That each drafter is trained on.")] = "1.2M",
+    tokens: Annotated[str, typer.Option(metavar="COUNT", help="That each drafter is trained on.")] = "600k",
     head_tokens: Annotated[str, typer.Option(metavar="COUNT", help="That heads are trained on.")] = "1M",
     parts: Annotated[list[str] | None, typer.Option("--part", help="objectives, heads, online. [default: all]")] = None,
     text: Annotated[str, typer.Option(help="To learn from: a folder, or stdlib, Python's library.")] = "stdlib",

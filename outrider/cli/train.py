@@ -40,7 +40,7 @@ Objective = Annotated[
 TextWeight = Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0]")]
 Temperature = Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")]
 Window = Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512, of heads 256]")]
-Batch = Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 8]")]
+Batch = Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 2, of heads 8]")]
 Accumulate = Annotated[int | None, typer.Option(help="Passes of a step. [default: 1]")]
 Tokens = Annotated[str | None, typer.Option(metavar="COUNT", help="To train on, like 20M.")]
 Minutes = Annotated[float | None, typer.Option(help="Or for how long; with both, what ends first.")]
