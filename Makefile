@@ -49,7 +49,7 @@ bench-quick: $(STAMP)
 bench-trees: $(STAMP)
 	$(BIN)/python -m bench.trees $(ARGS)
 
-# What training brings: drafters by objective, heads, and learning while serving. About two hours on two cores.
+# What training brings: drafters by objective, heads, and learning while serving. An hour and a half on two cores.
 bench-drafters: $(STAMP)
 	$(BIN)/python -m bench.drafters $(ARGS)
 

@@ -67,7 +67,7 @@ def main(
     keep: Annotated[Path | None, typer.Option(help="Folder that keeps what was trained; it goes on there.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of learning while serving.")] = None,
 ) -> None:
-    """Train drafters and heads, measure them, and print the tables. About two hours on two cores."""
+    """Train drafters and heads, measure them, and print the tables. An hour and a half on two cores."""
     wanted = tuple(parts or PARTS)
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")

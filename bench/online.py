@@ -3,7 +3,7 @@
 The drafter is made here for its first traffic: distilled from the target on the tables of arithmetic that CPython tests
 `decimal` with. Then prompts are Python source that neither model has seen, of a library; the target is at home there.
 The same requests are made of a cluster whose drafter learns and of one whose drafter does not, one after the other and
-all of it on this machine.
+all of it on this machine. Texts must be the same to the bit, so numerics are invariant.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def _measure(
                 depth=4,
                 teaches=("*",) if learns else (),
             ),
-            verifier=[VerifierConfig(model=target, name="target", slots=CALLERS, threads=1)],
+            verifier=[VerifierConfig(model=target, name="target", slots=CALLERS, threads=1, numerics="invariant")],
             drafter=[DrafterConfig(model=drafter, slots=CALLERS, threads=1, learns=learns)],
         )
         async with running(config) as cluster:

@@ -85,7 +85,7 @@ class DrafterRecipe(TrainingRecipe):
     ffn: int | None = Field(default=None, ge=8)  # units of its feed-forward; None: 8/3 of the width
     context: int | None = Field(default=None, ge=2)  # its longest text, in tokens; None: the target's, or the window
 
-    # Few, so that there are many steps: what 400,000 tokens make is a tenth longer in steps of 2 windows than of 8.
+    # Few, so that there are many steps: drafts that 400,000 tokens teach are a fifth longer than in steps of 8 windows.
     batch: int = Field(default=2, ge=1)  # windows of a pass, on each device
 
     on_policy: float = Field(default=0.0, ge=0, le=1)  # share of the steps whose text the drafter itself goes on with
