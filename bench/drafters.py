@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from bench.online import LAYERS
 from bench.trees.cells import Setting
 from bench.trees.running import run as run_trees
 from bench.trees.tables import print_tables
@@ -35,7 +36,6 @@ from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
 
 PROMPT, ANSWER = 64, 128  # tokens
 HEATS = (0.0, 1.0)
-LAYERS = (0, 5)  # of the target, that drafters begin with: the reference drafter's
 TEXT: Final = "text"
 DISTILLED: Final = "agreement"
 OBJECTIVES: tuple[Any, ...] = (TEXT, *get_args(ObjectiveName))

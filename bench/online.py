@@ -43,7 +43,7 @@ WINDOW = 24 * ANSWER  # tokens of a point
 TABLES = Path(sysconfig.get_path("stdlib")) / "test" / "decimaltestdata"
 SOURCE = Path(rich.__file__).parent
 COMPILED = {".pyc", ".so"}  # what is no text beside it
-LAYERS = "0,5"  # of the target, that the drafter begins with
+LAYERS = (0, 5)  # of the target, that drafters begin with: the reference drafter's
 LEARNED = 300_000  # tokens of the old traffic that it is distilled on
 TRAINER_S = 120.0  # that the trainer gets to start
 
@@ -176,7 +176,7 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
 def make_drafter(folder: Path, target: Path, text: Path) -> None:
     """As a user makes one; what was made before stays. Ends with what the command ends with."""
     command = ("train", "drafter", "--target", target, "--text", text, "--output", folder)
-    budget = ("--layers", LAYERS, "--tokens", LEARNED)
+    budget = ("--layers", ",".join(map(str, LAYERS)), "--tokens", LEARNED)
     ended = subprocess.run((sys.executable, "-m", "outrider.cli", *map(str, (*command, *budget))), stdout=sys.stderr)
     if ended.returncode:
         raise typer.Exit(ended.returncode)
