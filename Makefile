@@ -29,7 +29,7 @@ tests-aside: $(STAMP)
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
 
-# Kills, freezes, black holes and restarts under 32 sessions: at most half an hour. ARGS adds flags: ARGS='--seed 8'.
+# Kills, freezes, black holes and restarts under 32 sessions, then hostile callers: at most forty minutes. ARGS adds flags: ARGS='--seed 8'.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --whole $(ARGS)
 

@@ -77,7 +77,7 @@ class DrawnSession(DraftSession):
         for node, row in zip(nodes, rows, strict=True):
             node.expanded = True
             path = self.tree.path(node)
-            node.q = SparseRow.of(self.sampler.probabilities(row.logits, path))
+            node.q = SparseRow.of(self.sampler.probabilities(row.logits[: self.usable], path))
             place = extend(self.tree.digest, path)
             chance = SeededChance(self.contract.seed, self.contract.choice, self._epoch, place, DRAFT)
             below = self._shapes[node]

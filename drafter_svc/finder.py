@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from drafter_svc.news import News
 from drafter_svc.replica import Replica, Snapshot, Update
 from drafter_svc.upstream import Attachment
 from outrider.core.growth import floor_score
@@ -14,14 +14,14 @@ from outrider.core.lookup import Lookup, Lookups, fits, grow
 from outrider.core.tree import Delta, Hints, Node
 from outrider.rpc.liveness import Progress
 
-CHUNK = 2048  # tokens of a prompt that are read before others have their turn; some ten milliseconds
+CHUNK = 512  # tokens of a prompt that are read before others have their turn; some ten milliseconds
 
 
 @dataclass(slots=True)
 class Member:
     """A session in the loop, and what its upstream said that is not dealt with."""
 
-    news: deque[Snapshot | Update | Hints] = field(default_factory=deque)
+    news: News = field(default_factory=News)
     replica: Replica | None = None
     lookup: Lookup | None = None
     read: int = 0  # tokens that the lookup has
@@ -52,15 +52,13 @@ class Finder:
         """A session begins, or begins anew. Ignored when there are too many."""
         if key not in self.members and len(self.members) >= self._slots:
             return
-        self.members.setdefault(key, Member()).news.append(snapshot)
-        self._changed.set()
+        self._note(key, self.members.setdefault(key, Member()).news, snapshot)
 
     def updated(self, key: Attachment, update: Update | Hints) -> None:
         """A session's upstream committed tokens, changed the terms, or says what it believes."""
         member = self.members.get(key)
         if member is not None:
-            member.news.append(update)
-            self._changed.set()
+            self._note(key, member.news, update)
 
     def closed(self, key: Attachment) -> None:
         """A session is over. Its answer is kept where answers are."""
@@ -68,20 +66,27 @@ class Finder:
         if member is not None and member.replica is not None and member.lookup is not None:
             member.lookup.finish(member.replica.tokens[member.answer_position :])
 
+    def _note(self, key: Attachment, news: News, latest: Snapshot | Update | Hints) -> None:
+        """What comes while others are read for waits; of more than there can be, all is asked for anew."""
+        if news.add(latest):
+            self._changed.set()
+        else:
+            self._resync(key)
+
     async def run(self) -> None:
         """Answers until cancelled. Nobody with a short text waits for who reads a long one."""
         while True:
             self._changed.clear()
             behind = False
             for key, member in list(self.members.items()):
-                if member.news or self._is_behind(member):
+                if self.members.get(key) is member and (member.news or self._is_behind(member)):
                     self.progress.begin()
                     self._turn(key, member)
                     self.progress.end()
-                    behind = behind or self._is_behind(member)
-            if behind:
-                await asyncio.sleep(0)
-            else:
+                    if self._is_behind(member):
+                        behind = True
+                        await asyncio.sleep(0)
+            if not behind:
                 await self._changed.wait()
 
     def _is_behind(self, member: Member) -> bool:
@@ -146,6 +151,7 @@ class Finder:
                     nodes=plan.nodes,
                     depth=plan.depth,
                     width=plan.width,
+                    vocabulary=replica.sayable,
                     floor=floor_score(replica.price),
                     room=replica.room - len(added),
                     start=start,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from functools import partial
 
 from drafter_svc.drawn import DrawnSession
 from drafter_svc.headed import HeadDrawnSession, HeadRankedSession
+from drafter_svc.news import News
 from drafter_svc.ranked import RankedSession
+from drafter_svc.refusals import LET_GO
 from drafter_svc.relay import Below, NobodyBelow, Relay
 from drafter_svc.replica import Snapshot, Update
 from drafter_svc.session import DraftSession
@@ -31,7 +32,7 @@ from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
 
-News = Snapshot | Update | Hints
+READ_ON = 1024  # tokens of long texts that all sessions together read on beside a pass; some two milliseconds
 LEARNING = 0.1  # how far what a level takes follows one level
 
 
@@ -40,10 +41,11 @@ class Member:
     """A session in the loop, and what its upstream said since the last level."""
 
     place: Taken
-    news: deque[News] = field(default_factory=deque)
+    news: News = field(default_factory=News)
     session: DraftSession | None = None
     relay: Relay | None = None  # its other side, for a lower tier
     next: tuple[Segment, list[Node]] | None = None  # what to run for it next, and the nodes that this expands
+    has_read: bool = False  # all of a long text, just now: there may be more to propose
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +106,13 @@ class Grower:
             if not self.slots.free:
                 return
             member = self.members[key] = Member(self._place(key, snapshot))
-        member.news.append(snapshot)
-        self._changed.set()
+        self._note(key, member.news, snapshot)
 
     def updated(self, key: Attachment, update: Update | Hints) -> None:
         """A session's upstream committed tokens, changed the terms, or says what it believes."""
         member = self.members.get(key)
         if member is not None:
-            member.news.append(update)
-            self._changed.set()
+            self._note(key, member.news, update)
 
     def wake(self) -> None:
         """There is news from below."""
@@ -130,8 +130,15 @@ class Grower:
         if member is not None:
             if member.relay is not None:
                 del self.sessions[member.relay.id]
-                member.relay.dismiss("the upstream has let it go")
+                member.relay.dismiss(LET_GO)
             self._give_back(key, member)
+
+    def _note(self, key: Attachment, news: News, latest: Snapshot | Update | Hints) -> None:
+        """What comes while a pass runs waits for its end; of more than there can be, all is asked for anew."""
+        if news.add(latest):
+            self._changed.set()
+        else:
+            self._resync(key)
 
     def renew(self, engine: Engine) -> None:
         """Drafts with another engine of the same shape from the next level on. Sessions go on; their texts are read
@@ -168,7 +175,7 @@ class Grower:
             self._take_engine()
             turns, chunk, hold = [], self._prefill_chunk, math.inf
             for key, member in list(self.members.items()):
-                if member.news or (member.relay is not None and member.relay.changed):
+                if member.news or member.has_read or (member.relay is not None and member.relay.changed):
                     self._catch_up(key, member)
                 if (left := self._patience(member)) > 0.0:
                     hold = min(hold, left)
@@ -180,9 +187,21 @@ class Grower:
                         turns.append(Turn(key, member.session, segment, nodes))
             if turns:
                 return turns
+            if self._read_on():
+                await asyncio.sleep(0)  # others have their turn
+                continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold if hold < math.inf else None):
                     await self._passes.rest(self._changed)
+
+    def _read_on(self) -> bool:
+        """Has sessions whose texts are long read on in them. Returns whether any did."""
+        left = READ_ON
+        for member in self.members.values():
+            if left and member.session is not None and member.session.behind:
+                left -= member.session.read_on(left)
+                member.has_read = not member.session.behind
+        return left < READ_ON
 
     def _take_engine(self) -> None:
         """No pass runs. A session's slot holds nothing of the new engine's."""
@@ -208,7 +227,7 @@ class Grower:
     def _catch_up(self, key: Attachment, member: Member) -> None:
         """Applies what the upstream said. A session with nothing left to draft says so at once."""
         self._apply_news(key, member)
-        session = member.session
+        session, member.has_read = member.session, False
         if session is not None:
             if member.relay is not None:
                 member.relay.changed = False
@@ -244,12 +263,13 @@ class Grower:
 
     def _begin(self, key: Attachment, member: Member, snapshot: Snapshot) -> DraftSession:
         """The session over what the upstream says, which may be less than it was; KV that is still good is kept."""
-        first_id = 1
+        first_id, repeats = 1, None
         if member.session is not None:
             first_id = member.session.next_id
+            repeats = member.session.repeats if isinstance(member.session, RankedSession) else None
             self._give_back(key, member)
             member.place = self._place(key, snapshot)
-        place, vocabulary = member.place, self._engine.vocabulary
+        place, vocabulary = member.place, self._engine.sayable
         if snapshot.features is not None:
             first = len(snapshot.tokens) - len(snapshot.features)
             self._passes.later(partial(self._engine.feed, place.slot, first, snapshot.features, anew=True))
@@ -257,7 +277,9 @@ class Grower:
             drawn = HeadDrawnSession if self._engine.fed else DrawnSession
             return drawn(snapshot, place.slot, vocabulary, self._shaped, first_id=first_id, cached=place.cached)
         ranked = HeadRankedSession if self._engine.fed else RankedSession
-        return ranked(snapshot, place.slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached)
+        return ranked(
+            snapshot, place.slot, vocabulary, self._ranked, first_id=first_id, cached=place.cached, repeats=repeats
+        )
 
     def _place(self, key: Attachment, snapshot: Snapshot) -> Taken:
         place = self.slots.take(snapshot.tokens, key.tenant, key.session_id)
@@ -311,7 +333,7 @@ class Grower:
         return True
 
     async def _forward(self, turns: Sequence[Turn]) -> Logits:
-        """The packed pass; noise and lessons are dealt with meanwhile."""
+        """The packed pass; noise, lessons and long texts are dealt with meanwhile."""
         draws = [turn.session.draw if self._engine.draws else None for turn in turns]
         segments, prepare = [turn.segment for turn in turns], partial(self._prepare, turns, draws)
         self.progress.begin()
@@ -324,6 +346,7 @@ class Grower:
             for node in turn.nodes if draw is None else ():
                 turn.session.sampler.prepare(node.position + 1)
             turn.session.learn(self._fit(turn.session.contract))
+        self._read_on()
 
     def _propose(self, turns: Sequence[Turn], logits: Logits) -> None:
         first = 0

@@ -17,6 +17,8 @@ from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Node
 from outrider.engine.logits import Row
 
+AT_ONCE = 1024  # tokens of a text that are read where the session begins; some two milliseconds
+
 
 class RankedSession(DraftSession):
     """Candidates are ranked by log q, plus the noise where the target shares it. The construction decides which nodes
@@ -31,21 +33,36 @@ class RankedSession(DraftSession):
         *,
         first_id: int = 1,
         cached: int = 0,
+        repeats: Repeats | None = None,
     ) -> None:
-        """`construction`: None is the default, best first."""
+        """`construction`: None is the default, best first; `repeats`: of the session as it was, which this one takes
+        over."""
         super().__init__(snapshot, slot, vocabulary, construction or BestFirst(), first_id=first_id, cached=cached)
         self._shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
         self._scores = self.sampler.scores if self._shared else self.sampler.log_weights
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
-        self._repeats = Repeats(self.tokens)
+        self.repeats = repeats or Repeats(())
+        self.repeats.keep(self.tokens)
         self._hints: dict[Node, Hint] = {}  # along the chain of what followed the tree's root before
         self._looked_up = -1  # position of that root
         self._lessons: list[tuple[Candidates | None, int, Hint | None]] = []  # with what the target said
+        self.read_on(AT_ONCE)
 
     @property
     def draw(self) -> Draw | None:
         """As the target's, where that shares its noise."""
         return self.sampler.draw if self._shared else None
+
+    @property
+    def behind(self) -> bool:
+        """Whether repetitions cannot be looked up yet, and are wanted."""
+        return not self._has_read and self.construction.guesses and self.wanted
+
+    def read_on(self, most: int) -> int:
+        """Of what repetitions are looked up in."""
+        part = self.tokens[self.repeats.length : self.repeats.length + most]
+        self.repeats.extend(part)
+        return len(part)
 
     def frontier(self, fits: Fits, limit: int) -> list[Node]:
         """As the construction says."""
@@ -111,8 +128,10 @@ class RankedSession(DraftSession):
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Also forgets the rows of what is gone."""
+        had_read = self._has_read
         move = super().commit(tokens)
-        self._repeats.extend(tokens)
+        if had_read:
+            self.repeats.extend(tokens)
         self._keep_rows({self.tree.root, *self.scratch})
         return move
 
@@ -124,6 +143,10 @@ class RankedSession(DraftSession):
         return names
 
     @property
+    def _has_read(self) -> bool:
+        return self.repeats.length == len(self.tokens)
+
+    @property
     def _floor(self) -> float:
         """Path score below which a node is not worth sending."""
         return floor_score(self.price, ahead=self.ahead)
@@ -131,9 +154,10 @@ class RankedSession(DraftSession):
     def _candidates(self, node: Node, row: Row) -> Candidates:
         best = row.best
         if best is not None:
-            known = np.isfinite(best.scores)
-            return Candidates(best.tokens[known], best.scores[known])
-        return candidates(self._scores(row.logits, self.tree.path(node)))
+            known = np.isfinite(best.scores) & (best.tokens < self.usable)  # the others are padding
+            if known.any():
+                return Candidates(best.tokens[known], best.scores[known])
+        return candidates(self._scores(row.logits[: self.usable], self.tree.path(node)))
 
     def _propose(self, node: Node, row: Candidates, fits: Fits, terms: Terms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))
@@ -151,15 +175,16 @@ class RankedSession(DraftSession):
         self._rows = {node: row for node, row in self._rows.items() if node in alive}
 
     def _look_up(self, fit: RepeatFit) -> None:
-        """Once for each root, adds what followed before as a chain, as far as it is worth running.
+        """Once for each root, adds what followed before as a chain, as far as it is worth running. Nothing before all
+        of the text is read.
 
         The upstream hears of a node of the chain when the model has judged it.
         """
-        if self._looked_up == self.tree.root.position or not self.plan.depth:
+        if self._looked_up == self.tree.root.position or not self.plan.depth or not self._has_read:
             return
         self._looked_up = self.tree.root.position
         self._hints.clear()
-        found = self._repeats.find(self.plan.depth)
+        found = self.repeats.find(self.plan.depth)
         if found is None:
             return
         node = self.tree.root
@@ -167,6 +192,8 @@ class RankedSession(DraftSession):
             self._hints[node] = Hint(token, length)
             child = node.children.get(token)
             if child is None:
+                if token >= self.usable:
+                    break
                 edge = math.log(fit.chance(length))
                 if node.expanded or self.tree.score(node) * math.exp(edge) < self._floor:
                     break

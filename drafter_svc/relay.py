@@ -91,6 +91,7 @@ class Relay(Drafted):
 
     def _take(self, session: DraftSession) -> None:
         self._session = session
+        self.vocabulary, self.sayable = session.vocabulary, session.sayable
         self.tree, self.tokens, self.plan = session.tree, session.tokens, session.plan
 
     @property

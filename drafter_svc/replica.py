@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.core.contract import Contract, Plan
+from outrider.core.digest import NOTHING, Prefix
 from outrider.core.drawn_tree import tree_of
 from outrider.core.tree import Delta, Node
 from outrider.rpc.codec import FeatureRows
@@ -28,6 +29,9 @@ class Snapshot:
     answer_position: int = 0  # where the contract's penalties and limits count from
     epoch: int = 0
     features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not asked for
+    known: Prefix = NOTHING  # of the tokens, a part whose digest was computed while they came
+    vocabulary: int = 2**32  # ids that the target has
+    sayable: int = 2**32  # ids that it can say are below
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class Replica:
         self.ahead = snapshot.ahead
         self.tokens = list(snapshot.tokens)
         self.answer_position = snapshot.answer_position
-        self.tree = tree_of(snapshot.contract, self.tokens)
+        self.vocabulary = snapshot.vocabulary
+        self.sayable = snapshot.sayable
+        self.tree = tree_of(snapshot.contract, self.tokens, known=snapshot.known)
         self.next_id = first_id
         self._rescored: list[Node] = []  # that the upstream knows, and whose edges have changed since
         self._version = 0  # of the last rescoring
@@ -75,6 +81,9 @@ class Replica:
             time_price=self.time_price,
             ahead=self.ahead,
             answer_position=self.answer_position,
+            known=self.tree.known,
+            vocabulary=self.vocabulary,
+            sayable=self.sayable,
         )
 
     @property

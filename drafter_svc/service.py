@@ -35,10 +35,10 @@ from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import ConfigError, InvalidRequest, Moved, Overloaded
 from outrider.hub import checkpoint_folder
-from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
 from outrider.rpc.spans import served
 from outrider.rpc.status import translated
+from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
@@ -87,6 +87,7 @@ class Roster(DrafterServicer):
         self._refused = 0
         self._leaving = False
         self._upstreams: dict[str, Upstream] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # streams that were idle
         self._loop: Loop
 
     def serve(self, loop: Loop) -> None:
@@ -105,7 +106,7 @@ class Roster(DrafterServicer):
                 return pb.AttachResponse()
             if present and upstream and request.epoch == present.epoch and upstream.address == self._way(request):
                 present.ticket = request.ticket  # for the next time it subscribes
-                return pb.AttachResponse()
+                return upstream.refusals.answer(present.key)
             if present and upstream:
                 self._drop(upstream, present)
             if sum(len(upstream.attachments) for upstream in self._upstreams.values()) >= self._capacity.slots:
@@ -113,9 +114,11 @@ class Roster(DrafterServicer):
             attachment = Attachment(request.session_id, request.tenant, request.epoch, request.ticket)
             if call.span.is_recording():
                 attachment.traced = TracedDrafts(call.span, attachment, self._worker_id, self._config.tier)
-            upstream = await self._reach(self._way(request))
+            upstream = self._reach(self._way(request))
             upstream.attach(attachment)
-            return pb.AttachResponse()
+            answer = upstream.refusals.answer(attachment.key)
+            upstream.refusals.forget(attachment.key)
+            return answer
 
     async def Detach(self, request: pb.DetachRequest, context: Context[Any, Any]) -> pb.DetachResponse:
         """Stops drafting for a session."""
@@ -140,6 +143,11 @@ class Roster(DrafterServicer):
             tasks=len(asyncio.all_tasks()),
             tier=self._config.tier,
             drafters=self.sink.streams if self.sink is not None else 0,
+            refusals=[
+                f"{one.address}: {why}"
+                for one in self._upstreams.values()
+                if (why := one.refusals.standing(attached=bool(one.attachments)))
+            ],
         )
 
     def describe(self, address: str) -> Worker:
@@ -161,6 +169,7 @@ class Roster(DrafterServicer):
             zone=self._config.zone,
             draining=self._leaving,
             trained_for=self._capacity.trained_for,
+            draws=self._config.drafts == "model" and self._config.target is None,
         )
 
     def learner(self, grower: Grower, versions: Versions) -> Learner:
@@ -200,6 +209,7 @@ class Roster(DrafterServicer):
         """Ends all streams."""
         for upstream in self._upstreams.values():
             await upstream.close()
+        await asyncio.gather(*self._closing)
 
     def _find(self, session_id: str) -> tuple[Upstream | None, Attachment | None]:
         for upstream in self._upstreams.values():
@@ -215,11 +225,15 @@ class Roster(DrafterServicer):
         """The address to draft for it at."""
         return self._config.via or request.upstream
 
-    async def _reach(self, address: str) -> Upstream:
-        """The stream to an upstream, or to the tunnel that leads there. Ends those that were idle for long."""
-        for idle in [upstream for upstream in self._upstreams.values() if upstream.idle_s > IDLE_S]:
+    def _reach(self, address: str) -> Upstream:
+        """The stream to an upstream, or to the tunnel that leads there. Has others end that were idle for long. It
+        waits for nothing: between a look at who is attached and an attachment nothing may come."""
+        others = [upstream for upstream in self._upstreams.values() if upstream.address != address]
+        for idle in [upstream for upstream in others if upstream.idle_s > IDLE_S]:
             del self._upstreams[idle.address]
-            await idle.close()
+            closing = asyncio.create_task(idle.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         if address not in self._upstreams:
             hello = pb.Hello(
                 drafter_id=self._worker_id,
@@ -248,7 +262,7 @@ class Roster(DrafterServicer):
         upstream, _ = self._find(attachment.session_id)
         if upstream:
             self._refused += 1
-            upstream.attach(attachment)
+            upstream.renew(attachment, "this drafter's copy was another one than the upstream's time and again")
 
     def _count_refusal(self) -> None:
         self._refused += 1
@@ -302,7 +316,7 @@ def with_model(
         Wanted(fusion_digest(checkpoint_folder(config.heads)), engine.fed) if config.heads else NO_FEATURES,
     )
     if config.target is None:
-        sink = Sink(worker_id, capacity.tokenizer_digest, capacity.vocabulary, keys) if config.serves else None
+        sink = Sink(worker_id, capacity.tokenizer_digest, keys) if config.serves else None
         roster = Roster(config, worker_id, capacity, sink)
         grower = _grower(config, engine, roster.send, roster.resync, sink)
         roster.serve(grower)
@@ -396,16 +410,16 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
         try:
             async with (
                 aclosing(redis),
-                alongside() as tasks,
+                supervising() as tasks,
                 serving(
                     config.listen, register, drain_s=config.drain_s, leave=leave, tls=roster.tls, probes=config.health
                 ) as address,
             ):
-                tasks.create_task(loop.run())
+                tasks.need("growth", loop.run)
                 if config.learns and isinstance(loop, Grower):
-                    tasks.create_task(roster.learner(loop, Versions(redis, config.model_name)).run())
+                    tasks.keep("learning", roster.learner(loop, Versions(redis, config.model_name)).run)
                 describe = partial(roster.describe, address)
-                tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
+                tasks.keep("announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed))
                 announce(address)
                 await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
         finally:

@@ -32,6 +32,9 @@ class DraftSession(Replica, ABC):
 
     Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the rows behind them hold, oldest
     first. A node has KV if and only if it is expanded.
+
+    Target and model may have different numbers of ids. What is drafted has ids below `usable`, which both have. Where
+    the model lacks one, of a committed token or of a node from elsewhere, it reads its own last one.
     """
 
     def __init__(
@@ -44,13 +47,17 @@ class DraftSession(Replica, ABC):
         first_id: int = 1,
         cached: int = 0,
     ) -> None:
+        """`vocabulary`: ids of the model."""
         super().__init__(snapshot, first_id=first_id)
+        self.usable = min(vocabulary, self.sayable)
         self.construction = construction
         self.slot = slot
         self.level_price = 0.0  # tokens that the time of one more level costs, while the upstream waits
         self.cached = cached
         self.scratch: list[Node] = []
-        self.sampler = Sampler(snapshot.contract, vocabulary, self.tokens, snapshot.answer_position)
+        self.sampler = Sampler(snapshot.contract, self.usable, self.tokens, snapshot.answer_position)
+        self._last_id = vocabulary - 1
+        self._mute = not snapshot.contract.allows_any(self.usable)
 
     def commit(self, tokens: Sequence[int]) -> Move | None:
         """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
@@ -68,6 +75,15 @@ class DraftSession(Replica, ABC):
         moved = rows != target
         return Move(rows[moved], target[moved]) if moved.any() else None
 
+    @property
+    def behind(self) -> bool:
+        """Whether it has to read on in its text before it can propose all that it could."""
+        return False
+
+    def read_on(self, most: int) -> int:
+        """Reads at most so many tokens more. Returns how many."""
+        return 0
+
     def forget(self) -> bool:
         """All KV is gone. False: the session has to begin anew; what it has drafted stays good at the upstream."""
         self.cached = 0
@@ -84,7 +100,7 @@ class DraftSession(Replica, ABC):
         the prompt is read.
         """
         pending = len(self.tokens) - self.cached
-        if len(self.tokens) >= context or not self.wanted:
+        if len(self.tokens) >= context or not self.wanted or self._mute:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []
@@ -157,7 +173,7 @@ class DraftSession(Replica, ABC):
         return sorted(found, key=_row_of)
 
     def _chain(self, count: int, wanted: int) -> Segment:
-        tokens = np.array(self.tokens[self.cached : self.cached + count], dtype=np.int64)
+        tokens = self._read(self.tokens[self.cached : self.cached + count])
         positions = np.arange(self.cached, self.cached + count, dtype=np.int64)
         return Segment(self.slot, self.cached, tokens, positions, None, wanted)
 
@@ -178,8 +194,12 @@ class DraftSession(Replica, ABC):
         tokens = self.tokens[self.cached :] + [node.token for node in below]
         positions = [*range(self.cached, len(self.tokens)), *(node.position for node in below)]
         return Segment(
-            self.slot, self.cached, np.array(tokens), np.array(positions), np.concatenate([chain, seen]), len(nodes)
+            self.slot, self.cached, self._read(tokens), np.array(positions), np.concatenate([chain, seen]), len(nodes)
         )
+
+    def _read(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """The tokens as the model can read them."""
+        return np.minimum(np.array(tokens, dtype=np.int64), self._last_id)
 
 
 def _row_of(node: Node) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from drafter_svc.replica import Snapshot, Update
+from outrider.core.digest import NOTHING, Prefix
+from outrider.core.tree import ALIAS_SPAN, settled
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import (
     SNAPSHOT_FEATURES,
+    SNAPSHOT_TOKENS,
     FeatureRows,
     check_tokens,
     contract_from_pb,
@@ -19,6 +23,7 @@ from outrider.rpc.codec import (
 from outrider.v1 import drafter_pb2 as pb
 
 LARGEST_SNAPSHOT = 2**20  # tokens
+LARGEST_VOCABULARY = 2**31 - 1  # ids of a target; indices and engines hold tokens in 32 bits with a sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +50,38 @@ class Parts:
 
     tokens: list[int] = field(default_factory=list)
     features: list[FeatureRows] = field(default_factory=list)  # with which the last tokens came
+    known: Prefix = NOTHING  # of the tokens: their digest is computed part by part
+    vocabulary: int = 0  # of the target, as the latest part has it; 0: none has come
 
     def clear(self) -> None:
         """Forgets what has come."""
         self.tokens.clear()
         self.features.clear()
+        self.known = NOTHING
 
     def take(self, part: pb.Snapshot, vocabulary: int, wanted: Wanted) -> Snapshot | None:
-        """The snapshot, once its last part has come. Raises InvalidRequest for a part that does not fit or is
-        malformed."""
-        check_tokens(part.tokens, vocabulary)
+        """The snapshot, once its last part has come. `vocabulary`: what the target's is taken to be where the upstream
+        does not name it. Raises InvalidRequest for a part that does not fit or is malformed."""
+        if part.vocabulary > LARGEST_VOCABULARY:
+            raise InvalidRequest("vocabulary", f"is {part.vocabulary}, must be at most {LARGEST_VOCABULARY}")
+        self.vocabulary = part.vocabulary or vocabulary
+        _check_count(part.tokens, SNAPSHOT_TOKENS)
+        check_tokens(part.tokens, self.vocabulary)
         if part.position == 0:
             self.clear()
         if part.position != len(self.tokens) or part.position > LARGEST_SNAPSHOT:
             raise InvalidRequest("position", f"is {part.position}, must be {len(self.tokens)}, where the parts end")
         self._take_features(part, wanted)
         self.tokens.extend(part.tokens)
+        self.known = settled(self.tokens, self.known)
         if not part.last:
             return None
         if not self.tokens:
             raise InvalidRequest("tokens", "a snapshot needs at least one token")
         if part.answer_position > len(self.tokens):
             raise InvalidRequest("answer_position", "lies beyond the snapshot's tokens")
-        contract = contract_from_pb(part.contract)
-        contract.check_vocabulary(vocabulary)
+        contract, sayable = contract_from_pb(part.contract), min(part.sayable or self.vocabulary, self.vocabulary)
+        contract.check_vocabulary(self.vocabulary, sayable)
         snapshot = Snapshot(
             tuple(self.tokens),
             part.digest,
@@ -81,6 +94,9 @@ class Parts:
             part.answer_position,
             part.epoch,
             np.concatenate(self.features) if self.features else None,
+            self.known,
+            self.vocabulary,
+            sayable,
         )
         self.clear()
         return snapshot
@@ -97,7 +113,8 @@ class Parts:
 
 
 def update_from_pb(commit: pb.Commit, vocabulary: int, wanted: Wanted) -> Update:
-    """What a commit says. Raises InvalidRequest for a malformed one."""
+    """What a commit says. `vocabulary`: the target's. Raises InvalidRequest for a malformed one."""
+    _check_count(commit.tokens, ALIAS_SPAN)
     check_tokens(commit.tokens, vocabulary)
     features = wanted.rows(commit.features, len(commit.tokens), len(commit.tokens))
     return Update(
@@ -112,3 +129,9 @@ def update_from_pb(commit: pb.Commit, vocabulary: int, wanted: Wanted) -> Update
         tuple(commit.dropped),
         features if len(features) else None,
     )
+
+
+def _check_count(tokens: Sequence[int], most: int) -> None:
+    """Raises InvalidRequest for more than a frame may have: what is done with them holds up all sessions."""
+    if len(tokens) > most:
+        raise InvalidRequest("tokens", f"are {len(tokens)}, must be at most {most} in a frame")

@@ -5,9 +5,11 @@ Towards the loop it is an upstream whose sessions hold own tokens; towards the u
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
@@ -16,24 +18,31 @@ from drafter_svc.replica import Replica, Snapshot, Update
 from drafter_svc.translation import Translation
 from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.digest import NOTHING, Prefix
 from outrider.core.edges import edge_code, edge_from_code
 from outrider.core.lookup import fits
-from outrider.core.tree import Delta, Hints, Node, TokenTree
+from outrider.core.tree import Delta, Drifted, Hints, Node, TokenTree, settled
+from outrider.errors import InvalidRequest
 from outrider.rpc.liveness import Progress
 
 UNBOUNDED = 2**60  # credit that the loop has; what goes up keeps to the upstream's
 SENDER = 0  # the loop, in the tree of own tokens
+AT_ONCE = 512  # tokens that are translated on the event loop, or at a time beside it: some 20 ms
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Member:
     """A session in both vocabularies."""
 
     replica: Replica  # in the target's
     translation: Translation
     own: TokenTree  # that the loop has grown
+    known: Prefix = NOTHING  # of the own tokens that stay as they are
     sent: int = 0  # own tokens that the loop knows of
+    waiting: list[int] = field(default_factory=list)  # tokens to translate; while there are any, the loop knows nothing
+    work: asyncio.Task[None] | None = None  # that translates them
 
 
 class Translator:
@@ -76,18 +85,31 @@ class Translator:
 
     async def run(self) -> None:
         """Drafts until cancelled."""
-        await self._loop.run()
+        try:
+            await self._loop.run()
+        finally:
+            for member in self._sessions.values():
+                if member.work is not None:
+                    member.work.cancel()
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
-        """A session begins, or begins anew."""
+        """A session begins, or begins anew. A long text is translated beside the event loop, and drafted for once that
+        is done."""
         before = self._sessions.get(key)
         replica = Replica(snapshot, first_id=before.replica.next_id if before else 1)
         if replica.tree.digest != snapshot.digest:
             self._resync(key)
             return
-        translation = Translation(self._target, self._own)
-        translation.extend(snapshot.tokens)
-        self._sessions[key] = Member(replica, translation, TokenTree(translation.own_tokens or [0]))
+        if before is not None and before.work is not None:
+            before.work.cancel()
+        member = Member(replica, Translation(self._target, self._own), TokenTree([0]), waiting=list(snapshot.tokens))
+        self._sessions[key] = member
+        if len(member.waiting) > AT_ONCE:
+            self._loop.closed(key)  # what it has is another text's
+            member.work = asyncio.create_task(self._catch_up(key, member))
+            return
+        member.translation.extend(member.waiting)
+        member.waiting.clear()
         self.reopen(key)
 
     def updated(self, key: Attachment, update: Update | Hints) -> None:
@@ -100,19 +122,20 @@ class Translator:
             self.closed(key)
             self._resync(key)
             return
-        known = member.translation.own_tokens[: member.sent]
-        member.translation.extend(update.tokens)
-        own = member.translation.own_tokens
-        if own[: len(known)] != known:
+        if member.work is not None:  # what is said meanwhile is bounded by the upstream's context
+            member.waiting.extend(update.tokens)
+            return
+        same, known = member.translation.extend(update.tokens), member.sent
+        if same < known:
             self.reopen(key)  # the end of the text has become other tokens
             return
-        new = own[len(known) :]
-        member.sent = len(own)
+        new = member.translation.own_tokens[known:]
+        member.sent += len(new)
         member.own.commit(new)
         self._loop.updated(
             key,
             Update(
-                len(known),
+                known,
                 tuple(new),
                 member.own.digest,
                 update.plan,
@@ -126,7 +149,10 @@ class Translator:
 
     def closed(self, key: Attachment) -> None:
         """A session is over."""
-        if self._sessions.pop(key, None) is not None:
+        member = self._sessions.pop(key, None)
+        if member is not None:
+            if member.work is not None:
+                member.work.cancel()
             self._loop.closed(key)
 
     def reopen(self, key: Attachment) -> None:
@@ -135,13 +161,14 @@ class Translator:
         if member is None or not member.translation.own_tokens or not fits(member.replica.contract):
             return
         replica, own = member.replica, member.translation.own_tokens
-        member.own = TokenTree(own)
+        member.known = _settled(member)
+        member.own = TokenTree(own, known=member.known)
         member.sent = len(own)
         self._loop.opened(
             key,
             Snapshot(
                 tuple(own),
-                extend(EMPTY, own),
+                member.own.digest,
                 _own_terms(replica.contract),
                 replica.plan,
                 UNBOUNDED,
@@ -149,8 +176,27 @@ class Translator:
                 replica.time_price,
                 replica.ahead,
                 len(own),
+                known=member.known,
             ),
         )
+
+    async def _catch_up(self, key: Attachment, member: Member) -> None:
+        """Translates what waits, a part at a time in a thread, so that one that is not wanted any more ends soon."""
+        try:
+            while member.waiting:
+                part = member.waiting[:AT_ONCE]
+                del member.waiting[:AT_ONCE]
+                await asyncio.to_thread(self._translate, member, part)
+        except Exception:  # nobody waits for this task
+            log.exception("a text could not be translated; its session gets no drafts")
+            self.closed(key)
+            return
+        member.work = None
+        self.reopen(key)
+
+    def _translate(self, member: Member, tokens: Sequence[int]) -> None:
+        member.translation.extend(tokens)
+        member.known = _settled(member)
 
     def take(self, key: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
         """The loop's new nodes: those that stand for new tokens of the target go up."""
@@ -158,7 +204,13 @@ class Translator:
         if member is None:
             return
         before = {id(node) for node in _below(member.own.root)}
-        member.own.graft(SENDER, delta)
+        try:
+            member.own.graft(SENDER, delta)
+        except (Drifted, InvalidRequest):
+            # The end of the text has become other tokens, which the loop takes up after this pass.
+            if exhausted:
+                self._send(key, member.replica.announce(()), plan_version, exhausted)
+            return
         added: list[Node] = []
         for node in _below(member.own.root):
             if id(node) not in before:
@@ -175,13 +227,19 @@ class Translator:
         for token in member.translation.propose(member.own.path(node)):
             child = at.children.get(token)
             if child is None:
-                if len(added) >= room or tree.depth(at) >= member.replica.plan.depth:
+                full = len(added) >= room or tree.depth(at) >= member.replica.plan.depth
+                if full or token >= member.replica.sayable:
                     break
                 ratio = min(1.0, score / tree.score(at))
                 child = tree.add(at, token, edge_from_code(edge_code(math.log(max(ratio, 1e-9)))))
                 added.append(child)
             at = child
         return added
+
+
+def _settled(member: Member) -> Prefix:
+    """The digest of the own tokens that stay as they are, but for the last ones."""
+    return settled(member.translation.own_tokens[: member.translation.settled], member.known)
 
 
 def _own_terms(contract: Contract) -> Contract:

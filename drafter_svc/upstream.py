@@ -6,28 +6,33 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc.aio
 
+from drafter_svc.refusals import WITHOUT, Refusals
 from drafter_svc.replica import Snapshot, Update
 from drafter_svc.told import NO_FEATURES, Parts, Wanted, update_from_pb
 from outrider.core.tree import Delta, Hints
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import delta_to_pb, hints_from_pb
+from outrider.rpc.lifecycle import alongside
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.supervision import kept
 from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 
 log = logging.getLogger(__name__)
 
+OUTGOING_FRAMES = 4096  # that may wait to be written; an upstream that reads leaves a handful
 RETRY_S = 0.2  # between two attempts to reach an upstream
-WITHOUT = "features:"  # how a reason begins for which nothing can be drafted at an upstream
+MOST_RENEWALS = 16  # subscriptions anew of an attachment within RENEWALS_S; one more, and it ends
+RENEWALS_S = 10.0
 
 
 class Listener(Protocol):
@@ -71,6 +76,13 @@ class Attachment:
     number: int = 0  # of the last subscription
     parts: Parts = field(default_factory=Parts)
     traced: Traced | None = None  # where its request is traced
+    renewals: int = 0  # since `renewed_s`
+    renewed_s: float = 0.0  # of the monotonic clock
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Names it among refusals."""
+        return self.session_id, self.epoch
 
 
 class Upstream:
@@ -91,6 +103,7 @@ class Upstream:
     ) -> None:
         self.address = address
         self.attachments: dict[str, Attachment] = {}
+        self.refusals = Refusals()
         self._hello = hello
         self._vocabulary = vocabulary
         self._listener = listener
@@ -98,13 +111,14 @@ class Upstream:
         self._tls = tls
         self._features = wanted
         self._said_why = False  # that it cannot be drafted for
-        self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue(OUTGOING_FRAMES)
+        self._overrun = asyncio.Event()  # more was to be sent than may wait
         self._numbered: dict[int, Attachment] = {}  # by the number of its subscription
         self._numbers = 0
         self._idle_since = time.monotonic()
         self._open = False
         self._wanted = asyncio.Event()  # there are attachments
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(kept("upstream", self._run))
 
     @property
     def idle_s(self) -> float:
@@ -117,6 +131,22 @@ class Upstream:
         self._wanted.set()
         if self._open:
             self._subscribe(attachment)
+
+    def renew(self, attachment: Attachment, why: str) -> None:
+        """Subscribes a session anew whose frames are of no use: the copy is another one than the upstream's, or they
+        are malformed. Where that does not help, it is drafted for no more, and the router is told why."""
+        now = time.monotonic()
+        if now - attachment.renewed_s > RENEWALS_S:
+            attachment.renewals, attachment.renewed_s = 0, now
+        attachment.renewals += 1
+        if attachment.renewals <= MOST_RENEWALS:
+            self.attach(attachment)
+            return
+        reason = f"malformed: {why}"
+        log.warning("upstream %s: session %s gets no more drafts: %s", self.address, attachment.session_id, reason)
+        self.refusals.closed(attachment.key, reason)
+        self.detach(attachment)
+        self._listener.closed(attachment)
 
     def detach(self, attachment: Attachment) -> None:
         """Stops drafting for a session."""
@@ -156,8 +186,13 @@ class Upstream:
             self._wanted.clear()
 
     def _say(self, frame: pb.DraftUp) -> None:
-        if self._open:
+        if not self._open:
+            return
+        try:
             self._outgoing.put_nowait(frame)
+        except asyncio.QueueFull:
+            self._open = False  # nothing may be left out, so that the stream has to begin anew
+            self._overrun.set()
 
     def _subscribe(self, attachment: Attachment) -> None:
         self._numbered.pop(attachment.number, None)
@@ -186,9 +221,10 @@ class Upstream:
                 try:
                     await self._converse(channel)
                     reachable = True
-                except (grpc.aio.AioRpcError, Unavailable) as error:
+                except (grpc.aio.AioRpcError, OutriderError) as error:
+                    known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                    self.refusals.failed(known)
                     if reachable:
-                        known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
                         log.warning("upstream %s: %s", self.address, known)
                     reachable = False
                 finally:
@@ -198,19 +234,32 @@ class Upstream:
                 await asyncio.sleep(RETRY_S)
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        self._outgoing = asyncio.Queue()
+        self._outgoing, self._overrun = asyncio.Queue(OUTGOING_FRAMES), asyncio.Event()
         self._open = True
         self._say(pb.DraftUp(hello=self._hello))
         for attachment in self.attachments.values():
             self._subscribe(attachment)
         call = TreeSinkStub(channel).Draft()
-        writing = asyncio.create_task(self._write(call))
         try:
-            async for frame in liveness.heard(aiter(call), f"upstream {self.address}"):
-                self._hear(frame)
+            async with alongside() as tasks:  # who fails to write must not go on to read
+                beside = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
+                async for frame in liveness.heard(self._frames(call), f"upstream {self.address}"):
+                    self._hear(frame)
+                for task in beside:
+                    task.cancel()
         finally:
-            writing.cancel()
             call.cancel()
+
+    async def _frames(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> AsyncIterator[pb.DraftDown]:
+        """What comes; bytes that do not parse, which gRPC gives as None, are counted."""
+        async for frame in call:
+            if frame is None:
+                self._refuse()
+            yield frame
+
+    async def _end_when_overrun(self) -> None:
+        await self._overrun.wait()
+        raise Overloaded(f"does not read what it is sent; more than {OUTGOING_FRAMES} frames wait")
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader hears why
@@ -229,6 +278,8 @@ class Upstream:
         kind = frame.WhichOneof("frame")
         if kind == "heartbeat":
             liveness.check(frame.heartbeat, f"upstream {self.address}")
+        if kind == "welcome":
+            self.refusals.welcomed()
         if kind not in ("snapshot", "commit", "closed", "hints"):
             return
         message = getattr(frame, kind)
@@ -238,9 +289,11 @@ class Upstream:
             return
         if attachment.traced is not None:
             attachment.traced.heard()
+        vocabulary = attachment.parts.vocabulary or self._vocabulary
         try:
             if kind == "closed":
                 self._note(message.reason)
+                self.refusals.closed(attachment.key, message.reason)
                 self._drop(attachment)
                 self._listener.closed(attachment)
             elif message.epoch != attachment.epoch:
@@ -248,16 +301,17 @@ class Upstream:
             elif kind == "snapshot":
                 snapshot = attachment.parts.take(message, self._vocabulary, self._features)
                 if snapshot is not None:
+                    self.refusals.opened(attachment.key)
                     self._listener.opened(attachment, snapshot)
             elif kind == "hints":
-                self._listener.updated(attachment, hints_from_pb(message, self._vocabulary))
+                self._listener.updated(attachment, hints_from_pb(message, vocabulary))
             else:
-                self._listener.updated(attachment, update_from_pb(message, self._vocabulary, self._features))
+                self._listener.updated(attachment, update_from_pb(message, vocabulary, self._features))
         except OutriderError as error:
             self._refuse()
             log.warning("upstream %s sent a malformed frame: %s", self.address, error)
             self._listener.closed(attachment)
-            self._subscribe(attachment)
+            self.renew(attachment, str(error))
 
     def _note(self, reason: str) -> None:
         """Says once why no session can be drafted for here."""

@@ -90,10 +90,15 @@ def reason(generation: Generation) -> str:
 
 
 def cost(generations: Sequence[Generation], n: int) -> Json:
-    """What all choices cost, `n` of each prompt, one prompt after another. A prompt counts once."""
+    """What all choices cost, `n` of each prompt, one prompt after another. A prompt counts once.
+
+    Beside OpenAI's figures: why there was no speculation, of the first choice that had none.
+    """
     prompts = sum(generation.usage.prompt_tokens for generation in generations[::n])
     completion = sum(generation.usage.completion_tokens for generation in generations)
     accepted = sum(generation.usage.accepted for generation in generations)
+    statuses = [generation.usage.speculation for generation in generations]
+    speculation = next((status for status in statuses if not status.drafting), statuses[0])
     return {
         "prompt_tokens": prompts,
         "completion_tokens": completion,
@@ -103,6 +108,7 @@ def cost(generations: Sequence[Generation], n: int) -> Json:
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(one.usage.verified for one in generations) - accepted,
         },
+        "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
     }
 
 

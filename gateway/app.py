@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
@@ -23,6 +24,7 @@ from gateway.schema import Chat, Completion, Sampled
 from outrider.client import Options
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
+from outrider.rpc.supervision import kept
 
 HEALTH_S = 2.0  # that a router may take to say that it is there
 
@@ -33,7 +35,9 @@ def make_app(config: GatewayConfig) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        measuring = asyncio.create_task(kept("loop lag", metrics.lag.run))
         yield
+        measuring.cancel()
         await callers.close()
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)

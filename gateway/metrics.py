@@ -7,6 +7,9 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.telemetry.catalogue import BY_NAME
+from outrider.telemetry.lag import loop_lag
+
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 GONE = "499"  # a client that went away before it was answered, as nginx counts it
@@ -27,6 +30,12 @@ class Metrics:
             ["path"],
             buckets=SECONDS,
             registry=self._registry,
+        )
+
+        lag, stalls = BY_NAME["outrider.loop.lag"], BY_NAME["outrider.loop.stalls"]
+        self.lag = loop_lag(
+            Histogram(lag.exposed, lag.description, buckets=lag.buckets, registry=self._registry).observe,
+            Counter(stalls.exposed, stalls.description, registry=self._registry).inc,
         )
 
     def shown(self) -> bytes:

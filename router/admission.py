@@ -6,8 +6,8 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
@@ -66,6 +66,17 @@ class Admission:
     def waiting(self) -> int:
         """Generations in the queue."""
         return sum(map(len, self._queues.values()))
+
+    def waited_for(self, claim: Claim) -> bool:
+        """Whether somebody waits who could have the place of this claim."""
+        most = self._config.tenant_sessions
+        full = self.held >= self._config.max_sessions  # then one of any model helps those of all
+
+        def helped(other: Claim) -> bool:
+            return self._eligible(other) or (most is not None and other.tenant == claim.tenant)
+
+        queues = self._queues.items()
+        return any(queue.any(helped) for model, queue in queues if full or model == claim.model)
 
     def depths(self) -> dict[str, float]:
         """Of the queue, by priority. May be called in another thread."""
@@ -198,6 +209,28 @@ class Admission:
         self._queues.setdefault(claim.model, FairQueue()).charge(claim.tenant, -unspent)
 
 
+class Answers:
+    """How many answers are held in memory at once: with places, or without because their clients do not read or because
+    they have ended and are read again."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._most_of_tenant = config.max_sessions + config.queue
+        self._most = 2 * self._most_of_tenant
+        self._held: Counter[str] = Counter()  # by tenant
+
+    @contextmanager
+    def one_more(self, tenant: str) -> Iterator[None]:
+        """One, until the body has ended. Raises Overloaded where there are too many."""
+        if self._held.total() >= self._most or self._held[tenant] >= self._most_of_tenant:
+            raise Overloaded("too many answers are unread; read those that you have asked for", retry_after=UNKNOWN_S)
+        self._held[tenant] += 1
+        try:
+            yield
+        finally:
+            self._held[tenant] -= 1
+            self._held += Counter()  # forgets tenants that have none
+
+
 class Place:
     """One generation's place. Its tenant is charged with what it spends here."""
 
@@ -216,14 +249,30 @@ class Place:
         if self._admission.tokens is not None:
             self._admission.tokens.take(self._claim.tenant, read + said)
 
-    async def again(self, refusal: Overloaded) -> None:
+    @property
+    def held(self) -> bool:
+        """Whether it has it."""
+        return self._held
+
+    @property
+    def claim(self) -> Claim:
+        """What it was given for."""
+        return self._claim
+
+    async def again(self, refused: str) -> None:
         """Gives the place back, which a verifier did not have after all, and waits for another one before all others.
 
         Raises as `Admission.place`.
         """
         self._give_back()
-        claim = replace(self._claim, priority=Priority.RESUMED, tokens=0.0)
-        await self._admission.take(claim, str(refusal))
+        await self._take(Priority.RESUMED, refused)
+
+    async def take_turn(self) -> None:
+        """Waits for a place like others, after it was left. Raises as `Admission.place`."""
+        await self._take(max(self._claim.priority, Priority.INTERACTIVE), "")
+
+    async def _take(self, priority: Priority, refused: str) -> None:
+        await self._admission.take(replace(self._claim, priority=priority, tokens=0.0), refused)
         self._held, self.since = True, self._admission.clock()
 
     def leave(self) -> None:
@@ -237,5 +286,5 @@ class Place:
     def _give_back(self) -> None:
         self._held = False
         unspent, self._claim = self._claim.tokens - self._spent, replace(self._claim, tokens=0.0)
-        self._spent = 0.0
+        self._spent, self._said = 0.0, 0
         self._admission.give_back(self._claim, unspent)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,6 +14,8 @@ from outrider.errors import Conflict, InternalError, InvalidRequest
 from router.decoding import Commit
 from router.text import AnswerText
 from router.usage import Figures
+
+RECALLED = 64  # tokens of a part that comes from the log: each costs the event loop about a millisecond
 
 
 class Reason(Enum):
@@ -36,6 +39,17 @@ class Part:
     logprobs: bytes  # as the log holds them; empty unless the contract asks for them
     text: str  # that is complete now
     text_offset: int  # characters of the answer so far, these included
+
+
+def after(parts: Iterable[Part], next_position: int, text_offset: int) -> Iterator[Part]:
+    """What a client lacks of an answer's parts that has all before that position and that offset of the text."""
+    for part in parts:
+        known = min(max(0, next_position - part.position), len(part.tokens))
+        text = part.text[max(0, text_offset - part.text_offset + len(part.text)) :]
+        if known < len(part.tokens) or text:
+            logprobs = part.logprobs[known * (len(part.logprobs) // max(1, len(part.tokens))) :]
+            position = max(next_position, part.position)
+            yield Part(position, part.tokens[known:], part.gaps[known:], logprobs, text, part.text_offset)
 
 
 def beyond(next_position: int, length: int) -> Conflict:
@@ -80,33 +94,29 @@ class Answer:
         logprobs = commit.logprobs[: count * self._stride]
         return Part(commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, len(self._said))
 
-    def replay(
-        self, tokens: Sequence[int], logprobs: bytes, next_position: int, text_offset: int, *, ended: bool
-    ) -> Part:
-        """Takes the tokens that the log holds; `ended`: no more come. Returns what a client lacks who has all before
-        that position and offset.
+    async def recall(self, tokens: Sequence[int], logprobs: bytes) -> list[Part]:
+        """Takes tokens that the log holds behind those taken so far, a few at a time: other sessions do not wait."""
+        parts = []
+        for first in range(0, len(tokens), RECALLED):
+            some, position = tuple(tokens[first : first + RECALLED]), self.position
+            text, _ = self._feed(some)
+            self.figures.replayed(len(some))
+            beside = logprobs[first * self._stride : (first + len(some)) * self._stride]
+            parts.append(Part(position, some, (), beside, text, self.text_offset))
+            await asyncio.sleep(0)
+        return parts
 
-        0 and 0 stand for a client that has nothing. Raises InvalidRequest for a place that is not in the answer,
-        Conflict for one beyond the log.
-        """
-        self._feed(tokens)
-        if ended:
-            self.rest()
-        self.figures.replayed(len(tokens))
-        next_position = max(next_position, self.start)
+    def check_reached(self, next_position: int, text_offset: int) -> None:
+        """Raises InvalidRequest for a text offset that is not in the answer, Conflict for a position beyond the log."""
         if next_position > self.position:
             raise beyond(next_position, self.position)
-        if text_offset > len(self._said):
-            raise InvalidRequest("text_offset", f"is {text_offset}, must be at most {len(self._said)}")
-        known = next_position - self.start
-        return Part(
-            next_position,
-            tuple(tokens[known:]),
-            (),
-            logprobs[known * self._stride :],
-            self._said[text_offset:],
-            len(self._said),
-        )
+        if text_offset > self.text_offset:
+            raise InvalidRequest("text_offset", f"is {text_offset}, must be at most {self.text_offset}")
+
+    @property
+    def text_offset(self) -> int:
+        """Characters of the answer that are complete."""
+        return len(self._said)
 
     def rest(self) -> Part:
         """The text that was held back, once it is known that no more tokens come; none after a stop string."""

@@ -45,19 +45,33 @@ async def sweep(sessions: Sessions) -> None:
 
 
 async def sweep_once(sessions: Sessions, before: Container[str]) -> frozenset[str]:
-    """Looks at every session, a few at a time, and ends what is left behind and was so `before`; the others that are.
+    """Looks at every generation that is due, a few at a time, and ends what is left behind and was so `before`; the
+    others that are.
 
     Once is not enough: after an outage of Redis all look so, until their owners have got through to it again.
     Raises Unavailable while it is away.
     """
-    looked, found = 0, set[str]()
-    async for session_id in sessions.ids():
-        if session_id not in before:
-            if await sessions.left_behind(session_id):
-                found.add(session_id)
-        elif await sessions.abandon(session_id):
-            log.info("session %s: its generation was left behind and nobody resumed it in time", session_id)
-        looked += 1
+    await sessions.leases.remove_ended()
+    if await sessions.leases.begin_scan():
+        await _list_all(sessions)
+    found = set[str]()
+    for looked, lease in enumerate(await sessions.leases.due(), start=1):
+        if lease.session_id not in before:
+            if await sessions.left_behind(lease):
+                found.add(lease.session_id)
+        elif await sessions.abandon(lease):
+            log.info("session %s: its generation was left behind and nobody resumed it in time", lease.session_id)
         if looked % HANDFUL == 0:
             await asyncio.sleep(BREATH_S)
     return frozenset(found)
+
+
+async def _list_all(sessions: Sessions) -> None:
+    """Enters what runs and the index of leases has not into it."""
+    looked = 0
+    async for session_id in sessions.ids():
+        await sessions.list_lease(session_id)
+        looked += 1
+        if looked % HANDFUL == 0:
+            await asyncio.sleep(BREATH_S)
+    await sessions.leases.end_scan()

@@ -22,6 +22,7 @@ from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 BEATS = 4  # heartbeats in a lease
+FINISH_S = 2.0  # for a verifier to end a call that is over
 ACKNOWLEDGEMENTS = 4  # in a window: each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
@@ -77,16 +78,18 @@ class DecodeStream:
     def __init__(self, worker: Worker, channel: grpc.aio.Channel, start: Start) -> None:
         self.worker = worker
         self.opened = False
+        self.over = False  # the verifier has sent all that there is
         self.cached = 0  # tokens whose KV was there, once it is open
         self._start = start
         self._began = time.monotonic()
         self._goes_on = len(start.tokens) > start.answer_position  # with an answer that another one began
-        self._acknowledged = len(start.tokens)
+        self._durable = self._acknowledged = len(start.tokens)  # positions: that the log holds, that was sent
+        self._plan: Plan | None = None  # to be sent
+        self._news = asyncio.Event()  # there is something to send
         self._call = VerifierStub(channel).Decode(timeout=start.timeout_s, metadata=carried())
         # Not read(): once a write met the end of the call, that skips the messages which are still to be read.
         self._responses = liveness.heard(aiter(self._call), f"verifier {worker.worker_id}")
-        self._writing = asyncio.Lock()
-        self._beating: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Sends the start and waits until the session has a place.
@@ -99,7 +102,7 @@ class DecodeStream:
             raise self._broken("did not begin with DecodeStarted")
         self.opened = True
         self.cached = response.started.cached
-        self._beating = asyncio.create_task(self._beat())
+        self._writing = asyncio.create_task(self._write())
 
     async def next(self) -> Commit | End | Idle:
         """What happens next. Raises Unavailable when the verifier failed, Moved when it is going down,
@@ -111,6 +114,7 @@ class DecodeStream:
                     self._say_how_long()
                 return self._commit(response.commit)
             case "finished":
+                self.over = True
                 return End(response.finished.reason == types_pb2.FINISH_REASON_STOP)
             case "heartbeat":
                 liveness.check(response.heartbeat, f"verifier {self.worker.worker_id}")
@@ -120,26 +124,64 @@ class DecodeStream:
             case event:
                 raise self._broken(f"sent {event!r} in the middle of a session")
 
-    async def durable(self, position: int) -> None:
-        """Every token below `position` is in the log. The verifier is told a few times in each window."""
-        if position - self._acknowledged >= self._start.window // ACKNOWLEDGEMENTS:
-            self._acknowledged = position
-            await self._send(verifier_pb2.DecodeRequest(durable=position))
+    def acknowledge(self, position: int) -> None:
+        """Every token below `position` is in the log, and the verifier may commit a window beyond it. It is sent a few
+        times in each window."""
+        self._durable = max(self._durable, position)
+        if self._durable - self._acknowledged >= max(1, self._start.window // ACKNOWLEDGEMENTS):
+            self._news.set()
 
-    async def plan(self, plan: Plan) -> None:
-        """Sends new ceilings."""
-        await self._send(verifier_pb2.DecodeRequest(plan=plan_to_pb(plan)))
+    def plan(self, plan: Plan) -> None:
+        """Sends new ceilings, the latest alone."""
+        self._plan = plan
+        self._news.set()
 
     def cancel(self) -> None:
         """Ends the call; the verifier starts no further step. A pending `next` raises CancelledError."""
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
         self._call.cancel()
 
-    async def _beat(self) -> None:
+    async def finish(self) -> None:
+        """Closes our side once it is over, and waits until the verifier has closed its own: a read that is cancelled
+        costs gRPC 80 bytes for ever (grpc/grpc#43360)."""
+        self._news.set()
+        try:
+            async with asyncio.timeout(FINISH_S):
+                if self._writing is not None:
+                    await self._writing
+                await self._call.done_writing()
+                async for _ in self._responses:
+                    pass
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, Unavailable) as error:
+            log.debug("session %s: its verifier did not close: %s", self._start.session_id, error)
+        finally:
+            self._call.cancel()
+
+    async def _write(self) -> None:
+        """The only writer behind the start. Where it fails the verifier ends the session after a lease of silence."""
+        try:
+            await self._write_news()
+        except Exception:
+            log.exception("session %s: nothing more is sent to its verifier", self._start.session_id)
+
+    async def _write_news(self) -> None:
+        """Writes what is new, and a heartbeat where nothing is, until it is over."""
         while True:
-            await asyncio.sleep(self._start.lease_s / BEATS)
-            await self._send(verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._start.lease_s / BEATS):
+                    await self._news.wait()
+            if self.over:
+                return
+            self._news.clear()
+            plan, self._plan = self._plan, None
+            if plan is not None:
+                await self._send(verifier_pb2.DecodeRequest(plan=plan_to_pb(plan)))
+            if self._durable > self._acknowledged:
+                self._acknowledged = self._durable
+                await self._send(verifier_pb2.DecodeRequest(durable=self._durable))
+            elif plan is None:
+                await self._send(verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat()))
 
     def _say_how_long(self) -> None:
         self._goes_on = False
@@ -150,6 +192,8 @@ class DecodeStream:
     def _commit(self, commit: verifier_pb2.DecodeCommit) -> Commit:
         if len(commit.gaps) != len(commit.tokens):
             raise self._broken(f"sent {len(commit.gaps)} gaps for {len(commit.tokens)} tokens")
+        if commit.position + len(commit.tokens) > self._acknowledged + self._start.window:
+            raise self._broken(f"committed more than {self._start.window} tokens beyond the durable ones")
         if commit.epoch != self._start.epoch:
             raise self._broken(f"committed under epoch {commit.epoch}, not {self._start.epoch}")
         try:
@@ -171,9 +215,8 @@ class DecodeStream:
 
     async def _send(self, request: verifier_pb2.DecodeRequest) -> None:
         # An error says that the call has ended; reading says how.
-        async with self._writing:
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self._call.write(request)
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(request)
 
     async def _read(self) -> verifier_pb2.DecodeResponse:
         try:

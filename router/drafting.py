@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from outrider.core.credit import Credit, Worth
+from outrider.core.speculation import SpeculationStatus
 from outrider.core.tiers import TierChoice, Tiers
 from outrider.rpc.spans import calling
 from outrider.rpc.status import from_rpc_error
@@ -23,9 +24,11 @@ from outrider.v1 import drafter_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from router.background import Background
 from router.fleet import Fleet
+from router.hindrances import Hindrances
 from router.placement import Placed, apart, evens_out, place
 
 ANSWER_S = 2.0  # a drafter that takes longer to answer is taken for dead
+LOOK_S = 0.25  # how long drafters may be missing before they are asked why
 SHORT_S = 1.0  # how long drafters may be missing before something is done about it
 REVIEW_S = 2.0  # between two looks at where drafters are
 SETTLING = 8  # steps after tiers have changed that tell nothing of them
@@ -89,12 +92,14 @@ class Drafters:
         self._before = post.before  # preferred, the first time
         self._attached: dict[str, Placed] = {}
         self._worths: dict[int, Worth] = {}  # by tier
+        self._hindrances = Hindrances(post.upstream)
         self._declined: set[str] = set()  # worker ids of those that did not help
         self._lost: Counter[int] = Counter()  # how many fewer are wanted of a tier for that
         self._direct = wanted  # drafters that the verifier is to have
         self._stretch = Stretch(frozenset(), frozenset())
         self._short_since: float | None = None
         self._leaving: list[Worker] = []  # drafters whose place another has taken
+        self._asked_why = False  # in the present shortage
         self._asked_again = False  # the last shortage ended with the same drafters, all of them answering
         self._reviewed = time.monotonic()
         self._work = background.spawn(self._fill())
@@ -103,6 +108,11 @@ class Drafters:
     def names(self) -> tuple[str, ...]:
         """Worker ids of those that were asked and have not failed."""
         return tuple(self._attached)
+
+    @property
+    def hindrance(self) -> SpeculationStatus | None:
+        """What keeps drafters away, as far as is known."""
+        return self._hindrances.foremost
 
     def observe(self, tokens: int, subscribed: int, owed: tuple[Credit, ...] = ()) -> None:
         """Takes the tokens of a step, the number of drafters that the verifier had, and what it owed to each where
@@ -116,12 +126,15 @@ class Drafters:
         if owed and not self._leaving:  # who has just come drafts what the one before does
             self._judge(owed)
         if subscribed >= self._direct:
-            self._short_since, self._asked_again = None, False
+            self._short_since, self._asked_why, self._asked_again = None, False, False
         elif self._short_since is None:
             self._short_since = now
         elif now - self._short_since >= SHORT_S and self._work.done():
             self._short_since = now
             self._work = self._background.spawn(self._repair())
+        elif now - self._short_since >= LOOK_S and not self._asked_why and self._work.done():
+            self._asked_why = True
+            self._work = self._background.spawn(self._ask_why())
         if now - self._reviewed >= REVIEW_S and self._work.done():
             self._reviewed = now
             self._work = self._background.spawn(self._review() if len(self._stretch.present) > 1 else self._even_out())
@@ -174,7 +187,7 @@ class Drafters:
 
     async def _places(self, failed: Container[str] = ()) -> list[Placed]:
         """Where all should be. Those whose tier is not to draft now are let go."""
-        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream)
+        known = await self._known()
         drafters = [worker for worker in known if worker.worker_id not in self._declined]
         present = frozenset(worker.tier for worker in drafters)
         used = frozenset(sorted(present)[:1]) if self._post.single else self._tiers.wanted(present, self._post.greedy)
@@ -193,7 +206,16 @@ class Drafters:
         places = place(self._post.upstream, drafters, each, readers | self._attached.keys())
         first = {placed.drafter.tier for placed in places if placed.upstream is self._post.upstream}
         self._direct = sum(each[tier] for tier in first) or self._wanted
+        if not known:
+            self._hindrances.nobody(self._fleet.without_drafter(self._post.upstream, sampled=self._post.single))
+        else:
+            self._hindrances.placed(places, [worker for worker in known if self._fleet.suspected(worker)])
         return places
+
+    async def _known(self) -> list[Worker]:
+        """The drafters that can draft for the session, best choice first."""
+        post = self._post
+        return await self._fleet.drafters(post.tokenizer_digest, post.upstream, sampled=post.single)
 
     async def _review(self) -> None:
         """Sees that all are where they should be, be it that some have gone, or come, or that other tiers are better.
@@ -210,7 +232,7 @@ class Drafters:
             await self._detach(self._leaving.pop())
         if self._post.single:
             return  # its verifier takes one drafter at a time
-        known = await self._fleet.drafters(self._post.tokenizer_digest, self._post.upstream)
+        known = await self._known()
         mine = [worker for worker in known if worker.worker_id in self._attached]
         others = [worker for worker in known if worker not in mine and worker.worker_id not in self._declined]
         if not mine or not others:
@@ -221,6 +243,11 @@ class Drafters:
         moves = evens_out(self._fleet.sessions(here), self._fleet.sessions(other), random.random())
         if moves and await self._attach(Placed(other, self._post.upstream)):
             self._leaving.append(here)
+
+    async def _ask_why(self) -> None:
+        """Has those that do not show up at the verifier answer what keeps them away."""
+        for placed in [*self._attached.values()]:
+            await self._attach(placed)
 
     async def _repair(self) -> None:
         """Replaces whoever is missing: who does not answer, or else, since a count does not tell, the oldest."""
@@ -254,12 +281,14 @@ class Drafters:
             )
             with calling("outrider.v1.Drafter/Attach"):
                 stub = DrafterStub(self._fleet.channel(worker))
-                await stub.Attach(request, timeout=ANSWER_S, metadata=carried())
+                answer = await stub.Attach(request, timeout=ANSWER_S, metadata=carried())
+            self._hindrances.answered(placed, answer, self._attached)
             return True
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)
             log.info("drafter %s is no use: %s", worker.worker_id, known)
             self._fleet.failed(worker, known)
+            self._hindrances.failed(placed, known)
             if self._attached.pop(worker.worker_id, None) is not None:
                 self._fleet.release(worker)
             return False
@@ -267,6 +296,7 @@ class Drafters:
     async def _detach(self, worker: Worker) -> None:
         if self._attached.pop(worker.worker_id, None) is None:
             return
+        self._hindrances.forget(worker)
         request = drafter_pb2.DetachRequest(session_id=self._post.session_id, epoch=self._post.epoch)
         try:
             await DrafterStub(self._fleet.channel(worker)).Detach(request, timeout=ANSWER_S)

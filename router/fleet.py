@@ -11,9 +11,11 @@ from typing import get_args
 
 import grpc.aio
 
+from outrider.core.speculation import SpeculationReason, SpeculationStatus, nearest
 from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tls import NAMES, Tls
+from outrider.store.fitting import misfit, misfits
 from outrider.store.registry import Registry, Role, Worker
 from router.placement import Prospect, apart, preferred
 from router.rates import Stay
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 class Fleet:
     """Placement by load. Announcements are a heartbeat old, so what was placed since then counts too.
 
+    All that is kept of a worker is kept by its id: a process that starts anew at the address of one that died is
+    another worker, which has failed nobody and is reached at once.
+
     Workers that are going down are not listed. Methods that look at the registry raise Unavailable when Redis cannot be
     reached.
     """
@@ -41,28 +46,44 @@ class Fleet:
         self._seen_at = float("-inf")  # monotonic; when that was asked for
         self._unseen: OutriderError | None = None  # why it was not told
         self._looking = asyncio.Lock()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by worker id: an older one's would still be pausing
         self._retired: set[asyncio.Task[None]] = set()  # close channels once their calls have ended
-        self._placed: Counter[str] = Counter()  # sessions of this router, by worker address
-        self._suspects: dict[str, float] = {}  # worker address -> until when
+        self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
+        self._suspects: dict[str, float] = {}  # worker id -> until when
         self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours that it held, and when
         self._gone: set[str] = set()  # ids of workers that said that they are going down
         self._stays: dict[str, Stay] = {}  # worker id -> how long sessions of ours stay there
-        self._misfits: set[tuple[str, str]] = set()  # ids of drafters and of verifiers that they were not trained for
+        self._misfits: set[tuple[str, str]] = set()  # ids of drafters and of verifiers that they cannot draft for
 
     async def verifiers(self, model: str) -> list[Worker]:
         """Verifiers of a model, best choice first."""
         await self._look(time.monotonic())
         return [worker for worker in self._there("verifier") if worker.model == model]
 
-    async def drafters(self, tokenizer_digest: bytes, verifier: Worker | None = None) -> list[Worker]:
-        """Drafters of a tokenizer; with a verifier those for its model, best choice first, which is near it."""
+    async def drafters(
+        self, tokenizer_digest: bytes, verifier: Worker | None = None, *, sampled: bool = False
+    ) -> list[Worker]:
+        """Drafters of a tokenizer; with a verifier those that can draft for it, best choice first, which is near it.
+
+        `sampled`: those alone that can draft for rules that draw from q.
+        """
         await self._look(time.monotonic() - FRESH_S)
         drafters = [worker for worker in self._there("drafter") if worker.tokenizer_digest == tokenizer_digest]
         if verifier is None:
             return drafters
-        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier)]
+        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier, sampled)]
         return sorted(fitting, key=lambda worker: (self.suspected(worker), apart(worker.zone, verifier.zone)))
+
+    def without_drafter(self, verifier: Worker, *, sampled: bool = False) -> SpeculationStatus:
+        """Why none of the drafters that were there when last seen can draft for a verifier; of several reasons the one
+        of the drafter that is nearest to it."""
+        found = [misfit(drafter, verifier, sampled=sampled) for drafter in self._there("drafter")]
+        return nearest(status for status in found if status is not None)
+
+    def misfits(self, model: str) -> list[tuple[Worker, SpeculationStatus]]:
+        """Drafters that can draft for none of a model's verifiers, each with the reason, as last seen."""
+        verifiers = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
+        return misfits(self._listed, verifiers)
 
     def drafting(self, tokenizer_digest: bytes) -> list[str]:
         """The models of the drafters of a tokenizer that were there when last seen."""
@@ -106,42 +127,35 @@ class Fleet:
 
     def take(self, worker: Worker) -> None:
         """Counts a session in, until `release`. The worker's channel stays open for so long."""
-        self._placed[worker.address] += 1
+        self._placed[worker.worker_id] += 1
 
     def channel(self, worker: Worker) -> grpc.aio.Channel:
         """The one channel to a worker."""
-        if worker.address not in self._channels:
-            self._channels[worker.address] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
-        return self._channels[worker.address]
+        if worker.worker_id not in self._channels:
+            self._channels[worker.worker_id] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
+        return self._channels[worker.worker_id]
 
     def release(self, worker: Worker, stayed_s: float = 0.0) -> None:
         """Counts a session out; it was served for so long."""
-        self._placed[worker.address] -= 1
+        self._placed[worker.worker_id] -= 1
         if stayed_s:
             self._stays.setdefault(worker.worker_id, Stay()).observe(stayed_s)
 
-    def _fits(self, drafter: Worker, verifier: Worker) -> bool:
-        """Whether a drafter is one for the verifier's model. If not, that is said once."""
-        pair = drafter.worker_id, verifier.worker_id
-        if not drafter.fits(verifier) and pair not in self._misfits:
+    def _fits(self, drafter: Worker, verifier: Worker, sampled: bool) -> bool:
+        """Whether a drafter can draft for a verifier. One that never can is logged once."""
+        status, pair = misfit(drafter, verifier, sampled=sampled), (drafter.worker_id, verifier.worker_id)
+        if status is not None and status.reason is not SpeculationReason.RULE and pair not in self._misfits:
             self._misfits.add(pair)
-            log.warning(
-                "drafter %s does not draft for verifier %s: %s was trained for another model than this %s; train one "
-                "for it, or start the drafter with --any-target",
-                drafter.address,
-                verifier.address,
-                drafter.model,
-                verifier.model,
-            )
-        return drafter.fits(verifier)
+            log.warning("drafter %s is not used: %s", drafter.address, status.explanation)
+        return status is None
 
     def suspected(self, worker: Worker) -> bool:
         """Whether a worker failed lately."""
-        return self._suspects.get(worker.address, 0.0) > time.monotonic()
+        return self._suspects.get(worker.worker_id, 0.0) > time.monotonic()
 
     def suspect(self, worker: Worker) -> None:
         """Makes a worker that failed the last choice for a while."""
-        self._suspects[worker.address] = time.monotonic() + _SUSPECTED_S
+        self._suspects[worker.worker_id] = time.monotonic() + _SUSPECTED_S
 
     def failed(self, worker: Worker, error: Exception) -> None:
         """Learns from what a worker answered where a session was to be placed, one that is counted in."""
@@ -149,7 +163,7 @@ class Fleet:
             case Moved():
                 self._gone.add(worker.worker_id)
             case Overloaded() if worker.role == "verifier":
-                self._refusals[worker.worker_id] = (self._placed[worker.address] - 1, time.monotonic())
+                self._refusals[worker.worker_id] = (self._placed[worker.worker_id] - 1, time.monotonic())
             case _:
                 self.suspect(worker)
 
@@ -195,14 +209,14 @@ class Fleet:
         """Who is announced; and verifiers that are not any more, yet serve sessions of ours: they have lost Redis."""
         addresses = {worker.address for worker in announced}
         lost = (worker for worker in self._listed if worker.role == "verifier" and worker.address not in addresses)
-        return [*announced, *(it for it in lost if self._placed[it.address] > 0 and not self.suspected(it))]
+        return [*announced, *(it for it in lost if self._placed[it.worker_id] > 0 and not self.suspected(it))]
 
     def _burden(self, worker: Worker) -> tuple[bool, float]:
         return self.suspected(worker), self._load(worker)
 
     def sessions(self, worker: Worker) -> int:
         """How many a worker has, as far as is known."""
-        return max(worker.sessions, self._placed[worker.address])
+        return max(worker.sessions, self._placed[worker.worker_id])
 
     def _load(self, worker: Worker) -> float:
         """Sessions there for each slot."""
@@ -214,7 +228,7 @@ class Fleet:
         return min(worker.slots, held + int((time.monotonic() - refused_at) / _RETRY_S))
 
     def _prospect(self, worker: Worker, holder: str) -> Prospect:
-        full = self._placed[worker.address] >= self._room(worker)
+        full = self._placed[worker.worker_id] >= self._room(worker)
         stay = self._stays.get(worker.worker_id)
         return Prospect(
             worker,
@@ -230,11 +244,12 @@ class Fleet:
         """Drops what is kept for workers that are gone."""
         now = time.monotonic()
         ids = {worker.worker_id for worker in everyone}
-        self._suspects = {address: until for address, until in self._suspects.items() if until > now}
+        self._suspects = {name: until for name, until in self._suspects.items() if until > now}
         self._refusals = {name: value for name, value in self._refusals.items() if name in ids}
         self._stays = {name: stay for name, stay in self._stays.items() if name in ids}
         self._gone &= ids
+        self._misfits = {pair for pair in self._misfits if ids.issuperset(pair)}
         self._placed = +self._placed
-        unused = self._channels.keys() - {worker.address for worker in everyone} - self._placed.keys()
-        for channel in [self._channels.pop(address) for address in unused]:
+        unused = self._channels.keys() - ids - self._placed.keys()
+        for channel in [self._channels.pop(name) for name in unused]:
             await channel.close(None)

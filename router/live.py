@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
@@ -43,6 +44,7 @@ def glance(cluster: Cluster, running: Iterable[Generation]) -> dict[str, Any]:
         "tried_by_depth": metrics.depths.tried,
         "reached_by_depth": metrics.depths.reached,
         "drafters": metrics.drafters(),
+        "models": [_model(cluster, name, generations) for name in cluster.models],
         "workers": [
             {
                 "id": worker.worker_id,
@@ -74,7 +76,18 @@ def _generation(one: Generation) -> dict[str, Any]:
         "width": plan.width,
         "verifier": one.verifier,
         "drafters": one.drafters,
+        "speculation": figures.speculation.now.reason,
+        "why": "" if figures.speculation.now.drafting else figures.speculation.now.explanation,
     }
+
+
+def _model(cluster: Cluster, name: str, generations: Iterable[Generation]) -> dict[str, Any]:
+    """Steps of a model by what kept them from verifying drafts, its running generations likewise, and drafters that are
+    not for it."""
+    running = Counter(one.figures.speculation.now.reason for one in generations if one.model == name)
+    steps = {reason: count for (model, reason), count in tuple(cluster.metrics.speculation.items()) if model == name}
+    misfits = [(worker.worker_id, status.explanation) for worker, status in cluster.fleet.misfits(name)[:MOST]]
+    return {"name": name, "running": running, "steps": steps, "misfits": misfits}
 
 
 def _file(name: str) -> Page:

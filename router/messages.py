@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 from outrider.core.contract import Contract
 from outrider.core.logprobs import unpack
+from outrider.core.speculation import SpeculationStatus
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from router.answer import Part, Reason
-from router.generation import Event, Finished, Started
+from router.outbox import Event, Finished, Started
 
 _REASONS = {
     Reason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -99,5 +100,16 @@ def _finished_to_pb(event: Finished) -> pb.Finished:
             first_token_us=figures.first_token_us,
             total_us=figures.elapsed_us(),
             decode_us=figures.last_token_us - figures.first_token_us,
+            speculation=_speculation_to_pb(figures.speculation.summary(figures.accepted)),
         ),
+    )
+
+
+def _speculation_to_pb(status: SpeculationStatus) -> types_pb2.SpeculationStatus:
+    return types_pb2.SpeculationStatus(
+        reason=f"SPECULATION_REASON_{status.reason.name}",
+        detail=status.detail,
+        steps=status.steps,
+        plain_rate=round(status.plain_rate * 1000),
+        drafted_rate=round(status.drafted_rate * 1000),
     )

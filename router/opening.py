@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
+from outrider.aside import aside
 from outrider.config import RouterConfig
 from outrider.core.control import GammaPolicy, policy
-from outrider.core.digest import EMPTY, extend
 from outrider.core.tiers import TierChoice
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.store.client import ours
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, Turn
 from router.admission import Admission
-from router.answer import Answer, Part, Reason, beyond
+from router.answer import Answer, Part, Reason, after, beyond
 from router.background import Background
 from router.fleet import Fleet
 from router.ledger import Ledger
@@ -61,7 +60,9 @@ class Opened:
     turn: Turn
     ledger: Ledger | None  # None: it has ended
     answer: Answer
-    missing: Part  # what the client lacks of what is durable
+    missing: Iterable[Part]  # what the client lacks of what is durable
+    position: int  # behind the tokens that the client has
+    text_offset: int  # characters of the answer that it has
     policy: GammaPolicy
     forked_from: str = ""
 
@@ -69,6 +70,31 @@ class Opened:
     def ended(self) -> Reason | None:
         """Why it ended."""
         return Reason(self.record.finished) if self.record.finished else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A generation that its client may go on with: what its log held when it was read, and where the client stands."""
+
+    model: ServedModel
+    record: SessionRecord
+    turn: Turn
+    answer: Answer  # that has taken the log
+    parts: list[Part]  # of that
+    tokens: list[int]  # of the session
+    logprobs: bytearray  # of the answer
+    position: int
+    text_offset: int
+
+    def opened(self, cluster: Cluster, record: SessionRecord, ledger: Ledger | None) -> Opened:
+        """The generation, to go on with under a ledger of ours, or to be read."""
+        # A plan that never changed and has no depth was asked for; another may have let its drafters go for a while.
+        name = cluster.config.policy if record.plan.depth or record.plan.version > 1 else "off"
+        gamma = policy(name, ceilings(cluster.config), cluster.lessons.of(self.model, self.turn.contract.heat))
+        missing = after(self.parts, self.position, self.text_offset)
+        return Opened(
+            self.model, record, self.turn, ledger, self.answer, missing, self.position, self.text_offset, gamma
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,51 +150,101 @@ async def take_over(
 ) -> Opened:
     """The latest generation of a tenant's session, from whoever owned it, for a client that has all before that place.
 
+    Raises as `find` and `take`.
+    """
+    return await take(cluster, await find(cluster, tenant, session_id, generation, next_position, text_offset))
+
+
+async def find(
+    cluster: Cluster, tenant: str, session_id: str, generation: int, next_position: int, text_offset: int
+) -> Found:
+    """The latest generation of a tenant's session, as its log has it, for a client that has all before that place; 0
+    and 0: for one that has nothing. Nobody is disturbed yet.
+
     Raises NotFound when there is none or it was not resumed in time, InvalidRequest when it is not the latest or the
-    place is not in it, Superseded when somebody else takes it over at the same time.
+    place is not in it, Conflict for a place beyond the log.
     """
     record = await open_record(cluster.sessions, tenant, session_id)
-    turn = record.turn
-    if turn is None or generation > record.generation:
-        raise NotFound(f"session {session_id} has no generation {generation or 1}")
-    if generation and generation < record.generation:
-        raise InvalidRequest("generation", f"is {generation}, only the latest ({record.generation}) can be resumed")
+    turn = _resumable(record, generation)
     model = cluster.models.get(record.model)
     if model is None:
         raise NotFound(f"model {record.model!r} of session {session_id} is not served here")
     if 0 < next_position < turn.answer_position:
         begins = f"the answer begins at {turn.answer_position}, so the session has gone on"
         raise InvalidRequest("next_position", f"is {next_position}, and {begins}")
-    ledger = None
-    if not record.finished:
-        if max(record.lease, record.resumable) < time.time():
-            raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
-        if next_position > record.length:  # no reason to disturb the owner, who may be about to put it back
-            raise beyond(next_position, record.length)
-        owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
-        record = await cluster.sessions.get(session_id)  # its owner may have ended it in the meantime
-        if (record.epoch, record.owner) != (owned.epoch, owned.owner):
-            raise Superseded(f"session {session_id} belongs to {record.owner} since epoch {record.epoch}; do not retry")
-        if not record.finished:
-            ledger = Ledger(cluster.sessions, owned, record, (), b"")
-    log = await cluster.sessions.read(session_id)  # after the acquisition nobody else can append
-    if ledger is None:
-        now = await cluster.sessions.get(session_id)
-        if now.generation > record.generation:
-            raise InvalidRequest("generation", f"is {record.generation}, and the session has gone on")
-        if now != record or len(log.tokens) != record.length:
-            raise Unavailable(f"session {session_id} changed while it was read; resume it")
-    else:
-        ledger.tokens, ledger.logprobs = list(log.tokens), bytearray(log.logprobs)
+    if next_position > record.length:
+        raise beyond(next_position, record.length)
+    log = await cluster.sessions.read(session_id)
+    now = await cluster.sessions.get(session_id)  # what was read may be newer than the record
+    _check_same(record, now)
+    if now.finished and len(log.tokens) != now.length:  # it has ended since: nothing more comes
+        log = await cluster.sessions.read(session_id)
+        _check_same(record, await cluster.sessions.get(session_id))
     prompt, said = log.tokens[: turn.answer_position], log.tokens[turn.answer_position :]
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
-    answer = _answer(model, prompt, turn, Figures(record.usage))
-    missing = answer.replay(said, log.logprobs, next_position, text_offset, ended=ledger is None)
-    # A plan that never changed and has no depth was asked for; another may have let its drafters go for a while.
-    name = cluster.config.policy if record.plan.depth or record.plan.version > 1 else "off"
-    gamma = policy(name, ceilings(cluster.config), cluster.lessons.of(model, turn.contract.heat))
-    return Opened(model, record, turn, ledger, answer, missing, gamma)
+    answer = await aside(prompt, _answer, model, prompt, turn, Figures(now.usage))
+    parts = await answer.recall(said, log.logprobs)
+    if now.finished:
+        parts.append(answer.rest())
+    next_position = max(next_position, answer.start)
+    answer.check_reached(next_position, text_offset)
+    return Found(model, now, turn, answer, parts, [*log.tokens], bytearray(log.logprobs), next_position, text_offset)
+
+
+async def take(cluster: Cluster, found: Found) -> Opened:
+    """Makes a generation that was found ours, unless it has ended.
+
+    Raises InvalidRequest when the session has gone on, NotFound when it was not resumed in time, Superseded when
+    somebody else takes it over at the same time.
+    """
+    session_id = found.record.session_id
+    record = found.record if found.record.finished else await cluster.sessions.get(session_id)
+    _check_same(found.record, record)
+    _resumable(record, record.generation)
+    if record.finished and found.record.finished:
+        return found.opened(cluster, record, None)
+    owned = await cluster.sessions.acquire(session_id, record.epoch, cluster.owner())
+    try:
+        record = await cluster.sessions.get(session_id)  # its owner may have ended it in the meantime
+        if (record.epoch, record.owner) != (owned.epoch, owned.owner):
+            raise Superseded(f"session {session_id} belongs to {record.owner} since epoch {record.epoch}; do not retry")
+        log = await cluster.sessions.read(session_id, len(found.tokens))  # nobody else can append now
+        found.tokens.extend(log.tokens)
+        found.logprobs.extend(log.logprobs)
+        found.parts.extend(await found.answer.recall(log.tokens, log.logprobs))
+        if record.length != len(found.tokens):
+            raise Unavailable(f"session {session_id} changed while it was read; resume it")
+        if record.finished:
+            found.parts.append(found.answer.rest())
+            await owned.release(record.usage)
+            return found.opened(cluster, record, None)
+        ledger = Ledger(cluster.sessions, owned, record, found.tokens, bytes(found.logprobs))
+        return found.opened(cluster, record, ledger)
+    except BaseException:
+        cluster.background.spawn(owned.release(record.usage))  # for whoever comes next
+        raise
+
+
+def _resumable(record: SessionRecord, generation: int) -> Turn:
+    """The turn of a session's latest generation. Raises NotFound where there is none, or none that can be resumed, and
+    InvalidRequest where another one is asked for; 0 stands for the latest."""
+    session_id, turn = record.session_id, record.turn
+    if turn is None or generation > record.generation:
+        raise NotFound(f"session {session_id} has no generation {generation or 1}")
+    if generation and generation < record.generation:
+        raise InvalidRequest("generation", f"is {generation}, only the latest ({record.generation}) can be resumed")
+    if not record.finished and max(record.lease, record.resumable) < time.time():
+        raise NotFound(f"generation {record.generation} of session {session_id} was not resumed in time")
+    return turn
+
+
+def _check_same(found: SessionRecord, now: SessionRecord) -> None:
+    """Raises InvalidRequest when a session has gone on since it was found, NotFound when it was closed."""
+    if now.closed:
+        raise NotFound(f"session {now.session_id} is closed")
+    if now.generation > found.generation:
+        raise InvalidRequest("generation", f"is {found.generation}, and the session has gone on")
 
 
 async def _begun(cluster: Cluster, ask: Ask, session_id: str, generation: int) -> SessionRecord | None:
@@ -226,6 +302,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
     turn = Turn(ask.contract, ask.stops, len(history.tokens), deadline, ask.name)
     if history.expected == 0:
         await sessions.create(history.session_id, ask.tenant, ask.model.name, ask.model.digest)
+    answer = await aside(history.tokens, _answer, ask.model, history.tokens, turn, Figures())
     owned = await sessions.begin(
         history.session_id,
         history.expected,
@@ -233,7 +310,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
         turn,
         history.logged,
         history.tokens[history.logged :],
-        extend(EMPTY, history.tokens),
+        answer.digest,
         plan=plan,
         verifier=history.verifier,
     )
@@ -249,9 +326,7 @@ async def _begin(cluster: Cluster, ask: Ask, history: _History, deadline: float 
         epoch=owned.epoch,
     )
     ledger = Ledger(sessions, owned, record, history.tokens, b"")
-    answer = _answer(ask.model, history.tokens, turn, Figures())
-    nothing = answer.replay((), b"", 0, 0, ended=False)
-    return Opened(ask.model, record, turn, ledger, answer, nothing, ask.policy, history.forked_from)
+    return Opened(ask.model, record, turn, ledger, answer, (), answer.start, 0, ask.policy, history.forked_from)
 
 
 async def _history(sessions: Sessions, ask: Ask, held: SessionRecord | None) -> _History:
@@ -262,8 +337,7 @@ async def _history(sessions: Sessions, ask: Ask, held: SessionRecord | None) -> 
     logged = (await sessions.read(held.session_id)).tokens
     if ask.whole_history:
         tokens = await _encode(ask, first=True)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(logged, tokens, strict=False)))
-        if common < len(logged):
+        if tokens[: len(logged)] != logged:
             return _History(new, 0, 1, tokens, 0, held.verifier, held.session_id)
     else:
         tokens = (*logged, *await _encode(ask, first=not logged))

@@ -15,11 +15,11 @@ import grpc.aio
 
 from outrider.config import RouterConfig
 from outrider.core.tiers import TierChoice
-from outrider.errors import Cancelled, NotFound
-from outrider.rpc.lifecycle import alongside
+from outrider.errors import Cancelled, Moved, NotFound, Superseded
 from outrider.rpc.server import serving
 from outrider.rpc.spans import served
 from outrider.rpc.status import translated
+from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.client import connect, ping
 from outrider.store.keys import Keys
@@ -33,25 +33,27 @@ from outrider.telemetry.process import telling
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from router import opening
-from router.admission import OUTPUT_WEIGHT, Admission, Place
+from router.admission import GOING_DOWN, OUTPUT_WEIGHT, Admission, Answers, Place
 from router.background import Background
 from router.beginnings import Beginning, Beginnings
 from router.callers import Anybody, Callers, Keyholders
 from router.chores import look_after, sweep
 from router.fair_queue import Claim, Priority
 from router.fleet import Fleet
-from router.generation import Event, Generation
+from router.generation import Generation
 from router.lessons import Lessonbook
 from router.live import pages
 from router.messages import event_to_pb, session_to_pb
 from router.models import ServedModel, load_model
 from router.opening import Cluster, Opened
+from router.outbox import Event, Outbox
 from router.requests import Ask, named, parse
 from router.teaching import Teaching
 from router.telling import Metrics, Request, mean
 from router.watching import watched
 
 _CLEAN_UP_S = 5.0  # for what ended generations still have to tell others
+MISFITS = 64  # drafters of no use that a model's description names
 STALE_S = 0.05  # after so long in the queue a session is looked at again
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,11 @@ class Inference(InferenceServicer):
         self._callers = callers
         self._leaving = False
         self._beginnings = Beginnings()
+        self._answers = Answers(cluster.config)
+        self._outboxes: set[Outbox] = set()
+        self._answering = 0  # calls that answer
+        self._silent = asyncio.Event()  # there is none
+        self._silent.set()
         self.running: dict[str, Generation] = {}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
@@ -81,37 +88,43 @@ class Inference(InferenceServicer):
                 request, self._cluster.models, self._cluster.config, held, self._cluster.lessons.of, tenant=tenant
             )
             told.asked(ask)
-            async with AsyncExitStack() as stack:
+            async with AsyncExitStack() as answering, self._outbox() as outbox, AsyncExitStack() as stack:
                 beginning = stack.enter_context(self._beginnings.of(tenant, request.session_id))
                 claimed = stack.enter_async_context(self._cluster.admission.place(self._claim(ask, remaining)))
                 place = await beginning.wait_for(claimed)
                 told.placed(place.since)
+                answering.enter_context(self._answers.one_more(tenant))
                 if held is not None and time.monotonic() - arrived > STALE_S:
                     held = await self._held(tenant, request)
                 opened = await opening.begin(self._cluster, ask, held, deadline)
                 opened.answer.figures.waited(place.since - arrived)
                 place.spend(read=opened.answer.start)
-                await self._run(opened, place, context, told, beginning)
+                await self._run(opened, place, outbox, context, told, beginning)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Goes on with a generation, whoever had it."""
-        async with self._told(context, "Resume", "resume") as told:
+        async with self._told(context, "Resume", "resume") as told, AsyncExitStack() as stack:
             tenant = await self._callers.tenant(context)
-            record = await opening.open_record(self._cluster.sessions, tenant, request.session_id)
-            claim = Claim(record.model, tenant, Priority.RESUMED, 0.0, self._by(context.time_remaining()))
-            ours = request.session_id in self.running
-            async with self._cluster.admission.place(claim, holds_one=ours) as place:
+            stack.enter_context(self._answers.one_more(tenant))
+            outbox = await stack.enter_async_context(self._outbox())
+            found = await opening.find(
+                self._cluster,
+                tenant,
+                request.session_id,
+                request.generation,
+                request.next_position,
+                request.text_offset,
+            )
+            place = None
+            if not found.record.finished:
+                claim = Claim(found.model.name, tenant, Priority.RESUMED, 0.0, self._by(context.time_remaining()))
+                running = self.running.get(request.session_id)
+                ours = running is not None and running.hands_on()
+                place = await stack.enter_async_context(self._cluster.admission.place(claim, holds_one=ours))
                 told.placed(place.since)
-                self._cluster.metrics.resumes += 1
-                opened = await opening.take_over(
-                    self._cluster,
-                    tenant,
-                    request.session_id,
-                    request.generation,
-                    request.next_position,
-                    request.text_offset,
-                )
-                await self._run(opened, place, context, told)
+            opened = await opening.take(self._cluster, found)
+            self._cluster.metrics.resumes += 1
+            await self._run(opened, place, outbox, context, told)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """Ends a generation, wherever it runs."""
@@ -176,6 +189,12 @@ class Inference(InferenceServicer):
         self._cluster.admission.close()
         for generation in self.running.values():
             generation.move()
+        for outbox in self._outboxes:
+            outbox.hurry(Moved(GOING_DOWN))
+
+    async def left(self) -> None:
+        """Returns once no call answers any more."""
+        await self._silent.wait()
 
     async def _held(self, tenant: str, request: pb.GenerateRequest) -> SessionRecord | None:
         sessions = self._cluster.sessions
@@ -192,30 +211,58 @@ class Inference(InferenceServicer):
     @asynccontextmanager
     async def _told(self, context: Context[Any, Any], method: str, operation: str) -> AsyncIterator[Request]:
         """Around a call that answers: its errors become statuses, its span and its figures are told."""
-        async with translated(context), served(context, f"outrider.v1.Inference/{method}") as call:
-            with self._cluster.metrics.request(call.span, operation) as told:
-                yield told
+        self._answering += 1
+        self._silent.clear()
+        try:
+            async with translated(context), served(context, f"outrider.v1.Inference/{method}") as call:
+                with self._cluster.metrics.request(call.span, operation) as told:
+                    yield told
+        finally:
+            self._answering -= 1
+            if not self._answering:
+                self._silent.set()
+
+    @asynccontextmanager
+    async def _outbox(self) -> AsyncIterator[Outbox]:
+        """What a call's client is sent. At the end of the body all of it is, or the client does not read."""
+        outbox = Outbox(self._cluster.config.window)
+        self._outboxes.add(outbox)
+        try:
+            async with outbox:
+                if self._leaving:
+                    outbox.hurry(Moved(GOING_DOWN))
+                yield outbox
+        finally:
+            self._outboxes.discard(outbox)
 
     async def _run(
         self,
         opened: Opened,
-        place: Place,
+        place: Place | None,
+        outbox: Outbox,
         context: Context[Any, Any],
         told: Request,
         beginning: Beginning | None = None,
     ) -> None:
-        generation = Generation(self._cluster, opened, place)
+        before = self.running.get(opened.record.session_id)
+        if opened.ledger is not None and before is not None:
+            if before.epoch > opened.ledger.epoch:  # that call was faster
+                raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
+            before.supersede(opened.ledger.epoch)
+        outbox.begin(partial(_send, context, opened), opened.position, opened.text_offset)
+        generation = Generation(self._cluster, opened, place, outbox)
         told.begun(generation)
         if self._leaving:
             generation.move()
-        self.running[generation.session_id] = generation  # one that we took it over from ends by itself
+        if opened.ledger is not None:
+            self.running[generation.session_id] = generation
         if beginning is not None:
             beginning.over.set()
             if beginning.cancelled:
                 generation.stop()
         try:
             with about(generation.session_id):
-                await generation.run(partial(_send, context, opened))
+                await generation.run()
             told.ended(generation)
         finally:
             if self.running.get(generation.session_id) is generation:
@@ -231,6 +278,7 @@ class Inference(InferenceServicer):
             tokenizer_digest=model.digest,
             verifiers=len(verifiers),
             drafters=len(await fleet.drafters(model.digest)),
+            misfits=[f"{worker.worker_id}: {why.explanation}" for worker, why in fleet.misfits(model.name)[:MISFITS]],
         )
 
 
@@ -296,21 +344,22 @@ async def _serve(
         shown = pages(cluster, lambda: tuple(service.running.values()))
         with telling("router", cluster.router_id, config.metrics, shown):
             async with (
-                alongside() as chores,
+                supervising() as chores,
                 serving(
                     config.listen,
                     register,
                     drain_s=config.drain_s,
                     leave=service.leave,
+                    left=service.left,
                     tls=tls,
                     mutual=False,
                     probes=config.health,
                 ) as address,
             ):
-                chores.create_task(look_after(fleet, admission))
-                chores.create_task(sweep(cluster.sessions))
-                chores.create_task(cluster.lessons.keep())
-                chores.create_task(cluster.teaching.keep())
+                chores.keep("fleet", partial(look_after, fleet, admission))
+                chores.keep("sweep", partial(sweep, cluster.sessions))
+                chores.keep("lessons", cluster.lessons.keep)
+                chores.keep("teaching", cluster.teaching.keep)
                 announce(address)
                 await asyncio.Event().wait()
     finally:
@@ -324,5 +373,8 @@ async def _serve(
 async def _send(context: Context[Any, Any], opened: Opened, event: Event) -> None:
     try:
         await context.write(event_to_pb(event, opened.turn.contract, opened.model.spelled))
-    except grpc.aio.InternalError:  # the call ended during the write; that we are cancelled follows in a moment
+    except (
+        grpc.aio.InternalError,
+        grpc.aio.UsageError,
+    ):  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None

@@ -18,7 +18,7 @@ from router.models import ServedModel
 from router.opening import Cluster, suitable
 
 LEAST, SHARE = 64, 1 / 16  # tokens, and share of the text, that may be missing there before it reads on
-RETRY_S = 1.0  # after there was nobody, or he did not
+RETRY_S = 1.0  # after a verifier did not read it
 ANSWER_S = 30.0  # a verifier that takes longer to read has other things to do
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Standby:
         behind = len(tokens) - self._read
         if behind < max(LEAST, len(tokens) * SHARE) or time.monotonic() < self._again_at:
             return
-        if self._work is None or self._work.done():
+        if (self._work is None or self._work.done()) and self._somebody_else(serving):
             self._work = self._cluster.background.spawn(self._warm(tuple(tokens), serving))
 
     async def _warm(self, tokens: tuple[int, ...], serving: Worker) -> None:
@@ -64,8 +64,17 @@ class Standby:
             known = error if isinstance(error, OutriderError) else from_rpc_error(error)
             log.debug("no other verifier keeps a session's KV: %s", known)
 
+    def _somebody_else(self, serving: Worker) -> bool:
+        """Whether another verifier of the model is listed: one that has just started is asked at once."""
+        return any(
+            it.role == "verifier" and it.model == self._model.name and self._may_read(it, serving)
+            for it in self._cluster.fleet.listed
+        )
+
+    def _may_read(self, worker: Worker, serving: Worker) -> bool:
+        return worker.worker_id != serving.worker_id and not self._cluster.fleet.suspected(worker)
+
     def _chosen(self, workers: Sequence[Worker], serving: Worker) -> Worker | None:
         """Who has it already, else the least loaded; None where nobody else is there."""
-        fleet = self._cluster.fleet
-        others = [it for it in workers if it.worker_id != serving.worker_id and not fleet.suspected(it)]
+        others = [it for it in workers if self._may_read(it, serving)]
         return next((it for it in others if it.worker_id == self.holder), others[0] if others else None)

@@ -34,6 +34,7 @@ class Metrics:
         self.moves = self.resumes = self.changes = self.steps = 0
         self.depths = Depths()
         self.tokens: Counter[str] = Counter()  # durable ones, by model
+        self.speculation: Counter[tuple[str, ...]] = Counter()  # steps, by model and by what kept them from drafts
         self.append = histogram("outrider.log.append")
         self._requests: Counter[tuple[str, ...]] = Counter()  # by model and outcome
         self._verified: dict[str, int] = {}  # nodes, by drafter
@@ -45,6 +46,7 @@ class Metrics:
         self._wait = histogram("outrider.queue.wait")
         watch("outrider.requests", lambda: self._requests)
         watch("outrider.tokens", lambda: self.tokens)
+        watch("outrider.speculation.steps", lambda: self.speculation)
         watch("outrider.moves", lambda: self.moves)
         watch("outrider.resumes", lambda: self.resumes)
         watch("outrider.plan.changes", lambda: self.changes)
@@ -164,6 +166,7 @@ class Request:
                 "outrider.nodes.verified": figures.verified,
                 "outrider.nodes.accepted": figures.accepted,
                 "outrider.wire_bytes": figures.wire_bytes,
+                "outrider.speculation": figures.speculation.summary(figures.accepted).reason.value,
             }
         )
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from outrider.core.contract import StepReport
+from outrider.core.speculation import SpeculationTally
 from outrider.store.client import ours
 
 _COUNTERS = ("steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes")
@@ -31,12 +32,14 @@ class Figures:
         self.wire_bytes = 0
         self.first_token_us = 0
         self.last_token_us = 0
+        self.speculation = SpeculationTally()
         if record:
             with ours("a generation's usage"):
                 values: dict[str, Any] = json.loads(record)
                 self._arrival -= values["elapsed_us"] / 1e6
                 for name in (*_COUNTERS, *_TIMES):
                     setattr(self, name, values[name])
+                self.speculation.load(values.get("speculation", {}))  # an older router wrote none
 
     def waited(self, seconds: float) -> None:
         """The request had arrived so long before."""
@@ -45,7 +48,8 @@ class Figures:
     def dump(self) -> str:
         """What goes on record when the generation ends or is handed over."""
         return json.dumps(
-            {name: getattr(self, name) for name in (*_COUNTERS, *_TIMES)} | {"elapsed_us": self.elapsed_us()}
+            {name: getattr(self, name) for name in (*_COUNTERS, *_TIMES)}
+            | {"elapsed_us": self.elapsed_us(), "speculation": self.speculation.dump()}
         )
 
     def replayed(self, tokens: int) -> None:

@@ -28,6 +28,8 @@ async def watched(cluster: Cluster, tenant: str, session_id: str) -> AsyncGenera
             call = VerifierStub(cluster.fleet.channel(worker)).Watch(verifier_pb2.WatchRequest(session_id=session_id))
             try:
                 async for step in call:
+                    if step is None:  # gRPC's word for bytes that do not parse
+                        raise Unavailable(f"verifier {worker.worker_id} has sent bytes that are no message")
                     step.texts.extend(map(spelled, step.tokens))
                     step.committed_texts.extend(map(spelled, step.committed))
                     yield step

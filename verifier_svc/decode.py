@@ -9,9 +9,11 @@ from typing import Any
 
 import grpc.aio
 
+from outrider.aside import aside
 from outrider.config import VerifierConfig
 from outrider.core.contract import Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.digest import Prefix, extend
+from outrider.core.tree import settled
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.rpc import liveness
@@ -55,7 +57,7 @@ class Decoder(VerifierServicer):
             if first is None or first.WhichOneof("command") != "start":
                 raise InvalidRequest("start", "must be the first message of Decode")
             with about(first.start.session_id):
-                session = await self._open(self._check(first.start))
+                session = await self._open(await aside(first.start.tokens, self._check, first.start))
                 if call.span.is_recording():
                     session.traced = TracedSteps(call.span)
                     call.span.set_attributes(self._attributes(session))
@@ -98,10 +100,8 @@ class Decoder(VerifierServicer):
     async def Warm(self, request: pb.WarmRequest, context: Context[Any, Any]) -> pb.WarmResponse:
         """Reads a text for a session that may have to come here."""
         async with translated(context):
-            self._check_text(request)
-            if len(request.tokens) > self._engine.context:
-                raise InvalidRequest("tokens", f"are more than the context of {self._engine.context}")
-            return pb.WarmResponse(cached=await self._loop.read(tuple(request.tokens), request.tenant))
+            tokens, known = await aside(request.tokens, self._checked_text, request)
+            return pb.WarmResponse(cached=await self._loop.read(tokens, request.tenant, known))
 
     async def Watch(self, request: pb.WatchRequest, context: Context[Any, Any]) -> None:
         """Shows a session's steps, until it ends here."""
@@ -149,6 +149,13 @@ class Decoder(VerifierServicer):
             ranks=self._engine.ranks,
         )
 
+    def _checked_text(self, request: pb.WarmRequest) -> tuple[tuple[int, ...], Prefix]:
+        self._check_text(request)
+        if len(request.tokens) > self._engine.context:
+            raise InvalidRequest("tokens", f"are more than the context of {self._engine.context}")
+        tokens = tuple(request.tokens)
+        return tokens, settled(tokens)
+
     def _check_text(self, start: pb.DecodeStart | pb.WarmRequest) -> None:
         if start.model != self._config.model_name:
             raise NotFound(f"model '{start.model}' is not here; this verifier holds '{self._config.model_name}'")
@@ -162,13 +169,14 @@ class Decoder(VerifierServicer):
         check_tokens(start.tokens, self._engine.vocabulary)
 
     def _check(self, start: pb.DecodeStart) -> Start:
+        """The start, checked. Takes time in proportion to its text, and may be called in any thread."""
         self._check_text(start)
         if not 1 <= start.window <= MAX_WINDOW:
             raise InvalidRequest("window", f"is {start.window}, must be 1 to {MAX_WINDOW}")
         if start.lease_ms not in LEASE_MS:
             raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
         contract = contract_from_pb(start.contract)
-        contract.check_vocabulary(self._engine.vocabulary)
+        contract.check_vocabulary(self._engine.vocabulary, self._engine.sayable)
         if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:
             raise InvalidRequest("answer_position", "must be at most the number of tokens and leave one to say")
         if start.answer_position + contract.max_tokens > self._engine.context:
@@ -177,17 +185,20 @@ class Decoder(VerifierServicer):
                 f"{start.answer_position} tokens of prompt and {contract.max_tokens} of answer are more than "
                 f"the context of {self._engine.context}",
             )
-        if extend(EMPTY, start.tokens) != start.digest:
+        tokens = tuple(start.tokens)
+        known = settled(tokens)
+        if extend(known.digest, tokens[known.length :]) != start.digest:
             raise InvalidRequest("digest", "does not fit the tokens")
         return Start(
             start.session_id,
             start.tenant,
             start.epoch,
-            tuple(start.tokens),
+            tokens,
             start.answer_position,
             contract,
             plan_from_pb(start.plan),
             start.window,
+            known,
         )
 
     async def _obey(self, session: Session, requests: Requests, lease_s: float) -> None:

@@ -89,7 +89,7 @@ class HeadDrafting(Drafting):
 
     def open(self, contract: Contract, place: Taken, passes: Passes) -> HeadDrafts | None:
         passes.later(partial(self._speculator.take, place.slot, place.source, place.cached))
-        if not fits(contract):
+        if not fits(contract) or not contract.allows_any(self._speculator.sayable):
             return None
         kind = contract.rule, contract.heat
         if kind not in self._known:
@@ -159,6 +159,7 @@ class HeadDrafting(Drafting):
 
 def _propose(of: _Drafting, node: Node, number: int, row: FloatRows) -> None:
     session, heads = of
+    row = row[: session.sayable]
     heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price)
 
 

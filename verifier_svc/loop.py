@@ -20,6 +20,7 @@ import numpy as np
 
 from outrider.core.budget import Budget, CostModel, choose_budget
 from outrider.core.contract import OFF, Contract, Overlap, StepReport
+from outrider.core.digest import NOTHING, Prefix
 from outrider.core.pace import Pace
 from outrider.core.rules import Rows, Walk
 from outrider.core.tree import Node
@@ -87,6 +88,7 @@ class StepLoop:
         self._committed = 0.0  # when its commits went out
         self._changed = asyncio.Event()
         self._left: Callable[[], None] | None = None  # it is going down, and this hears when it has let go
+        self._over = False  # `run` has ended
 
     def open(self, start: Start) -> Session:
         """Gives a session a slot, if possible one that holds the KV of its first tokens.
@@ -94,7 +96,7 @@ class StepLoop:
         A session that is open under an older epoch is closed as fenced, and its KV stays for the new one. Raises
         Superseded for an epoch that is not newer, Overloaded when slots are out, Moved when it is going down.
         """
-        if self._left is not None:
+        if self.leaving:
             raise Moved(GOING_DOWN)
         present = self.sessions.get(start.session_id)
         if present:
@@ -107,22 +109,26 @@ class StepLoop:
         own = self._own.begin(start.tenant, start.contract)
         heads = self._heads.open(start.contract, place, self._passes)
         patterns = self.pace.patterns(greedy=start.contract.greedy)
-        session = Session(start, place, self._engine.vocabulary, patterns, own, heads)
+        engine = self._engine
+        session = Session(start, place, engine.vocabulary, patterns, own, heads, sayable=engine.sayable)
         session.fused = self._fusing.open(place, self._passes)
         session.follow(self.pace.way)
         self.sessions[session.id] = session
         self.wake()
         return session
 
-    async def read(self, tokens: Sequence[int], tenant: str) -> int:
-        """Reads a text; its KV stays in a free slot. Returns how many tokens' KV is there. Raises as `open`."""
-        if self._left is not None:
+    async def read(self, tokens: Sequence[int], tenant: str, known: Prefix = NOTHING) -> int:
+        """Reads a text; its KV stays in a free slot. Returns how many tokens' KV is there. Raises as `open`.
+
+        `known`: as a tree over the text takes it.
+        """
+        if self.leaving:
             raise Moved(GOING_DOWN)
         place = self.slots.take(tokens, tenant)
         self._passes.fill(place)
         self._heads.open(READS, place, self._passes)
         self._fusing.open(place, self._passes)
-        start = Start(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), READS, OFF, 1)
+        start = Start(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), READS, OFF, 1, known)
         reading = Reading(start, place, self._engine.vocabulary, self.pace.patterns(greedy=True), None)
         self.sessions[reading.id] = reading
         self.wake()
@@ -156,13 +162,15 @@ class StepLoop:
     @property
     def leaving(self) -> bool:
         """Whether it is going down."""
-        return self._left is not None
+        return self._over or self._left is not None
 
     def leave(self, left: Callable[[], None]) -> None:
         """Starts no further step: when the one that runs has committed, sessions are closed as moved, and `left` is
         called."""
         self._left = left
         self.wake()
+        if self._over:
+            left()
 
     def met(self) -> None:
         """A drafter's stream has opened: other drafters than those that were measured."""
@@ -173,7 +181,7 @@ class StepLoop:
         self._changed.set()
 
     async def run(self) -> None:
-        """Steps until cancelled."""
+        """Steps until cancelled. When it ends, whatever ends it, sessions are let go at once, as moved."""
         try:
             while True:
                 step = await self._choose()
@@ -184,6 +192,8 @@ class StepLoop:
                 self._commit(step, walks)
                 await self._heads.draft(step, self._passes)
         finally:
+            self._over = True
+            self._let_go(self._left or (lambda: None))
             self._passes.close()
 
     async def _choose(self) -> Step:
@@ -315,6 +325,8 @@ class StepLoop:
     def _commit(self, step: Step, walks: Sequence[Walk | None]) -> None:
         """Keeps the KV of what was accepted, appends, re-roots, and tells everybody."""
         now = time.monotonic()
+        self._own.stepped()
+        rates = self.pace.rates if self.pace.way is Way.REST else (0, 0)
         said: list[tuple[Session, Commit]] = []
         for work, walked in zip(step.works, walks, strict=True):
             session = work.session
@@ -353,6 +365,8 @@ class StepLoop:
                 level_us=int(level * 1e6),
                 ranks=bytes(map(_rank, path)),
                 resting=session.resting,
+                plain_rate=rates[0],
+                drafted_rate=rates[1],
             )
             session.wire_bytes = 0
             if session.watch.watched:

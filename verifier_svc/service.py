@@ -15,6 +15,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
+from outrider.core.speculation import shown
 from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
 from outrider.engine.features import Features
@@ -26,8 +27,8 @@ from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import CheckpointError, ConfigError
 from outrider.hub import checkpoint_folder
-from outrider.rpc.lifecycle import alongside
 from outrider.rpc.server import serving
+from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
 from outrider.sink.keyring import Keyring
 from outrider.sink.sink import Sink
@@ -66,7 +67,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
     keys = Keyring(await ticket_key(redis), partial(ticket_key, redis))
-    sink = Sink(worker_id, engine.tokenizer_digest, engine.vocabulary, keys, fusing.digest)
+    sink = Sink(worker_id, engine.tokenizer_digest, keys, fusing.digest)
     loop = StepLoop(
         engine,
         cost,
@@ -99,7 +100,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     with telling("verifier", worker_id, config.metrics):
         async with (
             aclosing(redis),
-            alongside() as tasks,
+            supervising() as tasks,
             serving(
                 config.listen, register, drain_s=config.drain_s, leave=leave, tls=tls, probes=config.health
             ) as address,
@@ -118,14 +119,15 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     sessions=len(loop.sessions),
                     parameters=engine.parameters,
                     treeless=bool(engine.treeless),
+                    treeless_why=shown(engine.treeless),
                     zone=config.zone,
                     draining=loop.leaving,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
                 )
 
-            tasks.create_task(loop.run())
-            tasks.create_task(keep_announced(redis_url, describe, config.heartbeat_s, changed))
+            tasks.need("step loop", loop.run)
+            tasks.keep("announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed))
             announce(address)
             await asyncio.Event().wait()  # until cancelled; the loop goes on until the server has drained
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.credit import Credit
+from outrider.core.digest import NOTHING, Prefix
 from outrider.core.drawn_tree import tree_of
 from outrider.core.sampler import Choice, Sampler
 from outrider.core.tree import Delta, Node
@@ -39,6 +40,7 @@ class Start:
     contract: Contract
     plan: Plan
     window: int  # tokens that may be committed beyond the durable position
+    known: Prefix = NOTHING  # of the tokens: `settled`, which was computed beside the event loop
 
 
 class Commit(NamedTuple):
@@ -63,20 +65,25 @@ class Session(Drafted):
         patterns: Patterns,
         own: OwnDrafts | None = None,
         heads: HeadDrafts | None = None,
+        *,
+        sayable: int | None = None,
     ) -> None:
+        """`vocabulary`: ids that the target has; `sayable`: it can say those below, if they are fewer."""
         super().__init__(start.contract, SENDER)
         self.id = start.session_id
         self.tenant = start.tenant
         self.epoch = start.epoch
         self.answer_position = start.answer_position
+        self.vocabulary = vocabulary
+        self.sayable = vocabulary if sayable is None else sayable
         self.plan = start.plan
         self.place = place
         self.tokens = list(start.tokens)
         self.cached = place.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
-        self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY)
-        self.sampler = Sampler(start.contract, vocabulary, self.tokens, start.answer_position)
+        self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY, known=start.known)
+        self.sampler = Sampler(start.contract, self.sayable, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
@@ -216,7 +223,14 @@ class Session(Drafted):
         if self.own is not None and self.plan.depth and self.own.read(self.tokens):
             plan = self.ceilings
             price = self.verified_price
-            self.own.grow(self.tree, nodes=plan.nodes, depth=plan.depth, width=plan.width, price=price)
+            self.own.grow(
+                self.tree,
+                nodes=plan.nodes,
+                depth=plan.depth,
+                width=plan.width,
+                vocabulary=self.sayable,
+                price=price,
+            )
 
     def leave_answer(self) -> None:
         """The session is over: keeps its answer for others."""

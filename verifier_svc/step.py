@@ -165,7 +165,7 @@ class Verdicts:
         """The distribution that the row's children were drawn from."""
         q = self._node(row).q
         assert q is not None  # a node without has no children
-        return q.dense(self._logits.vocabulary)
+        return q.dense(self._session.sayable)
 
     def said(self, row: int, token: int) -> Choice:
         """A token that the rule chose."""
@@ -183,7 +183,7 @@ class Verdicts:
         ]
 
     def _row(self, row: int) -> NDArray[np.float32]:
-        return self._logits.row(self._first + row)
+        return self._logits.row(self._first + row)[: self._session.sayable]
 
     def _path(self, row: int) -> Sequence[int]:
         return self._session.tree.path(self._work.nodes[row - 1]) if row else ()

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from deploy.grafana.panels import MODEL, Dashboard, Panel, Row, greatest, levels, quantiles, rates, sums, total
+from deploy.grafana.panels import (
+    MODEL,
+    Dashboard,
+    Panel,
+    Row,
+    greatest,
+    levels,
+    quantile,
+    quantiles,
+    rates,
+    sums,
+    total,
+)
 
 _ANSWERS = Row(
     "Answers",
@@ -122,6 +134,24 @@ _FAULTS = Row(
             "Until Redis had a commit's tokens. Callers see nothing before that.",
             "s",
             quantiles("outrider_log_append_seconds"),
+        ),
+        Panel(
+            "Lag of event loops",
+            "How late a server runs what is due, at the 99th percentile. Above 0.1 s all that it serves is held up.",
+            "s",
+            quantile("outrider_loop_lag_seconds", 0.99),
+        ),
+        Panel(
+            "Stalls of event loops",
+            "Times that one callback of a server held up all others for more than 0.1 s. There should be none.",
+            "ops",
+            rates("outrider_loop_stalls_total", "instance"),
+        ),
+        Panel(
+            "Tasks that failed",
+            "Long-lived tasks that ended by themselves, by name, and were started again. There should be none.",
+            "ops",
+            rates("outrider_tasks_failed_total", "task"),
         ),
         Panel(
             "Gateway: answers",

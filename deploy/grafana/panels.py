@@ -64,6 +64,11 @@ def quantiles(histogram: str, *matchers: str) -> list[Query]:
     return [Query(f"histogram_quantile({share}, {inner})", f"p{share * 100:g}") for share in QUANTILES]
 
 
+def quantile(histogram: str, share: float, *matchers: str) -> list[Query]:
+    """Of a histogram, a line for each server."""
+    return [Query(f"histogram_quantile({share}, {_rate(f'{histogram}_bucket', matchers)})", "{{job}} {{instance}}")]
+
+
 def rates(counter: str, label: str, *matchers: str) -> list[Query]:
     """A line for each value of a label."""
     return [Query(f"sum by ({label}) ({_rate(counter, matchers)})", f"{{{{{label}}}}}")]

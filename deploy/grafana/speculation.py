@@ -46,6 +46,13 @@ _DRAFTERS = Row(
     "How far ahead, and who is worth it",
     [
         Panel(
+            "Why not",
+            "Steps, by whether they verified drafts (drafting) or what kept them from it.",
+            "ops",
+            rates("outrider_speculation_steps_total", "reason"),
+            stacked=True,
+        ),
+        Panel(
             "Gamma",
             "How deep drafting may run ahead: the ceiling, a mean over the generations of a router.",
             "suffix: tok",

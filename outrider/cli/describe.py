@@ -13,6 +13,7 @@ import typer
 
 from outrider.cli.reporting import reported
 from outrider.cli.serve import Ca, Cert, PrivateKey
+from outrider.core.speculation import shown
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -54,6 +55,10 @@ def describe(
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
+    drafts_for: Annotated[
+        str | None,
+        typer.Option("--for", metavar="TARGET", help="Say instead whether the checkpoint can draft for this one."),
+    ] = None,
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
@@ -66,7 +71,9 @@ def describe(
 
     screen = Console(highlight=False)
     with reported():
-        if not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
+        if drafts_for is not None:
+            _describe_pair(screen, target, drafts_for)
+        elif not Path(target).is_dir() and re.fullmatch(r".+:\d+", target):
             _print_facts(screen, asyncio.run(_server(target, _tls(ca, cert, key))))
         else:
             from outrider.engine.loading import chosen_backend
@@ -75,6 +82,15 @@ def describe(
             folder = checkpoint_folder(target)
             native = chosen_backend(folder, backend) == "native"
             (_describe_folder if native else _describe_any)(screen, folder, dtype, layers, skip or (), threads)
+
+
+def _describe_pair(screen: Console, drafter: str, target: str) -> None:
+    from outrider.cli.pairing import pairing
+    from outrider.hub import checkpoint_folder
+
+    facts, line = pairing(checkpoint_folder(drafter), checkpoint_folder(target))
+    _print_facts(screen, facts)
+    print(line, flush=True)
 
 
 def _describe_folder(
@@ -185,10 +201,11 @@ def last_line(fast: Costs, invariant: Costs) -> str:
 
 def _print_facts(screen: Console, facts: Rows) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for what, value in facts:
-        table.add_row(what, value)
+        table.add_row(what, Text(value))
     screen.print(table)
 
 
@@ -285,6 +302,7 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
         ("sessions", f"{it.sessions} of {it.slots}"),
         ("levels", str(it.levels)),
         ("nodes sent", str(it.nodes)),
+        *(("not drafting for", shown(refusal)) for refusal in it.refusals),
         ("refused frames", str(it.refused_frames)),
         ("tasks", str(it.tasks)),
     ]
@@ -302,6 +320,7 @@ async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Row
     for it in models:
         facts += _model(it.name, it)
         facts.append(("served by", f"{it.verifiers} verifiers and {it.drafters} drafters"))
+        facts += [("of no use", shown(misfit)) for misfit in it.misfits]
     return facts
 
 

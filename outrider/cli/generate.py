@@ -11,6 +11,7 @@ import typer
 from outrider.cli.connecting import Address, Profile
 from outrider.cli.reporting import INTERRUPTED, reported
 from outrider.core.contract import PolicyName, Priority, RuleName
+from outrider.core.speculation import SpeculationReason
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -104,6 +105,8 @@ def generate(
         if logprobs is not None:
             _print_table(stream.result)
         print(_figures(stream.result), file=sys.stderr)
+        if line := _speculation(stream.result):
+            print(line, file=sys.stderr)
 
 
 def _biases(entries: Sequence[str]) -> dict[int, float]:
@@ -119,6 +122,15 @@ def _print_table(result: Generation) -> None:
     for token, entry in zip(result.token_ids, result.logprobs, strict=True):
         likely = "".join(f"  {other:>8} {logprob:8.3f}" for other, logprob in entry.top)
         print(f"{token:>8} {entry.logprob:8.3f}{likely and '  |' + likely}", file=sys.stderr)
+
+
+def _speculation(result: Generation) -> str:
+    """Why speculation brought nothing; empty where it was not that way."""
+    status, steps = result.usage.speculation, result.usage.steps
+    if status.drafting or status.reason is SpeculationReason.UNKNOWN:
+        return ""
+    of = f" for {status.steps} of {steps} steps" if status.steps < steps else ""
+    return f"outrider: no speculation{of}: {status.explanation}"
 
 
 def _figures(result: Generation) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.cli.compare import Difference, Verdict
 from outrider.core.contract import Contract
 from outrider.core.sampler import Sampler
+from outrider.engine.quiet import quiet
 from outrider.errors import CheckpointError
 
 
@@ -24,16 +24,18 @@ class Reference:
     """
 
     def __init__(self, checkpoint: Path, *, threads: int = 1) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers, about itself
+        with quiet():
             import torch
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
-        logging.disable_progress_bar()
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, local_files_only=True)
-        except Exception as error:  # what can be wrong with a folder has no common base
-            raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
+
+            logging.disable_progress_bar()
+            try:
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    checkpoint, dtype=torch.float32, local_files_only=True
+                )
+            except Exception as error:  # what can be wrong with a folder has no common base
+                raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
         self._torch = torch
         self._threads = threads
         self._model = model.eval()

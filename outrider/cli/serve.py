@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -339,6 +340,8 @@ def _process(
 
         def announce(address: str) -> None:
             stack.close()
+            gc.collect()
+            gc.freeze()  # or a collection looks at all that was loaded, for a tenth of a second, while sessions wait
             print(f"outrider {role}: listening on {address}", flush=True)
 
         yield announce

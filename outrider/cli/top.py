@@ -19,6 +19,7 @@ from outrider.errors import Unavailable
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
 KEPT = 60  # answers that the figures are made of
 MOST_ROWS = 20  # of generations
@@ -96,6 +97,8 @@ def screen(seen: Sequence[Glance], lost: str = "") -> Group:
         line,
         Text(lost, style="red"),
         _depths(before, now),
+        _models(recent, now),
+        _misfits(now),
         _workers(now),
         _generations(seen[-2] if len(seen) > 1 else now, now),
     )
@@ -111,6 +114,32 @@ def _depths(before: Glance, now: Glance) -> Table:
             share = reached / tried
             table.add_row(str(at + 1), f"{share:.0%}", "█" * round(share * BAR), str(tried))
     return table
+
+
+def _models(before: Glance, now: Glance) -> Table:
+    """Of the latest steps of each model, how many verified drafts, and what kept the others from it."""
+    past = {one["name"]: one["steps"] for one in before["models"]}
+    table = _table("model", "with drafts", "without", title="Speculation")
+    table.columns[-1].no_wrap = False
+    for one in now["models"]:
+        steps = {reason: count - past.get(one["name"], {}).get(reason, 0) for reason, count in one["steps"].items()}
+        without = {reason: count for reason, count in steps.items() if count > 0 and reason != "drafting"}
+        total = steps.get("drafting", 0) + sum(without.values())
+        reasons = sorted(without, key=without.__getitem__, reverse=True)
+        table.add_row(
+            one["name"],
+            _over(steps.get("drafting", 0), total, "{:.0%}"),
+            ", ".join(f"{reason} {_over(without[reason], total, '{:.0%}')}" for reason in reasons),
+        )
+    return table
+
+
+def _misfits(now: Glance) -> Text:
+    """Drafters that can draft for none of a model's verifiers, a line for each."""
+    from rich.text import Text
+
+    lines = [f"{worker}: {why}" for one in now["models"] for worker, why in one["misfits"]]
+    return Text("\n".join(lines), style="red")
 
 
 def _workers(now: Glance) -> Table:
@@ -130,10 +159,11 @@ def _workers(now: Glance) -> Table:
 
 
 def _generations(before: Glance, now: Glance) -> Table:
+    from rich.text import Text
+
     past = {one["session"]: one for one in before["generations"]}
-    table = _table(
-        "session", "model", "tokens", "tokens/s", "acceptance length", "gamma", "drafters", title="Generations"
-    )
+    table = _table("session", "model", "tokens", "tokens/s", "length", "gamma", "speculation", title="Generations")
+    table.columns[-1].no_wrap = False
     for one in now["generations"][:MOST_ROWS]:
         then = past.get(one["session"], {"tokens": 0, "seconds": 0.0})
         table.add_row(
@@ -143,7 +173,7 @@ def _generations(before: Glance, now: Glance) -> Table:
             _over(one["tokens"] - then["tokens"], one["seconds"] - then["seconds"], "{:.0f}"),
             _over(one["steps"] + one["accepted"], one["steps"], "{:.2f}"),
             str(one["gamma"]),
-            ", ".join(one["drafters"]),
+            Text(", ".join(one["drafters"]) if one["speculation"] == "drafting" else one["why"]),
         )
     return table
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from outrider.cli.reporting import INTERRUPTED
-from outrider.engine.loading import quiet
+from outrider.engine.quiet import quiet
 from outrider.training.recipe import TrainingRecipe
 
 if TYPE_CHECKING:

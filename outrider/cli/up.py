@@ -58,6 +58,8 @@ async def _serve(file: Path, ray: str | None) -> None:
         with log.status(f"starting {', '.join(cluster.processes)} ..."):
             await cluster.__aenter__()
         screen.print(_table(cluster))
+        for line in await cluster.misfits():
+            log.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
         screen.print(
             f'Try: outrider generate --address {cluster.router_address} "def add(a, b):"   Ctrl-C stops the cluster.',
             highlight=False,

@@ -22,6 +22,7 @@ from outrider.client._types import (
     Usage,
 )
 from outrider.client._wire import Options
+from outrider.core.speculation import SpeculationReason, SpeculationStatus
 
 __all__ = [
     "AsyncClient",
@@ -34,6 +35,8 @@ __all__ = [
     "Model",
     "Options",
     "Session",
+    "SpeculationReason",
+    "SpeculationStatus",
     "StepNode",
     "StepTree",
     "Stream",

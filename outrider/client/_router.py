@@ -73,6 +73,8 @@ class Router:
         call = getattr(self.stub, method)(request, metadata=self.metadata)
         try:
             async for message in call:
+                if message is None:  # gRPC's word for bytes that do not parse
+                    raise Unavailable("the router has sent bytes that are no message of this protocol")
                 self.was_reached = True
                 yield message
         except grpc.aio.AioRpcError as error:

@@ -165,6 +165,7 @@ class _LoopThread:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
+        self._begun: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="outrider-client", daemon=True)
         self._thread.start()
 
@@ -186,14 +187,20 @@ class _LoopThread:
         if self._loop.is_closed():
             work.close()
         elif threading.current_thread() is self._thread:
-            self._loop.create_task(work)
+            self._begin(work)
         else:
             self.run(work)
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._shut_down()))
+        self._loop.call_soon_threadsafe(lambda: self._begin(self._shut_down()))
         if threading.current_thread() is not self._thread:  # where the garbage collector may call this, too
             self._thread.join()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` beside what runs. The loop itself would keep no reference to it."""
+        task = self._loop.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
 
     def _serve(self) -> None:
         self._loop.run_forever()

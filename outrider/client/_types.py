@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from outrider.core.contract import SHARED_NOISE
+from outrider.core.speculation import UNKNOWN, SpeculationStatus
 
 
 class FinishReason(StrEnum):
@@ -56,6 +57,7 @@ class Usage:
     first_token_s: float  # from the request's arrival at the router to the first token
     total_s: float  # from the request's arrival at the router to the end
     decode_s: float  # from the first token to the last
+    speculation: SpeculationStatus = UNKNOWN  # whether drafts were verified, and if not, why
 
     @property
     def acceptance_length(self) -> float:
@@ -152,3 +154,4 @@ class Model:
     tokenizer_digest: bytes
     verifiers: int
     drafters: int
+    misfits: tuple[str, ...] = ()  # drafters that cannot draft for it, each with the reason

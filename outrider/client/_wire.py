@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
 from outrider.core.contract import FILLING, SHARED_NOISE, Contract, PolicyName, Priority, RuleName
 from outrider.core.edges import edge_from_code
+from outrider.core.speculation import SpeculationReason, SpeculationStatus, shown
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -263,6 +264,19 @@ def usage_from_pb(message: pb.Usage) -> Usage:
         first_token_s=message.first_token_us / 1e6,
         total_s=message.total_us / 1e6,
         decode_s=message.decode_us / 1e6,
+        speculation=_speculation_from_pb(message.speculation),
+    )
+
+
+def _speculation_from_pb(message: types_pb2.SpeculationStatus) -> SpeculationStatus:
+    """The status; a reason that this version does not know is `UNKNOWN`."""
+    try:
+        name = types_pb2.SpeculationReason.Name(message.reason).removeprefix("SPECULATION_REASON_")
+        reason = SpeculationReason[name]
+    except (KeyError, ValueError):
+        reason = SpeculationReason.UNKNOWN
+    return SpeculationStatus(
+        reason, shown(message.detail), message.steps, message.plain_rate / 1000, message.drafted_rate / 1000
     )
 
 
@@ -317,4 +331,5 @@ def model_from_pb(message: pb.Model) -> Model:
         tokenizer_digest=message.tokenizer_digest,
         verifiers=message.verifiers,
         drafters=message.drafters,
+        misfits=tuple(map(shown, message.misfits)),
     )

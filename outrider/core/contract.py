@@ -97,16 +97,21 @@ class Contract:
         for listed in ("allowed_ids", "banned_ids", "stop_ids"):
             object.__setattr__(self, listed, tuple(sorted(set(getattr(self, listed)))))
 
-    def check_vocabulary(self, vocabulary: int) -> None:
-        """Raises InvalidRequest for an id that a vocabulary of that size lacks, or when nothing of it may be said."""
+    def check_vocabulary(self, vocabulary: int, sayable: int | None = None) -> None:
+        """Raises InvalidRequest for an id that a vocabulary of that size lacks, or when nothing of it may be said.
+        `sayable`: only ids below can be said, where those are not all."""
         for field in ("logit_bias", "allowed_ids", "banned_ids", "stop_ids"):
             ids = [id_ for id_, _ in self.logit_bias] if field == "logit_bias" else getattr(self, field)
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 worst = max(ids) if max(ids) >= vocabulary else min(ids)
                 raise InvalidRequest(field, f"token id {worst} is outside the vocabulary (0 to {vocabulary - 1})")
-        unsayable = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
-        if all(id_ in unsayable for id_ in self.allowed_ids or range(vocabulary)):
+        if not self.allows_any(vocabulary if sayable is None else sayable):
             raise InvalidRequest("allowed_ids", "and banned_ids (and, with min_tokens, stop ids) leave nothing to say")
+
+    def allows_any(self, vocabulary: int) -> bool:
+        """Whether an id below `vocabulary` may be said at every place of the answer."""
+        unsayable = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
+        return any(id_ < vocabulary and id_ not in unsayable for id_ in self.allowed_ids or range(vocabulary))
 
     @property
     def greedy(self) -> bool:
@@ -190,3 +195,5 @@ class StepReport:
     level_us: int = 0  # between two of these deltas, on average; likewise
     ranks: bytes = b""  # for each accepted node, how many of its siblings had a better score
     resting: bool = False  # whether steps were measured to be faster while drafters rest
+    plain_rate: int = 0  # thousandths of a token a second, of all sessions, while they rest; 0: not measured
+    drafted_rate: int = 0  # likewise, when they last drafted

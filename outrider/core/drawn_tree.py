@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.core.contract import Contract
+from outrider.core.digest import NOTHING, Prefix
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.tree import Delta, Grafted, Hints, Node, TokenTree, believe
 from outrider.errors import InvalidRequest
 
 
-def tree_of(contract: Contract, tokens: Sequence[int], *, capacity: int = 1024) -> TokenTree:
-    """The tree that a contract's rule wants, over the committed tokens. Raises as the tree does."""
+def tree_of(contract: Contract, tokens: Sequence[int], *, capacity: int = 1024, known: Prefix = NOTHING) -> TokenTree:
+    """The tree that a contract's rule wants, over the committed tokens. `known`, and what is raised: as by the tree."""
     kind = DrawnTree if rule_of(contract).drawn is Drawn.SAMPLED else TokenTree
-    return kind(tokens, capacity=capacity)
+    return kind(tokens, capacity=capacity, known=known)
 
 
 class DrawnTree(TokenTree):

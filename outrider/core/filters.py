@@ -15,17 +15,20 @@ FloatRow = NDArray[np.float64]
 
 
 class History:
-    """How often each token was said: what penalties go by."""
+    """How often each token was said: what penalties go by. Ids outside the vocabulary are not counted."""
 
     def __init__(self, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
         """`tokens`: of the session so far, the answer's beginning at that position."""
-        self.session = np.bincount(np.asarray(tokens, np.int64), minlength=vocabulary)  # [vocabulary]
-        self.answer = np.bincount(np.asarray(tokens[answer_position:], np.int64), minlength=vocabulary)  # likewise
+        self.session, self.answer = (
+            np.bincount(ids_within(part, vocabulary), minlength=vocabulary)  # [vocabulary]
+            for part in (tokens, tokens[answer_position:])
+        )
 
     def extend(self, tokens: Sequence[int], times: int = 1) -> None:
         """The answer goes on."""
+        known = ids_within(tokens, self.session.size)
         for counts in (self.session, self.answer):
-            np.add.at(counts, np.asarray(tokens, np.int64), times)
+            np.add.at(counts, known, times)
 
     @contextmanager
     def following(self, path: Sequence[int]) -> Iterator[None]:
@@ -35,6 +38,12 @@ class History:
             yield
         finally:
             self.extend(path, -1)
+
+
+def ids_within(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
+    """Those of the ids that a vocabulary of that size has, in their order."""
+    every = np.asarray(ids, np.int64)
+    return every[every < vocabulary]
 
 
 def penalize(scores: FloatRow, contract: Contract, history: History) -> None:

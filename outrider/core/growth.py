@@ -54,7 +54,10 @@ class Fits:
         self._usual: list[float] = []  # chance of the children of a node, best first
 
     def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:
-        """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it."""
+        """The best `width` candidates and the logarithm of each one's chance, as the wire can carry it. None of a row
+        without candidates: what the model has ids for may all be forbidden."""
+        if not row.tokens.size:
+            return []
         relative = self._relative(row, hint)
         normalizer = math.log(float(np.exp(relative).sum()))
         best = range(width) if hint is None else np.argsort(-relative, kind="stable")[:width]
@@ -71,6 +74,8 @@ class Fits:
 
     def judge(self, row: Candidates, tokens: Sequence[int], hint: Hint | None) -> list[float]:
         """The logarithm of the chance of each of these tokens, as the wire can carry it."""
+        if not row.tokens.size:
+            return [edge_from_code(edge_code(-math.inf))] * len(tokens)
         relative = self._relative(row, hint)
         normalizer = math.log(float(np.exp(relative).sum()))
         known = dict(zip(row.tokens.tolist(), relative.tolist(), strict=True))
@@ -82,7 +87,9 @@ class Fits:
         return sum(max(0.0, score * chance - price) for score in scores for chance in usual)
 
     def observe(self, row: Candidates, token: int, hint: Hint | None) -> None:
-        """The target said `token` after a node whose candidates were `row`."""
+        """The target said `token` after a node whose candidates were `row`. Of none, nothing is learned."""
+        if not row.tokens.size:
+            return
         if hint is not None and hint.token != row.tokens[0]:
             relative = np.exp(self._relative(row, hint))
             believed = float(relative[row.tokens == hint.token].sum() / relative.sum())

@@ -202,13 +202,14 @@ def grow(
     nodes: int,
     depth: int,
     width: int,
+    vocabulary: int,
     floor: float,
     room: int,
     judge: Callable[[float], float] = lambda edge: edge,
     start: Node | None = None,
 ) -> list[tuple[Node, float]]:
-    """Adds what a lookup proposes below the root, or below `start`: nodes whose path score is at least `floor`, at most
-    `room` new ones.
+    """Adds what a lookup proposes below the root, or below `start`: nodes whose path score is at least `floor` and
+    whose tokens are below `vocabulary`, at most `room` new ones.
 
     `judge` says what an edge is worth. Returns the new nodes, parents before children, and what was claimed of each.
     """
@@ -219,7 +220,7 @@ def grow(
     for above, token, chance in zip(proposal.parents, proposal.tokens, proposal.chances, strict=True):
         parent = start if above < 0 else placed[above]
         child = parent.children.get(token) if parent else None
-        if parent and child is None and len(added) < room and len(parent.children) < width:
+        if parent and child is None and token < vocabulary and len(added) < room and len(parent.children) < width:
             claimed = edge_from_code(edge_code(math.log(max(chance, LEAST_CHANCE))))
             edge = judge(claimed)
             if tree.score(parent) * math.exp(edge) >= floor:

@@ -11,6 +11,7 @@ from outrider.core.contract import Plan
 from outrider.core.waiting import Arrivals, Patterns, patience
 from outrider.core.ways import Rivals, Way
 
+_MOST_RATE = 2**32 - 1  # that a report has room for
 FOLLOWING = 0.05  # how far the average of open sessions follows one step
 
 
@@ -52,6 +53,7 @@ class Pace:
         self._open = 0.0  # sessions, on average: drafters that begin read what they missed, so it must not flap
         self._patterns: dict[bool, Patterns] = {}  # by whether a session is greedy: drafters guess better what it says
         self._rivals: dict[tuple[int, bool], Rivals] = {}  # by the logarithm of the number; whether one alone is greedy
+        self._latest: Rivals | None = None  # those that learned from the last step
 
     def patterns(self, *, greedy: bool) -> Patterns:
         """What deltas bring to sessions like this."""
@@ -80,7 +82,14 @@ class Pace:
         size = round(math.log2(max(1.0, self._open)))
         rivals = self._rivals_of(size, size == 0 and all(session.greedy for session in sessions))
         rivals.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
-        self.way = rivals.way
+        self.way, self._latest = rivals.way, rivals
+
+    @property
+    def rates(self) -> tuple[int, int]:
+        """Thousandths of a token a second, of all sessions, while drafters rest and while they draft; 0: not measured
+        with so many sessions, or drafters do not rest because of it."""
+        plain, drafted = (0.0, 0.0) if self._latest is None else self._latest.rates
+        return min(_MOST_RATE, round(plain * 1000)), min(_MOST_RATE, round(drafted * 1000))
 
     def _rivals_of(self, size: int, greedy: bool) -> Rivals:
         """New ones believe at first what is known of the nearest other number of sessions."""
@@ -95,6 +104,7 @@ class Pace:
     def forget(self) -> None:
         """Other drafters than those that were measured have come."""
         self._rivals.clear()
+        self._latest = None
 
 
 def _left(session: Paced, now: float) -> float:

@@ -6,7 +6,6 @@ idea that the length of the match says how much to believe.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,8 +32,13 @@ class Repeats:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._places: dict[tuple[int, int], deque[int]] = {}  # a pair of tokens -> what followed it, by position
+        self._places: dict[tuple[int, int], list[int]] = {}  # a pair of tokens -> what followed it, by position
         self.extend(tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has read."""
+        return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The text goes on."""
@@ -43,9 +47,22 @@ class Repeats:
                 pair = self._tokens[-2], self._tokens[-1]
                 places = self._places.get(pair)
                 if places is None:
-                    places = self._places[pair] = deque(maxlen=REMEMBERED)
-                places.append(len(self._tokens))
+                    self._places[pair] = [len(self._tokens)]
+                else:
+                    places.append(len(self._tokens))
             self._tokens.append(token)
+
+    def keep(self, tokens: Sequence[int]) -> None:
+        """The text has become another one: forgets all from the first token on that differs. Where that is more than
+        half, forgets all, which takes less time."""
+        both = min(len(tokens), len(self._tokens))
+        same = next((place for place in range(both) if tokens[place] != self._tokens[place]), both)
+        if same < len(self._tokens) / 2:
+            self._tokens, self._places = [], {}
+        while len(self._tokens) > same:
+            self._tokens.pop()
+            if len(self._tokens) >= SHORTEST:
+                self._places[self._tokens[-2], self._tokens[-1]].pop()
 
     def find(self, most: int, path: Sequence[int] = ()) -> Repeat | None:
         """What followed the longest earlier match of the text's end, the latest of several: at most `most` tokens.
@@ -57,7 +74,7 @@ class Repeats:
         if len(text) < SHORTEST:
             return None
         best, found = 0, 0
-        for place in reversed(self._places.get((text[-2], text[-1]), ())):
+        for place in self._places.get((text[-2], text[-1]), [])[: -REMEMBERED - 1 : -1]:
             length = SHORTEST
             while length < min(LONGEST, place) and text[place - 1 - length] == text[-1 - length]:
                 length += 1

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.contract import Contract
-from outrider.core.filters import FloatRow, History, keep_sampled, penalize
+from outrider.core.filters import FloatRow, History, ids_within, keep_sampled, penalize
 from outrider.core.logprobs import pack
 from outrider.core.noise import Draw, NoiseRows, generation_base
 
@@ -30,15 +30,19 @@ class Sampler:
     """All methods take the tokens between the last committed one and the row in question as `path`."""
 
     def __init__(self, contract: Contract, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
-        """`tokens`: what is committed, prompt included; the answer begins at `answer_position`."""
+        """`tokens`: what is committed, prompt included; the answer begins at `answer_position`.
+
+        Tokens, and ids that the contract names, may lie outside the vocabulary: a drafter may lack ids of the target.
+        They change nothing. Something that the vocabulary has must be allowed (`Contract.allows_any`).
+        """
         self.contract = contract
         self._length = len(tokens)
         self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be said
         self._noise = NoiseRows.of(contract, vocabulary)
         self._history = History(vocabulary, tokens, answer_position) if contract.penalizes else None
-        self._bias = np.array([by for _, by in contract.logit_bias])
-        self._biased = np.array([token for token, _ in contract.logit_bias], np.int64)
-        self._stops = np.array(contract.stop_ids, np.int64)
+        self._biased = ids_within([token for token, _ in contract.logit_bias], vocabulary)
+        self._bias = np.array([by for _, by in contract.logit_bias])[: self._biased.size]  # by ascending ids
+        self._stops = ids_within(contract.stop_ids, vocabulary)
         self._banned = self._unsayable(vocabulary)
         plain = not (contract.restricts or contract.logprobs is not None or (contract.cuts and not contract.greedy))
         self._draw = Draw(generation_base(contract.seed, contract.choice), contract.temperature) if plain else None
@@ -107,7 +111,7 @@ class Sampler:
 
     def _unsayable(self, vocabulary: int) -> NDArray[np.int64]:
         """Ids that are banned or not among those allowed."""
-        banned = np.array(self.contract.banned_ids, np.int64)
+        banned = ids_within(self.contract.banned_ids, vocabulary)
         if not self.contract.allowed_ids:
             return banned
         return np.union1d(banned, np.setdiff1d(np.arange(vocabulary), self.contract.allowed_ids))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.core.digest import EMPTY, extend
+from outrider.core.digest import NOTHING, Prefix, extend
 from outrider.core.rules.drawing import SparseRow
 from outrider.errors import InvalidRequest
 
@@ -123,14 +123,25 @@ def believe(edge: float) -> float:
     return edge
 
 
+def settled(tokens: Sequence[int], known: Prefix = NOTHING) -> Prefix:
+    """The digest of the tokens that a tree over `tokens` need not look at. Takes time in proportion to what is beyond
+    `known`, the digest of a part of them."""
+    length = max(known.length, len(tokens) - ALIAS_SPAN - 1)
+    return Prefix(length, extend(known.digest, tokens[known.length : length]))
+
+
 class TokenTree:
     """One session's tree over its committed tokens.
 
     `capacity` bounds the nodes; beyond it the lowest scores go first.
     """
 
-    def __init__(self, tokens: Sequence[int], *, capacity: int = 1024) -> None:
-        """Starts over `tokens`, the session's committed tokens. Raises InvalidRequest when there are none."""
+    def __init__(self, tokens: Sequence[int], *, capacity: int = 1024, known: Prefix = NOTHING) -> None:
+        """Starts over `tokens`, the session's committed tokens. Raises InvalidRequest when there are none.
+
+        `known`: a part of them whose digest is known; with that of `settled` the tree begins at once, however long the
+        text is. Below its last token the tree can alias no late nodes.
+        """
         if not tokens:
             raise InvalidRequest("tokens", "a session needs at least one token before it can be continued")
         self.capacity = capacity
@@ -138,14 +149,20 @@ class TokenTree:
         self.root = Node(tokens[-1], len(tokens) - 1, None, 0.0)
         self._senders: dict[int, _Sender] = {}
         self._aliases: deque[tuple[int, int, int]] = deque()  # (position, sender, id), oldest first
-        recent = tokens[-ALIAS_SPAN - 1 :]
-        digest = extend(EMPTY, tokens[: len(tokens) - len(recent)])
+        known = settled(tokens, known)
+        digest = known.digest
         self._tokens: dict[int, int] = {}
         self._digests: dict[int, int] = {}
-        for position, token in enumerate(recent, len(tokens) - len(recent)):
+        for position, token in enumerate(tokens[known.length :], known.length):
             digest = extend(digest, (token,))
             self._tokens[position] = token
             self._digests[position] = digest
+
+    @property
+    def known(self) -> Prefix:
+        """Of the committed tokens, the shortest part whose digest it holds, to begin another tree with."""
+        position = next(iter(self._tokens))
+        return NOTHING if position == self.root.position else Prefix(position + 1, self._digests[position])
 
     @property
     def digest(self) -> int:
@@ -353,6 +370,10 @@ class TokenTree:
         while level:
             yield level
             level = [child for node in level for child in node.children.values()]
+
+    def claimants(self) -> set[int]:
+        """Senders whose edge score counts for some node, be they forgotten by now."""
+        return {node.claim[0] for level in self.levels() for node in level if node.claim}
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the tree's own books disagree. For tests."""

@@ -111,6 +111,15 @@ class Rivals(Contest[Way]):
     def __init__(self, way: Way) -> None:
         super().__init__(Way, way)
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Work a second while drafters rest, and in the faster of the ways in which they work; 0: not measured here, or
+        resting is not what was found to be fastest."""
+        if self._kept is not Way.REST:
+            return 0.0, 0.0
+        resting = self._speeds[Way.REST].per_second
+        return resting, max(speed.per_second for way, speed in self._speeds.items() if way is not Way.REST)
+
     def inherited(self) -> Self:
         """For other circumstances: the same is kept, and as long until the others are tried."""
         heir = type(self)(self._kept)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from outrider.core.digest import tokenizer_digest
@@ -77,6 +78,15 @@ def read_tokenizer_digest(folder: Path) -> bytes:
     path = folder / "tokenizer.json"
     read_json(path)
     return tokenizer_digest(path.read_bytes())
+
+
+def read_tokenizer_size(folder: Path) -> int:
+    """How many ids the folder's tokenizer has, up to the largest. Raises CheckpointError."""
+    path = folder / "tokenizer.json"
+    try:
+        return 1 + max(Tokenizer.from_file(str(path)).get_vocab().values(), default=-1)
+    except Exception as error:  # of no other class
+        raise CheckpointError(f"{path}: is no tokenizer ({error}); download the checkpoint again") from None
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -38,6 +38,7 @@ class Traits:
     kv_bytes: int  # when all slots are full, of one rank
     treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
     ranks: int = 1  # that share the model
+    sayable: int = 0  # ids from there on are padding, whose logits are -inf; 0: there are none such
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
     features: Features | None = None  # that passes give beside logits; None: none
@@ -52,6 +53,7 @@ class Engine(Traits, ABC):
 
     def __init__(self, traits: Traits) -> None:
         super().__init__(**{field.name: getattr(traits, field.name) for field in fields(Traits)})
+        self.sayable = self.sayable or self.vocabulary
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
-import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +16,7 @@ from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
 from outrider.engine.model import Dtype
 from outrider.engine.native import SCRATCH, NativeEngine
+from outrider.engine.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
 
 # Bytes of weights up to which a model is tried in float32 first, where a mistake shows that bfloat16's rounding hides.
@@ -139,22 +137,6 @@ def load_engine(
     if progress is not None:
         progress(1.0)
     return engine
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps transformers, torchao and torch from talking about themselves while they are imported."""
-    talkers = [logging.getLogger(name) for name in ("torchao", "torchao.kernel.intmm", "torch.utils._pytree")]
-    levels = [talker.level for talker in talkers]
-    for talker in talkers:
-        talker.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for talker, level in zip(talkers, levels, strict=True):
-            talker.setLevel(level)
 
 
 def _bytes(folder: Path) -> int:

@@ -76,6 +76,7 @@ class NativeEngine(Engine):
                 weight_bytes=model.bytes_of_a_pass,
                 kv_bytes=self._cache.bytes,
                 features=features,
+                sayable=config.sayable,
             )
         )
         self._hidden = torch.empty(0)
@@ -171,8 +172,8 @@ class NativeEngine(Engine):
             logits = self._group.collect(self._model.head(hidden))
             if logits is None:
                 return np.empty((0, self.vocabulary), np.float32)
-            if self._config.sayable < self.vocabulary:
-                logits[:, self._config.sayable :] = -torch.inf
+            if self.sayable < self.vocabulary:
+                logits[:, self.sayable :] = -torch.inf
             return logits.numpy()[: packed.outputs_used, : self.vocabulary]
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:

@@ -12,16 +12,19 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from outrider.client import AsyncClient
-from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section, WorkerConfig
 from outrider.core.digest import tokenizer_digest
 from outrider.errors import ConfigError
 from outrider.fleet.process import Role, Server
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
 from outrider.store.client import connect
+from outrider.store.fitting import misfits
 from outrider.store.keys import Keys
+from outrider.store.registry import Registry
 
 REGISTER_S = 30.0  # for heartbeats to arrive
+ANNOUNCED_S = 5.0  # for workers that listen to be announced
 TENANT = "outrider-up"  # ours, while we look whether all is there
 
 ServerT = TypeVar("ServerT", bound=Server)
@@ -64,6 +67,35 @@ class Cluster(ABC, Generic[ServerT]):
             sections.append(("gateway", "gateway", config.certified("gateway", config.gateway)))
         for role, name, section in sections:
             self.processes[name] = self._server(role, name, section)
+
+    async def misfits(self) -> list[str]:
+        """A sentence for each drafter that can draft for no verifier. Waits a moment for workers to be announced."""
+        names = {
+            process.section.advertise or process.address: process.name
+            for process in self.processes.values()
+            if isinstance(process.section, WorkerConfig)
+        }
+        async with aclosing(connect(self.redis_url)) as redis:
+            registry, give_up = Registry(redis), asyncio.get_running_loop().time() + ANNOUNCED_S
+            workers = await registry.workers()
+            while names.keys() - {it.address for it in workers} and asyncio.get_running_loop().time() < give_up:
+                await asyncio.sleep(0.05)
+                workers = await registry.workers()
+        found = misfits(workers, [worker for worker in workers if worker.role == "verifier"])
+        lines = [f"{names.get(it.address, it.worker_id)} drafts for nobody: {why.explanation}" for it, why in found]
+        return lines + self._without_features()
+
+    def _without_features(self) -> list[str]:
+        """Drafters that need hidden states, where no verifier gives them."""
+        if any(worker.features for worker in self._config.verifier):
+            return []
+        sections = ((name, process.section) for name, process in self.processes.items())
+        return [
+            f"{name} drafts for nobody: its heads go on from the target's hidden states, and no verifier gives them; "
+            f'set features = "{section.heads}" in the section of the verifier'
+            for name, section in sections
+            if isinstance(section, DrafterConfig) and section.heads is not None
+        ]
 
     @abstractmethod
     def _server(self, role: Role, name: str, section: Section) -> ServerT:

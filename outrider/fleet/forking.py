@@ -22,12 +22,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 
 from outrider.fleet.forkserver import READY
-from outrider.rpc.lifecycle import PARENT
+from outrider.rpc.lifecycle import FAIL_ONCE, PARENT
 
 LOAD_S = 120.0  # for all imports, on a machine that is busy
 FORK_S = 30.0
 # Of the environment: nothing reads them while it loads. The last one is another in each test of a run.
-READ_LATER = frozenset({"REDIS_URL", PARENT, "PYTEST_CURRENT_TEST"})
+READ_LATER = frozenset({"REDIS_URL", PARENT, FAIL_ONCE, "PYTEST_CURRENT_TEST"})
 
 _PR_SET_CHILD_SUBREAPER = 36
 

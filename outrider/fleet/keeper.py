@@ -87,6 +87,8 @@ class Keeper:
         await self._cluster.scale(config.drafters)
         self._config = config
         self._report(f"{self._file} has changed: {len(config.drafters)} drafters instead of {before}")
+        for line in await self._cluster.misfits():
+            self._report(line)
 
 
 def _changed(file: Path) -> int | None:

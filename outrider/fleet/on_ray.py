@@ -20,6 +20,7 @@ from outrider.fleet.process import GRACE_S, Process, Role, start_limit
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.store.embedded import EmbeddedRedis
 
+MOST_LINES = 4096  # of a server's log that wait to be read
 LOST = -1  # stands for the exit status of a server whose node is gone
 
 Event = tuple[str, Any]  # "line", text; "ready", address and pid; "failed", error; "ended", status
@@ -31,15 +32,20 @@ class Seat:
     def __init__(self, role: Role, name: str, section: Section) -> None:
         import ray
 
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()  # bounded by `_hear`; the other events are two
         if isinstance(section, WorkerConfig) and section.tensor_parallel > 1:
             section = section.model_copy(update={"ray": ray.get_runtime_context().gcs_address})
         elif listen := getattr(section, "listen", None):
             section = section.model_copy(update={"listen": public(listen)})
         self._process = Process(
-            *(role, name, section, lambda _, line: self._events.put_nowait(("line", line))),
+            *(role, name, section, self._hear),
             forked=False,  # it would be the only one of its seat
         )
+
+    def _hear(self, name: str, line: str) -> None:
+        """Passes a line on, unless so many wait that nobody reads them."""
+        if self._events.qsize() < MOST_LINES:
+            self._events.put_nowait(("line", line))
 
     async def run(self, redis_url: str) -> AsyncIterator[Event]:
         """The server's life, from its start."""

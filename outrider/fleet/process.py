@@ -137,7 +137,13 @@ class Process:
 
     async def _read(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
-        async for raw in stream:
+        while True:
+            try:
+                raw = await stream.readline()
+            except ValueError:  # longer than any line may be: left out, and read on, or the server could not write
+                continue
+            if not raw:
+                return
             line = raw.decode(errors="replace").rstrip()
             if match := _LISTENING.fullmatch(line):
                 self.address = match[1]

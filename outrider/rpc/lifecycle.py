@@ -12,6 +12,7 @@ from typing import Any
 from outrider.errors import InternalError, OutriderError
 
 PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
+FAIL_ONCE = "OUTRIDER_FAIL_ONCE"  # environment, for tests: tasks that are to fail once (outrider.rpc.supervision)
 MISTAKE = 2  # exit status of an error that the user can mend
 
 

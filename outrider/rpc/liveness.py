@@ -47,7 +47,8 @@ class Progress:
 async def heard(
     messages: AsyncIterator[MessageT], who: str, within_s: float = SILENCE_S
 ) -> AsyncGenerator[MessageT, None]:
-    """The messages of a peer. Raises Unavailable, naming `who`, when it is silent for `within_s` seconds.
+    """The messages of a peer. Raises Unavailable, naming `who`, when it is silent for `within_s` seconds, or a server
+    has sent bytes that do not parse: for these gRPC gives None.
 
     Whoever stood still itself has not heard that the peer was silent: it listens for so long once more.
     """
@@ -65,6 +66,8 @@ async def heard(
             return
         except TimeoutError:
             raise Unavailable(f"{who} has been silent for {within_s:g} s; it is taken for dead") from None
+        if message is None:
+            raise Unavailable(f"{who} has sent bytes that are no message of this protocol")
         yield message
 
 

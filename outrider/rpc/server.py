@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
@@ -24,6 +24,7 @@ Health: TypeAlias = health.HealthServicer
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 MOST_STREAMS = 1024  # calls of one connection that run; further ones wait at their caller
+_LAST_READ_S = 0.2  # that peers have to read how their calls ended, once all handlers have
 METADATA_BYTES = 16 * 2**10  # of a call: an API key has 52
 
 _SERVER: Options = (
@@ -44,6 +45,7 @@ async def serving(
     *,
     drain_s: float = 5.0,
     leave: Callable[[], None] = lambda: None,
+    left: Callable[[], Awaitable[None]] | None = None,
     tls: Tls | None = None,
     mutual: bool = True,
     probes: str | None = None,
@@ -54,7 +56,8 @@ async def serving(
     "outrider.v1.Verifier"; they get health checking and reflection. Yields the bound "host:port": the host of
     `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
     calls are refused, and running ones have `drain_s` seconds to end before they are cancelled; `leave` is called in
-    between, to have them end.
+    between, to have them end. gRPC counts a call as running until its peer has read how it ended: `left` returns when
+    the handlers that matter have ended, and peers then have a moment to read that.
 
     With `tls` nothing else is spoken; if it is `mutual`, callers must show a certificate of the CA, whose role says
     what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
@@ -81,6 +84,11 @@ async def serving(
             stopping = asyncio.ensure_future(server.stop(drain_s))
             await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
             leave()
+            if left is not None:
+                leaving = asyncio.ensure_future(left())
+                await asyncio.wait({stopping, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                leaving.cancel()
+                await server.stop(_LAST_READ_S)
             await stopping
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -24,6 +24,7 @@ CLASS_KEY = "outrider-error"
 FIELD_KEY = "outrider-field"
 RETRY_KEY = "retry-after-ms"
 
+_LAST_WORD_S = 0.3  # for a status to be written
 _DETAILS = 1024  # characters; a longer text would not fit into HTTP/2 trailers
 
 _CODES: dict[type[OutriderError], grpc.StatusCode] = {
@@ -51,14 +52,19 @@ log = logging.getLogger(__name__)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
-    """Ends the call with the error's status. Never returns: the raised exception is gRPC's own way out."""
+    """Ends the call with the error's status, and does not wait for a peer that does not read.
+
+    Never returns: the raised exception is gRPC's own way out.
+    """
     metadata = [(CLASS_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequest):
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, Overloaded):
         metadata.append((RETRY_KEY, str(round(error.retry_after * 1000))))
-    await context.abort(code_of(error), str(error)[:_DETAILS], tuple(metadata))
-    raise AssertionError("abort returned")
+    with suppress(TimeoutError, grpc.aio.InternalError):  # the peer does not read, or is gone
+        async with asyncio.timeout(_LAST_WORD_S):
+            await context.abort(code_of(error), str(error)[:_DETAILS], tuple(metadata))
+    raise asyncio.CancelledError
 
 
 def code_of(error: OutriderError) -> grpc.StatusCode:

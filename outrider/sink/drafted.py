@@ -53,6 +53,8 @@ class Drafted(ABC):
     epoch: int
     contract: Contract
     answer_position: int
+    vocabulary: int  # ids that its target has
+    sayable: int  # ids that its target can say are below, and so must those of nodes be
     plan: Plan
     tokens: list[int]  # committed
     tree: TokenTree
@@ -65,7 +67,8 @@ class Drafted(ABC):
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.wire_bytes = 0  # on drafters' streams
         self.fused: Fused | None = None  # features for drafters that ask for them
-        self._claims: dict[int, Calibration] = {}  # by sender
+        self._claims: dict[int, Calibration] = {}  # by sender: of those that are there, or that have nodes in the tree
+        self._first_sender = first_sender
         self._senders = first_sender
         self._origins: dict[str, int] = {}  # keys of drafters of lower tiers
 
@@ -131,6 +134,7 @@ class Drafted(ABC):
         self._senders += 1
         subscription = Subscription(self, stream, attachment, self._senders, calibration, featured=featured)
         self.subscriptions[stream] = stream.subscriptions[attachment] = subscription
+        self._forget_claims()
         self._claims[subscription.sender] = calibration
         return subscription
 
@@ -197,9 +201,19 @@ class Drafted(ABC):
     def hold(self, siblings: Iterable[Node], right: Node | None) -> None:
         """Holds what was claimed of them against what the target said, be it one of them or not."""
         for node in siblings:
-            if node.claim:
-                sender, claimed = node.claim
-                self._claims[sender].observe(claimed, node is right)
+            calibration = self._claims.get(node.claim[0]) if node.claim else None
+            if node.claim and calibration:  # not of a node that left the tree during its pass, and its drafter with it
+                calibration.observe(node.claim[1], node is right)
+
+    def _forget_claims(self) -> None:
+        """Drops the calibrations of drafters that have gone, once none of their nodes is in the tree.
+
+        Until then they count: a drafter that subscribes again answers for what it claimed before.
+        """
+        there = {subscription.sender for subscription in self.subscriptions.values()} | self.tree.claimants()
+        gone = [sender for sender in self._claims if sender > self._first_sender and sender not in there]
+        for sender in gone:
+            del self._claims[sender]
 
     def _origin(self, name: str) -> int | None:
         """The key of a drafter of a lower tier. Of too many, what they drafted counts as their upstream's."""

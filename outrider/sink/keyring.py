@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from outrider.errors import Forbidden, Unavailable
+from outrider.errors import Forbidden, OutriderError
 from outrider.rpc.tickets import Permit
 from outrider.rpc.tickets import check as check_ticket
 
@@ -30,7 +30,8 @@ class Keyring:
         try:
             check_ticket(self._key, ticket, permit)
         except Forbidden:
-            if time.monotonic() - self._read_at > KEY_AGE_S:
+            idle = self._reading is None or self._reading.done()  # a Redis that does not answer is asked once
+            if idle and time.monotonic() - self._read_at > KEY_AGE_S:
                 self._read_at = time.monotonic()
                 self._reading = asyncio.create_task(self._refresh())
             raise
@@ -38,5 +39,7 @@ class Keyring:
     async def _refresh(self) -> None:
         try:
             self._key = await self._read()
-        except Unavailable as error:
+        except OutriderError as error:
             log.warning("the ticket key cannot be read again: %s", error)
+        except Exception:  # nobody waits for this task
+            log.exception("the ticket key cannot be read again")

@@ -60,15 +60,12 @@ class Host(Protocol):
 class Sink(TreeSinkServicer):
     """Grafts what drafters send onto their sessions' trees, and tells them what was committed."""
 
-    def __init__(
-        self, worker_id: str, tokenizer_digest: bytes, vocabulary: int, keys: Keyring, fusion: bytes = b""
-    ) -> None:
+    def __init__(self, worker_id: str, tokenizer_digest: bytes, keys: Keyring, fusion: bytes = b"") -> None:
         """`fusion`: the digest of how sessions' features are fused; empty: they have none."""
         self.refused = 0
         self._fusion = fusion
         self._worker_id = worker_id
         self._tokenizer_digest = tokenizer_digest
-        self._vocabulary = vocabulary
         self._keys = keys
         self._streams: set[DraftStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
@@ -199,11 +196,10 @@ class Sink(TreeSinkServicer):
         if first is None or first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
         hello = first.hello
-        if hello.tokenizer_digest != self._tokenizer_digest or hello.vocabulary != self._vocabulary:
+        if hello.tokenizer_digest != self._tokenizer_digest:
             raise TokenizerMismatch(
-                f"tokenizer_digest: drafter '{hello.drafter_id}' uses another tokenizer or vocabulary "
-                f"({hello.vocabulary} tokens) than this upstream's model ({self._vocabulary} tokens); "
-                "draft with a model of the same family"
+                f"tokenizer_digest: drafter '{hello.drafter_id}' uses another tokenizer than this upstream's model; "
+                "draft with a model of the same family, or start the drafter with --target"
             )
         stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat)
         stream.say(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
@@ -308,7 +304,7 @@ class Sink(TreeSinkServicer):
         session = subscription.session
         session.wire_bytes += message.ByteSize()
         try:
-            delta = delta_from_pb(message, self._vocabulary)
+            delta = delta_from_pb(message, session.sayable)
             dropped = session.graft(subscription, delta, time.monotonic(), passing=self._host.progress.running)
         except Drifted:
             self.refused += 1

@@ -20,7 +20,11 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
     for start in range(0, len(tokens), size):
         end = min(start + size, len(tokens))
         part = pb.Snapshot(
-            attachment=subscription.attachment, epoch=session.epoch, position=start, tokens=tokens[start:end]
+            attachment=subscription.attachment,
+            epoch=session.epoch,
+            position=start,
+            tokens=tokens[start:end],
+            vocabulary=session.vocabulary,
         )
         if fused is not None and first < end:
             part.features = fused.rows(max(start, first) - 1, end - 1)
@@ -33,6 +37,7 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.price = session.price
             part.time_price, part.ahead = session.time_price, session.ahead
             part.answer_position = session.answer_position
+            part.sayable = session.sayable
             subscription.plan_version = session.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -48,10 +48,8 @@ class Worker:
     prefill: float = 0.0  # tokens of a prompt that a verifier reads in a second; 0: not known
     weights: str = ""  # digest of a verifier's model; "": not known
     trained_for: str = ""  # digest of the model that a drafter was trained to draft for; "": it drafts for any
-
-    def fits(self, verifier: Worker) -> bool:
-        """Whether this drafter, which has the verifier's tokenizer, is one for its model."""
-        return not self.trained_for or not verifier.weights or self.trained_for == verifier.weights
+    draws: bool = True  # whether a drafter can draft for rules that draw from q
+    treeless_why: str = ""  # why a verifier is treeless
 
 
 _KINDS = get_type_hints(Worker) | {"role": str}

@@ -4,6 +4,7 @@
     outrider:{ID}:log       stream: `t` (tokens, four bytes each, little-endian) and, where they were asked for, `l`
                             (log-probabilities, equally many bytes for each of the tokens) under id (start + 1)-0;
                             `finish` (a reason) under id LENGTH-GENERATION, behind all tokens so far
+    outrider:{leases}       where generations that were left behind are looked for (leases.py)
     outrider:idempotency:H  the session that holds an idempotency key, and the fingerprint of its request
 
 A session's two keys share a hash tag, so that the scripts run on a Redis Cluster, and expire together. *Durable*
@@ -20,10 +21,12 @@ from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+from outrider.aside import aside
 from outrider.core.contract import OFF, Plan
 from outrider.core.digest import EMPTY
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.store.client import Client, loads, ours, translated
+from outrider.store.leases import Lease, Leases
 from outrider.store.records import (
     Log,
     SessionRecord,
@@ -67,6 +70,7 @@ class Sessions:
         prelude = _source("prelude")
         self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
         self._together = Together(redis)
+        self.leases = Leases(redis)
 
     async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
         """Stores a new session without tokens that nobody owns.
@@ -101,7 +105,7 @@ class Sessions:
         """
         if start == 0 and not tokens:
             raise InvalidRequest("prompt", "is empty; a session's first turn needs at least one token")
-        epoch, length = await self._run(
+        (epoch, length), lease = await self._run_listed(
             "begin",
             session_id,
             expected,
@@ -114,7 +118,7 @@ class Sessions:
             verifier,
             ABANDONED,
         )
-        return OwnedSession(self, session_id, epoch, owner, length)
+        return OwnedSession(self, session_id, epoch, owner, length, lease)
 
     async def acquire(self, session_id: str, expected: int, owner: str) -> OwnedSession:
         """Makes `owner` the session's owner under epoch `expected` + 1, if its epoch is still `expected`.
@@ -186,18 +190,25 @@ class Sessions:
             async for key in self._redis.scan_iter(match=_record_key("*"), count=_PAGE):
                 yield key.decode().partition("{")[2].rpartition("}")[0]
 
-    async def left_behind(self, session_id: str) -> bool:
-        """Whether a session has a generation whose owner is gone and that can be resumed no more."""
-        (found,) = await self._run("abandon", session_id, "")
-        return bool(found)
+    async def left_behind(self, lease: Lease) -> bool:
+        """Whether a session has a generation whose owner is gone and that can be resumed no more.
 
-    async def abandon(self, session_id: str) -> bool:
+        If not, its entry in the index moves to where it is due again.
+        """
+        return await self._look(lease, "")
+
+    async def abandon(self, lease: Lease) -> bool:
         """Ends a session's generation as "abandoned" if it is left behind.
 
-        False, and nothing changed, if that is not so: also where somebody else has just done it.
+        False, and nothing changed but the index, if that is not so: also where somebody else has just done it.
         """
-        (ended,) = await self._run("abandon", session_id, ABANDONED)
-        return bool(ended)
+        return await self._look(lease, ABANDONED)
+
+    async def list_lease(self, session_id: str) -> None:
+        """Sees to it that a generation which has not ended stands in the index of leases."""
+        _, end_ms = await self._run("abandon", session_id, "")
+        if end_ms:
+            await self.leases.add_missing(session_id, end_ms)
 
     async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
         """Claims a tenant's idempotency key for a session; returns the session that holds it, ours or an earlier one.
@@ -227,14 +238,37 @@ class Sessions:
             seen = await self.get(owned.session_id)
         except NotFound:
             seen = None
-        after = restored(seen, record, owned.epoch, owned.owner, tokens)
+        after = await aside(tokens, restored, seen, record, owned.epoch, owned.owner, tokens)
         names = ("epoch", "owner", "length", "digest", "generation", "finished")
         before = [dump(seen)[name] if seen is not None else "" for name in names]
         fields = dump(after)
         del fields["lease"], fields["resumable"]  # the script knows the time
         log = pieces(seen.length if seen is not None else 0, after, tokens, logprobs)
-        await self._run("restore", owned.session_id, *before, len(fields), *_flat(fields), *log)
+        _, owned.lease = await self._run_listed("restore", owned.session_id, *before, len(fields), *_flat(fields), *log)
         return after
+
+    async def _look(self, lease: Lease, reason: str) -> bool:
+        found, end_ms = await self._run("abandon", lease.session_id, reason)
+        await self.leases.move(lease, end_ms)
+        return bool(found)
+
+    async def _run_listed(self, script: str, session_id: str, *arguments: Any) -> tuple[Any, Lease | None]:
+        """The same as `_run`, while the session is entered into the index of leases: both in the time of one.
+
+        Without its entry it waits for the next scan of all sessions, so that is no reason to fail.
+        """
+        lease_ms, resume_ttl_ms, _ = self._times
+        outcomes: Any = await asyncio.gather(
+            self._run(script, session_id, *arguments),
+            self.leases.add(session_id, lease_ms + resume_ttl_ms),
+            return_exceptions=True,
+        )
+        reply, listed = outcomes
+        if isinstance(reply, BaseException):
+            raise reply
+        if isinstance(listed, BaseException) and not isinstance(listed, Unavailable):
+            raise listed
+        return reply, listed if isinstance(listed, Lease) else None
 
     async def _run(self, script: str, session_id: str, *arguments: Any) -> Any:
         """What a script replied after "ok"; its refusals as errors."""
@@ -277,10 +311,13 @@ class OwnedSession:
     Calls take turns, so that one which waits goes out under the epoch that a restore before it reached.
     """
 
-    def __init__(self, sessions: Sessions, session_id: str, epoch: int, owner: str, length: int) -> None:
+    def __init__(
+        self, sessions: Sessions, session_id: str, epoch: int, owner: str, length: int, lease: Lease | None = None
+    ) -> None:
         self.session_id = session_id
         self.epoch = epoch
         self.owner = owner
+        self.lease = lease  # its entry in the index, if it was we who wrote it
         self._sessions = sessions
         self._length = length  # durable tokens that we know of
         self._turns = asyncio.Lock()
@@ -330,6 +367,9 @@ class OwnedSession:
         """Writes the log's last entry and gives the lease up. Repeating it changes nothing."""
         async with self._turns:
             await self._run("finish", self._length, reason, usage)
+        if self.lease is not None:
+            self._sessions.leases.ended(self.lease)
+            self.lease = None
 
     async def restore(self, record: SessionRecord, tokens: Sequence[int], logprobs: bytes) -> None:
         """Puts back what Redis lost of our session, under epoch + 1 or what an earlier try reached.

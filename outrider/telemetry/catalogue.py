@@ -38,6 +38,8 @@ class Metric:
 
 
 _MODEL = ("gen_ai.request.model",)
+_TASKS = "router, verifier, drafter"
+_ALL = "router, verifier, drafter, gateway"
 
 METRICS = (
     Metric(
@@ -84,6 +86,14 @@ METRICS = (
     Metric("outrider.gamma", "gauge", "{token}", "router", "Ceiling on gamma, over the generations that run: mean."),
     Metric("outrider.plan.changes", "counter", "{change}", "router", "Plans that replaced another one."),
     Metric("outrider.log.append", "histogram", "s", "router", "Until Redis had a commit's tokens.", (), MILLISECONDS),
+    Metric(
+        "outrider.speculation.steps",
+        "counter",
+        "{step}",
+        "router",
+        "Steps, by whether they verified drafts or what kept them from it.",
+        (*_MODEL, "reason"),
+    ),
     Metric("outrider.moves", "counter", "{move}", "router", "Generations that went on at another verifier."),
     Metric("outrider.resumes", "counter", "{resume}", "router", "Generations that were taken over."),
     Metric("outrider.drafter.verified", "counter", "{token}", "router", "A drafter's verified nodes.", ("drafter",)),
@@ -130,5 +140,8 @@ METRICS = (
     Metric("outrider.version", "gauge", "{version}", "drafter", "Of its model; 0: what its own folder holds."),
     Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Versions that it went over to."),
     Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Swaps back to an earlier version."),
+    Metric("outrider.loop.lag", "histogram", "s", _ALL, "How late the event loop runs what is due.", (), MILLISECONDS),
+    Metric("outrider.loop.stalls", "counter", "{stall}", _ALL, "Times that it stood still for 0.1 s by itself."),
+    Metric("outrider.tasks.failed", "counter", "{task}", _TASKS, "Ends of tasks that should not end.", ("task",)),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from outrider.core.examples import Example
-from outrider.engine.loading import quiet
+from outrider.engine.quiet import quiet
 from outrider.errors import ConfigError
 from outrider.training.lessons import save_checkpoint
 from outrider.training.objectives import ObjectiveName, agreement, objective

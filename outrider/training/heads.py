@@ -43,7 +43,7 @@ def ends_of(model: Any, shape: Shape) -> Ends:
         logits: Tensor = head(states.to(head.weight.dtype))
         return logits
 
-    return Ends(lambda ids: table(ids).float(), unembed, shape.vocabulary)
+    return Ends(lambda ids: table(ids).float(), unembed, shape.vocabulary, shape.vocabulary)
 
 
 class HeadLessons:

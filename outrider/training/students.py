@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.group import ALONE
-from outrider.engine.loading import quiet
 from outrider.engine.model import Dtype
 from outrider.engine.pretrained import Pretrained
+from outrider.engine.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError, TokenizerMismatch
 from outrider.hub import checkpoint_folder
 from outrider.training.corpus import Vocabulary

@@ -134,7 +134,7 @@ class Welcome(_message.Message):
     def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position", "features")
+    __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position", "features", "vocabulary", "sayable")
     ATTACHMENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +149,8 @@ class Snapshot(_message.Message):
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     ANSWER_POSITION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    SAYABLE_FIELD_NUMBER: _ClassVar[int]
     attachment: int
     epoch: int
     position: int
@@ -163,7 +165,9 @@ class Snapshot(_message.Message):
     ahead: bool
     answer_position: int
     features: bytes
-    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ..., features: _Optional[bytes] = ...) -> None: ...
+    vocabulary: int
+    sayable: int
+    def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., last: _Optional[bool] = ..., digest: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., credit: _Optional[int] = ..., price: _Optional[float] = ..., time_price: _Optional[float] = ..., ahead: _Optional[bool] = ..., answer_position: _Optional[int] = ..., features: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., sayable: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("attachment", "epoch", "position", "tokens", "digest", "plan", "price", "credit", "dropped", "time_price", "ahead", "features")
@@ -216,8 +220,12 @@ class AttachRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., upstream: _Optional[str] = ..., ticket: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("refused", "unreachable")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    refused: str
+    unreachable: str
+    def __init__(self, refused: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id", "epoch")
@@ -232,7 +240,7 @@ class DetachResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DrafterDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames", "tasks", "tier", "drafters")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "levels", "nodes", "refused_frames", "tasks", "tier", "drafters", "refusals")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +254,7 @@ class DrafterDescription(_message.Message):
     TASKS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     tokenizer_digest: bytes
@@ -259,4 +268,5 @@ class DrafterDescription(_message.Message):
     tasks: int
     tier: int
     drafters: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ..., tier: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...
+    refusals: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., levels: _Optional[int] = ..., nodes: _Optional[int] = ..., refused_frames: _Optional[int] = ..., tasks: _Optional[int] = ..., tier: _Optional[int] = ..., drafters: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ...) -> None: ...

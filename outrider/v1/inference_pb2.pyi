@@ -197,7 +197,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes", "first_token_us", "total_us", "decode_us")
+    __slots__ = ("prompt_tokens", "completion_tokens", "steps", "verified", "accepted", "reached_by_depth", "tried_by_depth", "wire_bytes", "first_token_us", "total_us", "decode_us", "speculation")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class Usage(_message.Message):
     FIRST_TOKEN_US_FIELD_NUMBER: _ClassVar[int]
     TOTAL_US_FIELD_NUMBER: _ClassVar[int]
     DECODE_US_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     steps: int
@@ -220,7 +221,8 @@ class Usage(_message.Message):
     first_token_us: int
     total_us: int
     decode_us: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., reached_by_depth: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., wire_bytes: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., decode_us: _Optional[int] = ...) -> None: ...
+    speculation: _types_pb2.SpeculationStatus
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., reached_by_depth: _Optional[_Iterable[int]] = ..., tried_by_depth: _Optional[_Iterable[int]] = ..., wire_bytes: _Optional[int] = ..., first_token_us: _Optional[int] = ..., total_us: _Optional[int] = ..., decode_us: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationStatus, _Mapping]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ("session_id", "generation", "next_position", "text_offset")
@@ -309,17 +311,19 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "context", "vocabulary", "tokenizer_digest", "verifiers", "drafters")
+    __slots__ = ("name", "context", "vocabulary", "tokenizer_digest", "verifiers", "drafters", "misfits")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    MISFITS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context: int
     vocabulary: int
     tokenizer_digest: bytes
     verifiers: int
     drafters: int
-    def __init__(self, name: _Optional[str] = ..., context: _Optional[int] = ..., vocabulary: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., verifiers: _Optional[int] = ..., drafters: _Optional[int] = ...) -> None: ...
+    misfits: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., context: _Optional[int] = ..., vocabulary: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., verifiers: _Optional[int] = ..., drafters: _Optional[int] = ..., misfits: _Optional[_Iterable[str]] = ...) -> None: ...

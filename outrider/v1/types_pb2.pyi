@@ -14,6 +14,25 @@ class Overlap(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OVERLAP_NEVER: _ClassVar[Overlap]
     OVERLAP_ROUNDS: _ClassVar[Overlap]
 
+class SpeculationReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPECULATION_REASON_UNKNOWN: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_DRAFTING: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_STARTING: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_LATE: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_REJECTED: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_NO_DRAFTER: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_OTHER_TOKENIZER: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_OTHER_TARGET: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_RULE: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_BUSY: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_UNREACHABLE: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_REFUSED: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_TREELESS: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_RESTING: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_OFF_BY_REQUEST: _ClassVar[SpeculationReason]
+    SPECULATION_REASON_OFF_BY_ROUTER: _ClassVar[SpeculationReason]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -27,6 +46,22 @@ OVERLAP_MEASURED: Overlap
 OVERLAP_ALWAYS: Overlap
 OVERLAP_NEVER: Overlap
 OVERLAP_ROUNDS: Overlap
+SPECULATION_REASON_UNKNOWN: SpeculationReason
+SPECULATION_REASON_DRAFTING: SpeculationReason
+SPECULATION_REASON_STARTING: SpeculationReason
+SPECULATION_REASON_LATE: SpeculationReason
+SPECULATION_REASON_REJECTED: SpeculationReason
+SPECULATION_REASON_NO_DRAFTER: SpeculationReason
+SPECULATION_REASON_OTHER_TOKENIZER: SpeculationReason
+SPECULATION_REASON_OTHER_TARGET: SpeculationReason
+SPECULATION_REASON_RULE: SpeculationReason
+SPECULATION_REASON_BUSY: SpeculationReason
+SPECULATION_REASON_UNREACHABLE: SpeculationReason
+SPECULATION_REASON_REFUSED: SpeculationReason
+SPECULATION_REASON_TREELESS: SpeculationReason
+SPECULATION_REASON_RESTING: SpeculationReason
+SPECULATION_REASON_OFF_BY_REQUEST: SpeculationReason
+SPECULATION_REASON_OFF_BY_ROUTER: SpeculationReason
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -103,7 +138,7 @@ class Plan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., depth: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[int] = ..., wait_us: _Optional[int] = ..., overlap: _Optional[_Union[Overlap, str]] = ...) -> None: ...
 
 class StepReport(_message.Message):
-    __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters", "elapsed_us", "rows", "sessions", "first_us", "level_us", "ranks", "resting")
+    __slots__ = ("verified", "accepted", "verified_depth", "waited_us", "forward_us", "wire_bytes", "plan_version", "drafters", "elapsed_us", "rows", "sessions", "first_us", "level_us", "ranks", "resting", "plain_rate", "drafted_rate")
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +154,8 @@ class StepReport(_message.Message):
     LEVEL_US_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     RESTING_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_RATE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_RATE_FIELD_NUMBER: _ClassVar[int]
     verified: int
     accepted: int
     verified_depth: int
@@ -134,7 +171,23 @@ class StepReport(_message.Message):
     level_us: int
     ranks: bytes
     resting: bool
-    def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., first_us: _Optional[int] = ..., level_us: _Optional[int] = ..., ranks: _Optional[bytes] = ..., resting: _Optional[bool] = ...) -> None: ...
+    plain_rate: int
+    drafted_rate: int
+    def __init__(self, verified: _Optional[int] = ..., accepted: _Optional[int] = ..., verified_depth: _Optional[int] = ..., waited_us: _Optional[int] = ..., forward_us: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., plan_version: _Optional[int] = ..., drafters: _Optional[int] = ..., elapsed_us: _Optional[int] = ..., rows: _Optional[int] = ..., sessions: _Optional[int] = ..., first_us: _Optional[int] = ..., level_us: _Optional[int] = ..., ranks: _Optional[bytes] = ..., resting: _Optional[bool] = ..., plain_rate: _Optional[int] = ..., drafted_rate: _Optional[int] = ...) -> None: ...
+
+class SpeculationStatus(_message.Message):
+    __slots__ = ("reason", "detail", "steps", "plain_rate", "drafted_rate")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_RATE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_RATE_FIELD_NUMBER: _ClassVar[int]
+    reason: SpeculationReason
+    detail: str
+    steps: int
+    plain_rate: int
+    drafted_rate: int
+    def __init__(self, reason: _Optional[_Union[SpeculationReason, str]] = ..., detail: _Optional[str] = ..., steps: _Optional[int] = ..., plain_rate: _Optional[int] = ..., drafted_rate: _Optional[int] = ...) -> None: ...
 
 class StepTree(_message.Message):
     __slots__ = ("position", "committed", "tokens", "parents", "edges", "accepted", "drafters", "senders", "left_out", "report", "plan", "missed", "texts", "committed_texts")

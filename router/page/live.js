@@ -36,6 +36,7 @@ function take(now) {
   plot("length-plot", rates((one, next) => length(one, next)));
   plot("gamma-plot", seen.map(gamma));
   bars("depth-plot", depths(seen.at(-Math.min(MINUTE, seen.length)), now));
+  models(now);
   workers(now);
   generations(now);
 }
@@ -119,8 +120,27 @@ function rows(id, lines) {
       const made = row.insertCell();
       made.textContent = cell.text ?? cell;
       if (cell.bad) made.className = "bad";
+      if (cell.why) made.title = cell.why;
+      if (cell.long) made.classList.add("long");
     }
     return row;
+  }));
+}
+
+// Of the last steps: since the answer that the figures at the top begin with.
+function models(now) {
+  const before = new Map(seen.at(-Math.min(5, seen.length)).models.map((one) => [one.name, one.steps]));
+  rows("models", now.models.map((one) => {
+    const steps = Object.entries(one.steps)
+      .map(([reason, count]) => [reason, count - (before.get(one.name)?.[reason] || 0)])
+      .filter(([, count]) => count > 0)
+      .sort(([, some], [, others]) => others - some);
+    const all = steps.reduce((sum, [, count]) => sum + count, 0);
+    const drafting = steps.find(([reason]) => reason === "drafting")?.[1] || 0;
+    const without = steps.filter(([reason]) => reason !== "drafting");
+    return [one.name, share(over(drafting, all)),
+      without.map(([reason, count]) => `${reason} ${share(over(count, all))}`).join(", ") || "-",
+      { text: one.misfits.map(([id, why]) => `${id}: ${why}`).join("; "), bad: true, long: true }];
   }));
 }
 
@@ -138,7 +158,8 @@ function generations(now) {
   rows("generations", now.generations.map((one) => {
     const then = before.get(one.session) || { tokens: 0, seconds: 0 };
     return [one.session, one.model, one.tokens, shown(over(one.tokens - then.tokens, one.seconds - then.seconds), 0),
-      shown(1 + over(one.accepted, one.steps), 2), one.gamma, one.verifier, one.drafters.join(", ")];
+      shown(1 + over(one.accepted, one.steps), 2), one.gamma, one.verifier, one.drafters.join(", "),
+      { text: one.speculation === "drafting" ? "drafting" : one.why, why: one.why, long: true }];
   }));
 }
 

@@ -16,7 +16,9 @@ from outrider.errors import ConfigError
 from tests.chaos import blows as making
 from tests.chaos.blows import Blow
 from tests.chaos.load import Load, Tally, cases
-from tests.chaos.report import last_line, table
+from tests.chaos.pounding import Pounding
+from tests.chaos.pounding import table as findings_table
+from tests.chaos.report import last_line, missed, status, table
 from tests.chaos.servers import Forward, Servers, Shape
 from tests.chaos.striking import Say, Striker, Struck
 
@@ -41,15 +43,17 @@ WHOLE = (
     Part((("kill", 50),), 19.5),
     Part((("black-hole", 1),), 2.5),
 )
+POUNDING = "pounding"  # the scenario in which callers do the striking
 QUICK = (Part((("kill", 3), ("freeze-router", 1)), 1.6),)
 
 
 def main() -> None:
-    """The command line. Exit status: 0; 1 if a token was lost, repeated or changed; 2 for a flag that is wrong."""
+    """The command line. Exit status: 0; 1 if a token was lost, repeated or changed, if an error reached a caller, or if
+    a bound was not kept; 2 for a flag that is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="everything, for half an hour")
+    parser.add_argument("--whole", action="store_true", help="everything, for forty minutes")
     parser.add_argument("--quick", action="store_true", help="a little of it, in three minutes")
-    parser.add_argument("--scenario", default="kill", help="one of " + ", ".join(making.SCENARIOS))
+    parser.add_argument("--scenario", default="kill", help="one of " + ", ".join([*making.SCENARIOS, POUNDING]))
     parser.add_argument("--seed", type=int, default=7, help="the same seed strikes the same blows in the same order")
     parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's blows")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="at once")
@@ -60,6 +64,9 @@ def main() -> None:
         help="a second verifier keeps each session's KV",
     )
     parser.add_argument("--minutes", type=float, default=28.0, help="no blow falls later")
+    parser.add_argument(
+        "--pound-s", type=float, default=120.0, help="others are measured beside hostile callers so long"
+    )
     parser.add_argument("--write", type=Path, help="write the blows to a file, and strike none")
     parser.add_argument("--blows", type=Path, help="strike those of such a file, in --minutes")
     parser.add_argument("--log", type=Path, help="what the servers say")
@@ -89,6 +96,9 @@ async def run(options: argparse.Namespace) -> int:
             if log is not None:
                 print(f"{time.monotonic() - began:8.3f} {name} {line}", file=log, flush=True)
 
+        alone = not (options.whole or options.quick or options.blows) and options.scenario == POUNDING
+        if alone:
+            return await pound(options, say, forward)
         parts = WHOLE if options.whole else QUICK if options.quick else None
         parts = parts or (Part(((options.scenario, options.count),), options.minutes),)
         work = [(part.blows(options.seed), part.minutes) for part in parts]
@@ -104,8 +114,21 @@ async def run(options: argparse.Namespace) -> int:
                 await strike(blows, minutes, options, done, tally, say, forward)
         finally:  # what was measured counts, whatever became of the run
             print(table(done, tally))
+            for line in missed(done):
+                print(line)
             print(last_line(done, tally))
-    return int(tally.wrong)
+        pounded = await pound(options, say, forward) if options.whole else 0
+    return status(done, tally) or pounded
+
+
+async def pound(options: argparse.Namespace, say: Say, forward: Forward) -> int:
+    """Hostile callers, against clusters of their own; the exit status."""
+    pounding = Pounding(say, forward, options.pound_s)
+    try:
+        await pounding.run()
+    finally:
+        print(findings_table(pounding.findings))
+    return int(not pounding.findings or not all(finding.met for finding in pounding.findings))
 
 
 async def strike(

@@ -37,8 +37,8 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the bound was kept; None: there is none, or nothing was measured."""
-        if self.bound is None or not self.times:
+        """Whether the bound was kept; None: there is none, or no session was struck."""
+        if self.bound is None or not (self.times or self.stranded):
             return None
         return self.p99 <= self.bound and not self.stranded
 
@@ -85,6 +85,15 @@ def rows(done: Iterable[Struck]) -> list[Row]:
     ]
 
 
+def missed(done: Iterable[Struck]) -> list[str]:
+    """The bounds that were not kept, a line for each."""
+    return [
+        f"bound not kept: {row.what}: p99 {row.p99:.2f} s of {row.bound:g} s allowed, stranded {row.stranded}"
+        for row in rows(done)
+        if row.met is False
+    ]
+
+
 def table(done: Sequence[Struck], tally: Tally) -> str:
     """For people; in Markdown, so that it can go into docs/reliability.md as it is."""
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in rows(done))]
@@ -95,6 +104,11 @@ def table(done: Sequence[Struck], tally: Tally) -> str:
         *commonest(tally.errors),
     ]
     return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", *said])
+
+
+def status(done: Iterable[Struck], tally: Tally) -> int:
+    """The exit status: 1 if an answer was not as it must be, or a bound was not kept."""
+    return int(tally.wrong or bool(missed(done)))
 
 
 def last_line(done: Sequence[Struck], tally: Tally) -> str:

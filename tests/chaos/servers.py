@@ -177,6 +177,7 @@ class Shape:
     drafters: int = 2
     slots: int = 80  # of each worker: room for all sessions, for those it stands by for, and what has yet to be let go
     lease_s: float = 10.0
+    resume_ttl_s: float = 60.0
     standby: bool = False  # whether a second verifier keeps each session's KV
     proxied: bool = False  # whether they reach each other through proxies alone, for black holes
 
@@ -292,6 +293,7 @@ class Servers:
                     policy="fixed",
                     depth=4,
                     lease_s=shape.lease_s,
+                    resume_ttl_s=shape.resume_ttl_s,
                     standby=shape.standby,
                 )
             case "verifier":
@@ -302,6 +304,11 @@ class Servers:
                 return DrafterConfig(
                     model=MODELS / "drafter", dtype="float32", listen=listen, advertise=address, slots=shape.slots
                 )
+
+    async def ids(self) -> list[str]:
+        """The sessions that Redis holds, past all proxies."""
+        async with aclosing(connect(self.redis_url)) as client:
+            return [session async for session in Sessions(client, ttl_s=1, lease_s=1, resume_ttl_s=1).ids()]
 
     async def _link(self, stack: AsyncExitStack, name: str, target: str) -> str:
         """The address at which others reach `target`."""

@@ -10,7 +10,7 @@ import pytest
 from outrider.errors import ConfigError
 from tests.chaos.blows import SCENARIOS, read, scenario, write
 from tests.chaos.load import Case, Heard, Load, Tally, cases
-from tests.chaos.report import last_line, rows, table
+from tests.chaos.report import last_line, missed, rows, status, table
 from tests.chaos.servers import ROLES, Servers, Shape
 from tests.chaos.striking import Striker, Struck, recovery, went_on
 
@@ -96,7 +96,11 @@ def test_the_table_says_which_bounds_were_kept_and_the_last_line_is_for_scripts(
         ("kill drafter", False),
         ("flap redis", None),
     ]
-    assert rows([struck("kill-router", 0.5, stranded=1)])[0].met is False
+    assert missed(done) == ["bound not kept: kill drafter: p99 0.75 s of 0.5 s allowed, stranded 0"]
+    assert [status(done[:1], Tally()), status(done, Tally()), status(done[:1], Tally(lost=1))] == [0, 1, 1]
+    for stranded in (struck("kill-router", 0.5, stranded=1), struck("kill-router", stranded=1)):
+        assert rows([stranded])[0].met is False
+        assert status([stranded], Tally()) == 1
     tally = Tally(lost=1, changed=2)
     assert "not met" in table(done, tally)
     assert last_line(done, tally) == "chaos: kills=2 lost=1 repeated=0 changed=2 worst_recovery_s=1.25"

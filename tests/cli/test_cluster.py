@@ -81,13 +81,14 @@ def up(folder: Path) -> tuple[subprocess.Popen[str], list[int], str]:
         f'[router]\nlisten = "127.0.0.1:0"\nmodels = {{ target = "{TARGET}" }}\n'
         f'[[verifier]]\nmodel = "{TARGET}"\nslots = 4\n'
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "outrider.cli", "up", str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "COLUMNS": "100"},
-    )
+    with (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.cli", "up", str(file)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, "COLUMNS": "100"},
+        )
     assert process.stdout is not None
     pids, address = [process.pid], ""
     for line in process.stdout:
@@ -110,6 +111,8 @@ def test_up_serves_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
     process.communicate(timeout=15)
     assert process.returncode == 0
     assert_gone(pids)
+    said = (tmp_path / "stderr").read_text().splitlines()
+    assert all(re.fullmatch(r"(router|verifier-0) is ready on 127\.0\.0\.1:\d+", line) for line in said), said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process's life to its parent's")

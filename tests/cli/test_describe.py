@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.describe import last_line
 from outrider.cli.main import app
+from outrider.engine.card import Card, weights_digest, write_card
 from outrider.engine.native import NativeEngine
 from outrider.rpc.server import serving
 from outrider.v1 import (
@@ -25,6 +27,7 @@ from outrider.v1 import (
     verifier_pb2,
     verifier_pb2_grpc,
 )
+from tests.drafter.other_tokenizer import MODELS, make_other
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import make_family
 
@@ -190,3 +193,39 @@ def test_a_wrong_target_is_named(target: str, named: str) -> None:
     result = CliRunner().invoke(app, ["describe", target])
     assert (result.exit_code, result.stdout) == (2, "")
     assert named in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target", "shown", "last"),
+    [
+        ("drafter", "target", "drafts for it yes", "drafts_for_it=yes reason="),
+        (
+            "other",
+            "target",
+            "drafts for it no: no drafter has",
+            "drafts_for_it=no reason=other-tokenizer",
+        ),
+        ("trained", "target", "drafts for it no: the drafters were", "drafts_for_it=no reason=other-target"),
+        ("trained", "drafter", "trained for drafter", "drafts_for_it=yes reason="),
+    ],
+)
+def test_two_checkpoints_are_held_against_each_other(
+    drafter: str, target: str, shown: str, last: str, tmp_path: Path
+) -> None:
+    make_other(tmp_path / "other")
+    shutil.copytree(MODELS / "drafter", tmp_path / "trained")
+    digests = {"target_digest": weights_digest(MODELS / "drafter"), "tokenizer_digest": ""}
+    card = Card("drafter", "drafter", objective="agreement", tokens=1, seconds=1.0, **digests)
+    write_card(tmp_path / "trained", card)
+    folder = tmp_path / drafter if (tmp_path / drafter).exists() else MODELS / drafter
+    options = [str(folder), "--for", str(MODELS / target)]
+    result = CliRunner().invoke(app, ["describe", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.stderr
+    assert shown in re.sub(" +", " ", result.stdout)
+    assert result.stdout.splitlines()[-1] == f"describe: {last}"
+
+
+def test_what_is_no_checkpoint_is_no_target_either() -> None:
+    result = CliRunner().invoke(app, ["describe", str(MODELS / "drafter"), "--for", "tests"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "tests/tokenizer.json" in result.stderr

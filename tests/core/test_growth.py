@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from outrider.core.budget import OVERHEAD_S, CostModel, choose_budget
 from outrider.core.contract import Plan
-from outrider.core.growth import SCALES, Fits, ScaleFit, candidates, floor_score, frontier, propose
+from outrider.core.growth import LOWEST_SCORE, SCALES, Fits, ScaleFit, candidates, floor_score, frontier, propose
 from outrider.core.noise import gumbel_row
+from outrider.core.repeats import Hint
 from outrider.core.tree import TokenTree
 from outrider.core.waiting import Arrivals, Patterns, Trials, patience, pays
 
@@ -23,6 +24,14 @@ def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
     assert row.tokens.tolist() == np.argsort(-(logits + noise))[:64].tolist()
     noise[5:] = -np.inf
     assert len(candidates(logits + noise).tokens) == 5
+
+
+def test_a_row_of_which_nothing_may_be_said_gives_no_edges_and_teaches_nothing() -> None:
+    fit, row, hint = Fits(), candidates(np.full(500, -np.inf, np.float32)), Hint(7, 3)
+    assert fit.edges(row, 4, None) == fit.edges(row, 4, hint) == []
+    assert max(fit.judge(row, (7, 8), hint)) < math.log(LOWEST_SCORE)
+    fit.observe(row, 7, hint)
+    assert (fit.judged, fit.scale.scale) == (0, ScaleFit().scale)
 
 
 def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:

@@ -18,20 +18,24 @@ texts = st.lists(st.integers(0, 3), min_size=4, max_size=60)
 
 
 @pytest.mark.parametrize("way", ["prompt-lookup", "suffix"])
-@given(texts, st.integers(1, 12), st.integers(1, 6), st.floats(0.0, 0.5))
-def test_what_is_added_is_within_all_bounds(way: str, text: list[int], nodes: int, depth: int, floor: float) -> None:
+@given(texts, st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.floats(0.0, 0.5))
+def test_what_is_added_is_within_all_bounds(
+    way: str, text: list[int], nodes: int, depth: int, vocabulary: int, floor: float
+) -> None:
     lookup, tree = Lookups(way, None).begin("", GREEDY), TokenTree(text)
     for start in range(0, len(text), 3):
         lookup.extend(text[start : start + 3])
-    added = grow(tree, lookup, nodes=nodes, depth=depth, width=2, floor=floor, room=7)
+    bounds = {"nodes": nodes, "depth": depth, "width": 2, "vocabulary": vocabulary, "floor": floor, "room": 7}
+    added = grow(tree, lookup, **bounds)
     tree.check_integrity()
     assert len(added) == tree.size <= min(nodes, 7)
     for node, claimed in added:
         assert tree.score(node) >= floor
         assert tree.depth(node) <= depth
+        assert node.token < vocabulary
         assert node.edge == claimed <= 0.0
         assert len(node.children) <= 2
-    assert grow(tree, lookup, nodes=nodes, depth=depth, width=2, floor=floor, room=7) == [] or tree.size <= 2 * nodes
+    assert grow(tree, lookup, **bounds) == [] or tree.size <= 2 * nodes
 
 
 @given(texts)
@@ -68,7 +72,9 @@ def test_suffixes_share_the_outputs_of_one_tenant_and_no_other_s() -> None:
 def test_a_drafter_is_judged_where_it_is_grafted() -> None:
     lookup, tree = Lookups("suffix", None).begin("", GREEDY), TokenTree([1, 2, 1])
     lookup.extend([1, 2, 1])
-    ((node, claimed),) = grow(tree, lookup, nodes=1, depth=1, width=1, floor=0.0, room=9, judge=lambda edge: edge - 1.0)
+    ((node, claimed),) = grow(
+        tree, lookup, nodes=1, depth=1, width=1, vocabulary=9, floor=0.0, room=9, judge=lambda edge: edge - 1.0
+    )
     assert node.edge == pytest.approx(claimed - 1.0)
     assert tree.score(node) == pytest.approx(math.exp(claimed - 1.0))
 

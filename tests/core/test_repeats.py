@@ -35,6 +35,22 @@ def test_the_longest_and_latest_repetition_is_found(first: list[int], more: list
     assert repeats.find(most) == slow_find(first + more, most)
 
 
+@given(TEXTS, TEXTS, TEXTS, st.integers(1, 9))
+def test_what_another_text_begins_with_is_kept(first: list[int], gone: list[int], more: list[int], most: int) -> None:
+    """The same is found as if all of it were read anew."""
+    repeats, other = Repeats(first + gone), first + more
+    repeats.keep(other)
+    assert repeats.length in (0, *range(len(first), len(other) + 1))
+    repeats.extend(other[repeats.length :])
+    assert repeats.find(most) == slow_find(other, most)
+
+
+def test_a_long_text_whose_end_alone_changes_is_not_read_again() -> None:
+    repeats = Repeats(range(10_000))
+    repeats.keep([*range(9_990), 7, 7])
+    assert repeats.length == 9_990
+
+
 def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
     assert Repeats([7, 1, 2, 3, 1, 2, 3]).find(8) == Repeat(3, [1, 2, 3, 1, 2, 3, 1, 2])
 

@@ -194,3 +194,31 @@ def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[st
     with pytest.raises(InvalidRequest):
         replace(PLAIN, **change).check_vocabulary(V)
     replace(PLAIN, allowed_ids=(3,), stop_ids=(3,)).check_vocabulary(V)
+    replace(PLAIN, allowed_ids=(V - 1, V - 2)).check_vocabulary(V, V - 1)
+    with pytest.raises(InvalidRequest, match="nothing to say"):
+        replace(PLAIN, allowed_ids=(V - 1,)).check_vocabulary(V, V - 1)
+
+
+@given(contracts, st.lists(st.integers(0, V + 9), min_size=1, max_size=12), st.lists(st.integers(0, V + 9), max_size=3))
+def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
+    contract: Contract, said: list[int], path: list[int]
+) -> None:
+    """Neither in what was said nor in what the contract names."""
+    foreign = [*range(V, V + 10)]
+    wider = replace(
+        contract,
+        logit_bias=(*contract.logit_bias, *((id_, 5.0) for id_ in foreign)),
+        allowed_ids=(*contract.allowed_ids, *foreign) if contract.allowed_ids else (),
+        banned_ids=(*contract.banned_ids, *foreign[:3]),
+        stop_ids=(*contract.stop_ids, *foreign[3:]),
+    )
+    if not contract.allows_any(V):
+        return
+    logits = np.random.default_rng(len(said)).normal(0, 2, V).astype(np.float32)
+    ours = Sampler(wider, V, said[:-1], 0)
+    ours.extend(said[-1:])
+    padded = np.concatenate([logits, np.full(10, -np.inf, np.float32)])
+    plain = Sampler(contract, V + 10, said, 0)  # which has them all, and whose model never says them
+    assert np.array_equal(ours.scores(logits, path), plain.scores(padded, path)[:V])
+    assert wider.allows_any(V)
+    assert not replace(contract, allowed_ids=foreign, banned_ids=(), stop_ids=()).allows_any(V)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.core.contexts import LONGEST, ContextTree
 from outrider.core.continuations import NOTHING, Continuation
-from outrider.core.suffixes import PLACES, FinishedOutputs, SessionSuffixes, TenantOutputs
+from outrider.core.suffixes import PIECE, PLACES, FinishedOutputs, SessionSuffixes, TenantOutputs
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
 TEXTS = st.lists(TEXT, min_size=1, max_size=6)
@@ -285,3 +285,20 @@ def test_the_tenant_that_asked_the_longest_ago_is_forgotten() -> None:
 def test_an_empty_text_proposes_nothing() -> None:
     assert SessionSuffixes().propose([], 4, 4) == Continuation()
     assert SessionSuffixes([1, 2, 1, 2]).propose([], 4, 4) == NOTHING
+
+
+def test_a_long_output_is_kept_piece_by_piece_while_sessions_learn() -> None:
+    outputs, output = FinishedOutputs(capacity=4 * PIECE), [*range(1, 3 * PIECE + 11)]
+    outputs.add(output)
+    assert outputs.tokens == PIECE
+    assert outputs.propose(output[PIECE : PIECE + 4], 1, 1).tokens == ()
+    for _ in range(2):
+        outputs.learn([0], 0)
+    assert outputs.tokens == 3 * PIECE
+    assert outputs.propose(output[PIECE : PIECE + 4], 1, 1).tokens == (output[PIECE + 4],)
+    for _ in range(5):
+        outputs.add(output)
+    for _ in range(30):
+        outputs.learn([0], 0)
+        assert outputs.tokens <= outputs.capacity
+    outputs._contexts.check_integrity()

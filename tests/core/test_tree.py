@@ -1,15 +1,16 @@
 """Two copies of a token tree stay consistent, whatever is late, doubled, dropped or merged."""
 
 import math
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from outrider.core.digest import EMPTY, extend
+from outrider.core.digest import EMPTY, NOTHING, Prefix, extend
 from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree
+from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree, settled
 from outrider.errors import InvalidRequest
 
 OWN = 0
@@ -284,3 +285,22 @@ class TwoCopies(RuleBasedStateMachine):
 
 TwoCopies.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestTwoCopies = TwoCopies.TestCase
+
+
+@given(st.integers(1, 3 * ALIAS_SPAN), st.lists(st.integers(1, ALIAS_SPAN), max_size=4), st.integers(0, 40))
+def test_a_tree_that_is_given_the_digest_of_a_part_is_the_same(length: int, cuts: list[int], later: int) -> None:
+    """However the part came: at once, piece by piece as parts of a snapshot do, or from another tree."""
+    text = [(7 * at + at // 5) % 90 for at in range(length + later)]
+    known = NOTHING
+    for end in (*accumulate(cuts), length):
+        if end <= length:
+            known = settled(text[:end], known)
+    assert known == settled(text[:length]) == Prefix(known.length, extend(EMPTY, text[: known.length]))
+    plain, given_it = TokenTree(text[:length]), TokenTree(text[:length], known=known)
+    assert given_it.digest == plain.digest == extend(EMPTY, text[:length])
+    assert (given_it._tokens, given_it._digests) == (plain._tokens, plain._digests)
+    for token in text[length:]:
+        given_it.commit([token])
+    again = TokenTree(text, known=given_it.known)
+    assert again.digest == extend(EMPTY, text)
+    assert again.root.position == len(text) - 1

@@ -70,3 +70,17 @@ def test_a_trial_does_not_count_while_drafters_read_what_they_missed() -> None:
 def test_steps_that_bring_nothing_are_no_fault() -> None:
     rivals = Rivals(Way.TURNS)
     assert set(run_rivals(rivals, 20.0, dict.fromkeys(Way, 0.0))) == set(Way)
+
+
+def test_both_speeds_are_told_once_resting_was_found_to_be_faster_and_not_while_it_is_tried() -> None:
+    rivals = Rivals(Way.TURNS)
+    speeds = {Way.TURNS: 80.0, Way.AHEAD: 60.0, Way.REST: 100.0}
+    while rivals.way is not Way.REST:
+        run_rivals(rivals, 0.01, speeds)
+    run_rivals(rivals, 0.05, speeds)
+    assert rivals.rates == (0.0, 0.0)
+    run_rivals(rivals, 5.0, speeds)
+    assert rivals.rates == (pytest.approx(100.0), pytest.approx(80.0))
+    assert rivals.inherited().rates == (0.0, 0.0)  # with other sessions it may be otherwise
+    run_rivals(rivals, 60.0, {**speeds, Way.TURNS: 200.0})
+    assert rivals.rates == (0.0, 0.0)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from gateway.metrics import Metrics
 from outrider import errors
+from outrider.core.speculation import SpeculationReason
 from outrider.store.registry import Role
 from outrider.telemetry.catalogue import METRICS
 from router.answer import Reason
@@ -29,6 +30,7 @@ _VALUES = {
     "outcome": {"", *(reason.value for reason in Reason)}
     | {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.OutriderError)},
     "role": set(get_args(Role)),
+    "reason": {reason.value for reason in SpeculationReason},
     "priority": {priority.name.lower() for priority in Priority},
 }
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from drafter_svc.finder import CHUNK, Finder
+from drafter_svc.news import MOST_NEWS
 from drafter_svc.replica import Snapshot, Update
 from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract, Plan
@@ -144,6 +145,18 @@ async def test_a_copy_that_drifted_is_given_up_for_a_snapshot() -> None:
     assert upstream.said[-1][1].tokens[0] == 4
 
 
+async def test_what_an_upstream_says_without_end_is_bounded_and_all_is_asked_for_anew() -> None:
+    upstream, session = Upstream(), key()
+    upstream.finder.opened(session, upstream.snapshot(TEXT))
+    for _ in range(3 * MOST_NEWS):
+        upstream.finder.updated(session, update(TEXT, 0))
+        assert len(upstream.finder.members[session].news) <= MOST_NEWS
+    assert len(upstream.lost) == 2
+    upstream.finder.opened(session, upstream.snapshot(TEXT))
+    await upstream.settle()
+    assert upstream.said
+
+
 async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered() -> None:
     upstream = Upstream()
     upstream.finder.opened(key("long"), upstream.snapshot([*range(4 * CHUNK)] * 2))
@@ -178,3 +191,16 @@ async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) 
     again = upstream.said[-1][1]
     assert again.first_id == 7
     assert again.tokens == (1, 2, 3, 4, 5, 6)[dropped[0] - 1 :]
+
+
+async def test_what_a_larger_target_said_before_is_not_drafted_for_a_smaller_one() -> None:
+    upstream, first = Upstream(), key("a", "t")
+    upstream.finder.opened(first, upstream.snapshot([1, 2, 40, 41, 42, 99, 44, 45], answer_position=2, sayable=100))
+    await upstream.settle()
+    upstream.finder.closed(first)
+    for vocabulary, expected in ((100, (42, 99, 44, 45)), (99, (42,))):
+        other = key(str(vocabulary), "t")
+        upstream.finder.opened(other, upstream.snapshot([9, 40, 41], sayable=vocabulary))
+        await upstream.settle()
+        assert upstream.said[-1][1].tokens == expected
+        upstream.finder.closed(other)

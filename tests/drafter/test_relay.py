@@ -17,7 +17,7 @@ from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.growth import WORTH_TELLING, Fits
-from outrider.core.tree import Hints, Node, TokenTree
+from outrider.core.tree import Delta, Hints, Node, TokenTree
 from outrider.engine.logits import HostLogits, rows_of
 from outrider.errors import Overloaded
 from outrider.sink.drafted import Drafted, Subscription
@@ -34,9 +34,11 @@ class Three:
     """A lower drafter's copy, the relay over a session with a model, and the upstream's tree; what one tells another is
     heard at once."""
 
-    def __init__(self, seed: int, credit: int = 400, contract: Contract = TERMS) -> None:
+    def __init__(self, seed: int, credit: int = 400, contract: Contract = TERMS, target: int = VOCABULARY) -> None:
+        """`target`: how many ids it has; the lower drafter has all of them."""
         self.random = np.random.default_rng(seed)
-        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit)
+        self.target = target
+        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit, sayable=target)
         self.session = RankedSession(snapshot, 0, VOCABULARY)
         self.fits = Fits()
         self.upper = TokenTree(PROMPT)
@@ -83,7 +85,7 @@ class Three:
         added = []
         for _ in range(min(count, self.lower.room // 6)):
             parent = nodes[self.random.integers(len(nodes))]
-            token = int(self.random.integers(VOCABULARY))
+            token = int(self.random.integers(self.target))
             if token not in parent.children:
                 added.append(self.lower.tree.add(parent, token, -int(self.random.integers(1, 40)) / 16))
                 nodes.append(added[-1])
@@ -97,6 +99,7 @@ class Three:
         if chosen is None:
             return
         segment, nodes = chosen
+        assert segment.tokens.max() < VOCABULARY
         self.session.advance(segment, nodes)
         logits = self.random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
         delta = self.session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), self.fits)
@@ -128,6 +131,7 @@ class Three:
         for tree in (self.lower.tree, self.session.tree, self.upper):
             tree.check_integrity()
         middle = paths(self.session.tree)
+        assert all(token < self.target for path in middle for token in path)
         told = {path: node for path, node in middle.items() if any(sender == OWN for sender, _ in node.names)}
         above = paths(self.upper)
         assert told.keys() == above.keys()
@@ -147,11 +151,13 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
 @given(
     seed=st.integers(0, 2**32),
     credit=st.sampled_from([20, 60, 400]),
+    target=st.sampled_from([VOCABULARY - 5, VOCABULARY, VOCABULARY + 5]),
     acts=st.lists(st.sampled_from(["below", "judge", "commit on", "commit off", "drop", "renew"]), max_size=30),
 )
 @settings(deadline=None)
-def test_three_trees_stay_in_step(seed: int, credit: int, acts: list[str]) -> None:
-    three = Three(seed, credit)
+def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: list[str]) -> None:
+    """Whether the one between has as many ids as the target, fewer or more."""
+    three = Three(seed, credit, target=target)
     for act in acts:
         match act:
             case "below":
@@ -160,14 +166,14 @@ def test_three_trees_stay_in_step(seed: int, credit: int, acts: list[str]) -> No
                 three.judge()
             case "commit on":
                 best = next((node for _, node in three.upper.best_first(depth=9, width=9)), None)
-                three.commit([best.token, 7] if best else [7])
+                three.commit([best.token, 6] if best else [6])
             case "commit off":
-                three.commit([int(three.random.integers(VOCABULARY))])
+                three.commit([int(three.random.integers(target))])
             case "drop":
                 three.drop_above()
             case "renew":
                 old = three.session
-                snapshot = Snapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit)
+                snapshot = Snapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, sayable=target)
                 three.session = RankedSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
                 three.upper = TokenTree(old.tokens)
                 three.upper.resume(1, old.next_id - 1)
@@ -234,3 +240,22 @@ def test_what_is_drawn_from_q_has_no_lower_tier() -> None:
     relay = Relay(Attachment("s", "t", 1, b""), RankedSession(snapshot, 0, VOCABULARY), three, three._forward)
     with pytest.raises(Overloaded, match="at most 0"):
         relay.subscribe(three.stream, 2, Calibration())
+
+
+def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_are() -> None:
+    three = Three(7)
+    claimed = Calibration()
+    three.relay.subscribe(three.stream, 2, claimed)
+    delta = Delta(len(PROMPT) - 1, three.session.tree.digest, 1, (0,), (7,), (0.0,))
+    three.relay.grant(three.relay.subscriptions[three.stream])
+    three.relay.graft(three.relay.subscriptions[three.stream], delta, 0.0, passing=False)
+    (node,) = three.session.tree.root.children.values()
+    for attachment in range(3, 1003):
+        three.relay.subscribe(three.stream, attachment, Calibration())
+    assert len(three.relay._claims) <= 3  # the last one's, that before it, and whose node stands
+    three.relay.hold([node], None)
+    assert claimed.corrected(0.0) < 0.0  # it answers for its node
+    three.session.tree.remove(node)
+    three.relay.subscribe(three.stream, 1003, Calibration())
+    assert len(three.relay._claims) == 1
+    three.relay.hold([node], None)  # its pass had begun before it was removed

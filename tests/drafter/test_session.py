@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.ranked import RankedSession
+from drafter_svc.ranked import AT_ONCE, RankedSession
 from drafter_svc.replica import Snapshot
 from outrider.core.construction import construction_of
 from outrider.core.contract import Contract, Plan
@@ -225,6 +225,27 @@ def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it()
     rig.level(limit=8)
     assert paths(rig.upstream) == paths(session.tree)
     assert all(node.names or not session.tree.root.expanded for node in session.tree.root.children.values())
+
+
+def test_a_long_text_is_read_in_pieces_and_looked_up_in_once_all_is_read() -> None:
+    def session(tokens: Sequence[int]) -> RankedSession:
+        return RankedSession(Snapshot(tuple(tokens), 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, VOCABULARY)
+
+    short, long = session((1, 2, 3) * 4), session((1, 2, 3) * AT_ONCE)
+    assert (short.behind, long.behind) == (False, True)
+    long.commit([1])  # waits with the rest
+    assert long.repeats.length == AT_ONCE
+    long.refill(Fits())
+    assert long.tree.size == 0, "what follows the end is not known yet"
+    while long.behind:
+        assert 0 < long.read_on(700) <= 700
+    long.refill(Fits())
+    short.commit([1])
+    short.refill(Fits())
+    assert [node.token for _, node in long.tree.best_first(depth=9, width=9)] == [
+        node.token for _, node in short.tree.best_first(depth=9, width=9)
+    ]
+    assert long.tree.size > 1
 
 
 def test_while_the_upstream_waits_a_level_that_is_not_worth_its_time_is_not_run() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,13 +15,23 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from drafter_svc.replica import Snapshot, Update
-from drafter_svc.translation import OPEN, Translation, text_after, tokens_after
+from drafter_svc.translation import (
+    BROKEN,
+    CONTEXT,
+    MOST_OPEN,
+    OPEN,
+    PIECE,
+    Translation,
+    text_after,
+    tokens_after,
+)
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment
 from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta, TokenTree
+from outrider.core.tree import Delta, TokenTree, settled
 from tests.drafter.other_tokenizer import MODELS, make_other
+from tests.loops import no_stall
 
 TARGET = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
 HELD_OUT = Path(__file__).parents[2] / "examples" / "held_out.jsonl"
@@ -45,14 +59,61 @@ def test_the_text_is_the_same_in_both_vocabularies_however_it_comes(own: Tokeniz
         assert own.decode(translation.own_tokens) == TARGET.decode(tokens[:done])
 
 
-def test_a_long_text_is_translated_in_bounded_time_a_token(own: Tokenizer) -> None:
+class Reference(Translation):
+    """As it was: settles in one go, in time that grows with the square of what is new."""
+
+    def extend(self, tokens: Sequence[int]) -> int:
+        self._tokens.extend(tokens)
+        while True:
+            text = text_after(TARGET, self._tokens[: self._settled], self._tokens[self._settled :])
+            before = self._own.decode(self.own_tokens[max(0, self.settled - CONTEXT) : self.settled])
+            self.own_tokens[self.settled :] = tokens_after(self._own, before, text)
+            if len(self._tokens) - self._settled <= OPEN or not self._settle():
+                return 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, len(LONG) - 3000), st.lists(st.integers(1, 300), max_size=5))
+def test_it_is_as_the_reference_has_it_and_tells_what_has_stayed(own: Tokenizer, start: int, cuts: list[int]) -> None:
+    """What comes at once is translated as if it had come in pieces."""
+    tokens = TARGET.encode(LONG[start : start + 3000]).ids
+    translation, reference, done = Translation(TARGET, own), Reference(TARGET, own), 0
+    for cut in [*cuts, len(tokens)]:
+        part, before = tokens[done : done + cut], list(translation.own_tokens)
+        same = translation.extend(part)
+        for first in range(0, len(part), PIECE):
+            reference.extend(part[first : first + PIECE])
+        done += len(part)
+        assert translation.own_tokens == reference.own_tokens
+        assert (translation.settled, translation._settled) == (reference.settled, reference._settled)
+        assert translation.own_tokens[:same] == before[:same]
+        assert same >= min(len(before), translation.settled) or before[same] != translation.own_tokens[same]
+
+
+def test_the_time_of_a_long_text_is_in_proportion_to_its_length(own: Tokenizer) -> None:
     tokens = TARGET.encode(LONG).ids
-    translation, longest = Translation(TARGET, own), 0
-    for token in tokens[:3000]:
+    translation, longest, looked_at = Translation(TARGET, own), 0, Counter()
+    for token in tokens[:500]:
         translation.extend([token])
         longest = max(longest, len(translation._tokens) - translation._settled)
-    assert own.decode(translation.own_tokens) == TARGET.decode(tokens[:3000])
     assert longest <= 2 * OPEN
+    for length in (1000, 4000):
+        began = time.thread_time()
+        whole = Translation(TARGET, own)
+        whole.extend(tokens[:length])
+        looked_at[length] = time.thread_time() - began
+        assert own.decode(whole.own_tokens) == TARGET.decode(tokens[:length])
+    assert looked_at[4000] < 8 * looked_at[1000], looked_at  # of the square it would be 16 times as long
+
+
+def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer) -> None:
+    alone = [token for token in range(256) if TARGET.decode([token]) == BROKEN]
+    assert alone
+    translation, longest = Translation(TARGET, own), 0
+    for start in range(0, 1000, 20):
+        translation.extend([alone[(start + place) % len(alone)] for place in range(20)])
+        longest = max(longest, len(translation._tokens) - translation._settled)
+    assert longest <= MOST_OPEN
 
 
 @settings(deadline=None)
@@ -81,6 +142,7 @@ class Loop:
         self.told: list[Snapshot | Update] = []
         self.tokens: list[int] = []
         self.next_id = 1
+        self.closings = 0
         translator.serve(self)  # type: ignore[arg-type]
 
     def opened(self, key: Attachment, snapshot: Snapshot) -> None:
@@ -95,6 +157,7 @@ class Loop:
 
     def closed(self, key: Attachment) -> None:
         self.tokens = []
+        self.closings += 1
 
     def draft(self, key: Attachment, path: list[int]) -> None:
         parents = (0, *range(self.next_id, self.next_id + len(path) - 1))
@@ -141,3 +204,117 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
     translator.updated(key, Update(3, (), 0, None, 0.0, 0.0, False, 1, ()))
     assert lost == [key]
     assert not translator.members
+
+
+def prepared(own: Tokenizer) -> tuple[Translator, Loop, Attachment, list[Delta], list[Attachment]]:
+    sent: list[Delta] = []
+    lost: list[Attachment] = []
+    translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=lost.append)
+    return translator, Loop(translator), Attachment("s", "", 1, b""), sent, lost
+
+
+def a_snapshot(tokens: Sequence[int]) -> Snapshot:
+    plan = Plan(version=1, depth=8, width=4, nodes=16)
+    known = settled(tokens)
+    digest = extend(known.digest, tokens[known.length :])
+    return Snapshot(tuple(tokens), digest, Contract(seed=1, max_tokens=99), plan, 300, known=known)
+
+
+async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is_kept_in_order(own: Tokenizer) -> None:
+    translator, loop, key, sent, lost = prepared(own)
+    text = (TARGET.encode(LONG).ids * 4)[:32_100]
+    begin = a_snapshot(text[:32_000])
+    async with no_stall():
+        translator.opened(key, begin)
+        assert not loop.told, "nothing is drafted before it is translated"
+        for at in range(32_000, 32_100):
+            update = Update(
+                at, (text[at],), extend(begin.digest, text[32_000 : at + 1]), None, 0.0, 0.0, False, 300, ()
+            )
+            translator.updated(key, update)
+            await asyncio.sleep(0.002)
+        async with asyncio.timeout(60):
+            while not loop.told:
+                await asyncio.sleep(0.01)
+    assert not lost
+    assert own.decode(loop.tokens) == TARGET.decode(text)
+    loop.draft(key, own.encode(" the").ids)
+    assert sent[-1].root_position == len(text) - 1
+
+
+async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_left_alone(own: Tokenizer) -> None:
+    translator, loop, key, _, lost = prepared(own)
+    text = TARGET.encode(LONG).ids[:4000]
+    translator.opened(key, a_snapshot(text))
+    await asyncio.sleep(0.01)
+    translator.opened(key, a_snapshot(text[:3000]))
+    async with asyncio.timeout(30):
+        while not loop.told:
+            await asyncio.sleep(0.01)
+    assert own.decode(loop.tokens) == TARGET.decode(text[:3000])
+    translator.opened(key, a_snapshot(text))
+    await asyncio.sleep(0.01)
+    translator.closed(key)
+    await asyncio.sleep(0.3)
+    assert not translator.members
+    assert len(loop.told) == 1
+    assert not lost
+
+
+def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_passed_over(own: Tokenizer) -> None:
+    """A pass was under way: what it brings is not of the text as it is now. Of two tokens of the poorer vocabulary the
+    richer one makes one, so that here the ends change."""
+    sent: list[Delta] = []
+    translator = Translator(own, TARGET, send=lambda key, delta, *_: sent.append(delta), resync=lambda key: None)
+    loop, key = Loop(translator), Attachment("s", "", 1, b"")
+    text = own.encode(LONG[:900]).ids
+    begin = a_snapshot(text[:100])
+    translator.opened(key, begin)
+    digest, changes = begin.digest, 0
+    for at in range(100, len(text)):
+        before = list(loop.tokens)
+        digest = extend(digest, (text[at],))
+        translator.updated(key, Update(at, (text[at],), digest, None, 0.0, 0.0, False, 300, ()))
+        if loop.tokens[: len(before)] != before:
+            changes += 1
+            after, loop.tokens = loop.tokens, before
+            loop.draft(key, [before[0]])
+            loop.tokens = after
+    assert changes
+    assert not sent
+    loop.draft(key, TARGET.encode(" the").ids)
+    assert len(sent) == 1
+
+
+def test_that_all_is_drafted_goes_up_even_where_the_text_has_become_other_tokens(own: Tokenizer) -> None:
+    said: list[tuple[Delta, bool]] = []
+    translator = Translator(TARGET, own, send=lambda key, delta, _, done: said.append((delta, done)), resync=print)
+    loop, key = Loop(translator), Attachment("s", "", 1, b"")
+    translator.opened(key, a_snapshot(TARGET.encode(LONG[:200]).ids))
+    drifted = Delta(len(loop.tokens) - 1, 12345, 1, (0,), (7,), (-0.125,))
+    translator.take(key, drifted, 1, False)
+    assert not said
+    translator.take(key, drifted, 1, True)
+    ((delta, done),) = said
+    assert (delta.tokens, done) == ((), True)
+
+
+def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own: Tokenizer) -> None:
+    sent: list[Delta] = []
+    translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=print)
+    loop, key = Loop(translator), Attachment("s", "", 1, b"")
+    text = TARGET.encode(LONG[:600]).ids
+    committed = text[:80]
+    behind = TARGET.decode(text)[len(TARGET.decode(committed)) :]
+
+    def proposed(vocabulary: int) -> list[int]:
+        terms = Contract(seed=1, max_tokens=99), Plan(version=1, depth=8, width=4, nodes=16), 300
+        translator.opened(key, Snapshot(tuple(committed), extend(EMPTY, committed), *terms, sayable=vocabulary))
+        loop.draft(key, own.encode(behind).ids[:6])
+        translator.closed(key)
+        return [token for delta in sent for token in delta.tokens]
+
+    every = proposed(4096)
+    sent.clear()
+    assert len(every) > 2
+    assert proposed(max(every)) == every[: every.index(max(every))]

@@ -51,7 +51,7 @@ async def small(checkpoints: tuple[Path, Path, Path]) -> AsyncIterator[LocalClus
         yield running
 
 
-def law(checkpoint: Path, texts: NDArray[np.int64]) -> NDArray[np.float64]:
+def law(checkpoint: Path, texts: NDArray[np.int64], prompt: Sequence[int] = PROMPT) -> NDArray[np.float64]:
     """What the target's probabilities were at every position of the answers: [texts, TOKENS, vocabulary]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about itself
@@ -59,10 +59,10 @@ def law(checkpoint: Path, texts: NDArray[np.int64]) -> NDArray[np.float64]:
         from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
-    prompts = np.tile(PROMPT, (len(texts), 1))
+    prompts = np.tile(prompt, (len(texts), 1))
     with torch.inference_mode():
         logits = model(torch.from_numpy(np.concatenate([prompts, texts[:, :-1]], axis=1))).logits
-        p: NDArray[np.float64] = torch.softmax(logits[:, len(PROMPT) - 1 :], -1).numpy()
+        p: NDArray[np.float64] = torch.softmax(logits[:, len(prompt) - 1 :], -1).numpy()
     return p
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.cli.describe import _server
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS
@@ -91,8 +91,12 @@ async def test_a_mamba_is_served_plainly_beside_a_drafter_and_says_why(tmp_path:
             assert first.token_ids == second.token_ids == third.token_ids
             assert len(first.token_ids) == 60
             assert first.usage.accepted == first.usage.verified == 0
+            assert first.usage.speculation.reason is SpeculationReason.TREELESS
+            assert "what it says over several sessions' rows is not" in first.usage.speculation.detail
         facts = dict(await _server(cluster.processes["verifier-0"].address, None))
         drafter = dict(await _server(cluster.processes["drafter-0"].address, None))
+        (misfit,) = await cluster.misfits()
+    assert misfit.startswith("drafter-0 drafts for nobody: the target cannot verify trees (")
     assert facts["speculation"].startswith("none: what it says over several sessions' rows is not")
     assert facts["draft streams"] == "0"
     assert drafter["sessions"] == "0 of 2"

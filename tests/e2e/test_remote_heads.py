@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from drafter_svc.service import load_part as load_drafter_part
 from drafter_svc.settings import check_settings
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.contract import OFF, Contract, Overlap, Plan
 from outrider.errors import ConfigError
@@ -157,6 +157,9 @@ async def test_a_drafter_says_once_what_to_do_where_it_cannot_have_its_features(
                 for prompt in prompts[:2]:
                     answer = await client.generate(prompt, max_tokens=30, temperature=0.0, ignore_eos=True)
                     assert (len(answer.token_ids), answer.usage.accepted) == (30, 0)
+            assert answer.usage.speculation.reason is SpeculationReason.REFUSED  # from the second one on it is known
+            assert "features:" in answer.usage.speculation.detail
+            assert why in answer.usage.speculation.detail
             assert len([line for line in said if "nothing can be drafted for it: features:" in line]) == 1
             assert any(why in line for line in said)
 

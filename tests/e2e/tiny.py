@@ -15,7 +15,7 @@ CONTEXT = 128
 SPREAD = 2.0  # of a weight matrix, over the root of its width: the distributions are neither flat nor certain
 
 
-def make_tiny(folder: Path, *, layers: int, width: int, astray: float = 0.0) -> Path:
+def make_tiny(folder: Path, *, layers: int, width: int, astray: float = 0.0, context: int = CONTEXT) -> Path:
     """A random Llama checkpoint in float32, the same for the same shape but for a share `astray` of other noise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers, about itself
@@ -28,7 +28,7 @@ def make_tiny(folder: Path, *, layers: int, width: int, astray: float = 0.0) -> 
         num_hidden_layers=layers,
         num_attention_heads=width // 16,
         num_key_value_heads=width // 16,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         bos_token_id=0,
         eos_token_id=0,
         tie_word_embeddings=False,

@@ -89,6 +89,21 @@ def keep_layers(source: Path, destination: Path, kept: Sequence[int]) -> Path:
     return destination
 
 
+def pad_vocabulary(source: Path, destination: Path, rows: int, *, loudness: float) -> Path:
+    """The same checkpoint with more ids than its tokenizer has. The logit of a further id is that of an earlier one,
+    times `loudness`: above 1, the model prefers them."""
+    shutil.copytree(source, destination)
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        table = tensors[name]
+        again = table[torch.arange(rows - len(table)) % len(table)]
+        tensors[name] = torch.cat([table, loudness * again])
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (destination / "config.json").write_text(json.dumps(raw | {"vocab_size": rows}), encoding="utf-8")
+    return destination
+
+
 @dataclass
 class Reference:
     """`transformers` in float32, or in the type given."""

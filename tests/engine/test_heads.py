@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from outrider.engine.card import Card, weights_digest, write_card
 from outrider.engine.checkpoint import read_config, read_tokenizer_digest
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.eagle_drafts import CHUNK, EagleDrafts
+from outrider.engine.heads.eagle_engine import EagleEngine
 from outrider.engine.heads.ends import Ends, read_ends
 from outrider.engine.heads.folder import Network, load_network, save_network
-from outrider.engine.heads.loading import check_heads, load_speculator
+from outrider.engine.heads.loading import MOST_PADDING, check_heads, load_speculator
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.shape import KINDS, Kind, Shape, low_middle_high, shape_for
@@ -179,6 +181,63 @@ def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
         assert np.isneginf(row[100:]).all()
         assert np.isneginf(case.speculator.expand([Drafted(0, 3)])[:, 100:]).all()
         assert np.isfinite(row[:100]).all()
+
+
+@pytest.mark.parametrize("rows", [4090, 4352])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_with_another_padding_than_the_target_draft_what_both_have(kind: Kind, rows: int, tmp_path: Path) -> None:
+    """The tokenizer has 4,090 ids, the target 4,096."""
+    target = short_tokenizer(tmp_path / "target", 4090)
+    shape, _ = random_heads(kind, target, tmp_path / "heads", own_head=True)
+    texts = {}
+    for folder in (tmp_path / "heads", repadded(tmp_path / "heads", tmp_path / "padded", rows)):
+        speculator = load_speculator(folder, target, precise=True, slots=1, context=CONTEXT)
+        tokens, features = [1, 2, 3], torch.ones(3, shape.width * shape.features.parts)
+        speculator.take(0, None, 0)
+        speculator.keep(0, 0, features[:-1])
+        (root,) = speculator.begin([Root(0, tokens)])
+        texts[folder] = np.stack([root, *speculator.expand([Drafted(0, 5), Drafted(0, 4000)])])  # type: ignore[list-item]
+    own, padded = texts.values()
+    both = min(rows, 4096)
+    assert padded.shape == own.shape == (3, 4096)
+    assert np.allclose(padded[:, :both], own[:, :both], atol=1e-4)
+    assert np.isneginf(padded[:, both:]).all()
+    assert speculator.sayable == both
+    if kind in ("eagle", "eagle-3"):
+        engine = EagleEngine.load(tmp_path / "padded", target, precise=True, slots=1, threads=1)
+        assert (engine.vocabulary, engine.sayable) == (4096, both)
+
+
+def test_heads_that_lack_ids_of_the_tokenizer_are_refused(tmp_path: Path) -> None:
+    target = short_tokenizer(tmp_path / "target", 4090)
+    random_heads("medusa", target, tmp_path / "heads", own_head=True)
+    for rows in (4089, 4096 + MOST_PADDING + 1):
+        with pytest.raises(ConfigError, match=f"a target whose vocabulary is {rows}"):
+            check_heads(repadded(tmp_path / "heads", tmp_path / str(rows), rows), target)
+
+
+def short_tokenizer(folder: Path, ids: int) -> Path:
+    """The reference target, its tokenizer cut to its first ids."""
+    shutil.copytree(TARGET, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    model = tokenizer["model"]
+    model["vocab"] = {word: id_ for word, id_ in model["vocab"].items() if id_ < ids}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    path.unlink()
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return folder
+
+
+def repadded(source: Path, folder: Path, rows: int) -> Path:
+    """Heads whose own unembedding has so many rows; further ones are louder than all others."""
+    shape, network = load_network(source)
+    for child in network.modules():
+        if isinstance(child, torch.nn.Linear) and child.out_features == shape.vocabulary:
+            table = child.weight.data[:rows]
+            child.weight.data = torch.cat([table, 50.0 * table[: max(0, rows - len(table))]])
+    save_network(folder, replace(shape, vocabulary=rows), network, torch.float32)
+    return folder
 
 
 def test_medusa_begins_as_the_target_s_own_head_and_its_file_is_small(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ def children(of: int) -> dict[int, str]:
     """Command lines of a process's children."""
     found = {}
     for task in Path(f"/proc/{of}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
+        try:
+            pids = (task / "children").read_text().split()
+        except FileNotFoundError:  # a thread that has ended meanwhile
+            continue
+        for pid in map(int, pids):
             found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     return found
 

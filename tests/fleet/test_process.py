@@ -31,3 +31,19 @@ async def test_what_is_fetched_is_heard_at_once_and_once_and_the_rest_when_it_is
     output.feed_eof()
     await reading
     assert heard == [said[1], said[0], said[2], "serving"]
+
+
+async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_read() -> None:
+    """Whoever ends to read there has the server wait for ever when it writes its log."""
+    heard: list[str] = []
+    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: heard.append(line))
+    output = asyncio.StreamReader(limit=64)
+    reading = asyncio.create_task(process._read(output))
+    output.feed_data(b"outrider verifier: listening on h:1\n")
+    for _ in range(5):
+        output.feed_data(b"x" * 100)
+        await asyncio.sleep(0)
+    output.feed_data(b"\nafterwards\n")
+    output.feed_eof()
+    await reading
+    assert heard[-1] == "afterwards"

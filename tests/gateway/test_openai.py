@@ -40,6 +40,9 @@ async def test_a_completion_says_what_the_router_says_and_what_it_cost(front: Fr
     details = usage.completion_tokens_details
     assert details is not None  # the scripted verifier accepts none of four at each step
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 4 * len(SCRIPT))
+    why = (usage.model_extra or {})["outrider"]
+    assert why["speculation"] == "rejected"
+    assert why["explanation"].startswith("drafts were verified, and none was what the target said; ")
     start = front.verifier.starts[0]
     assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
 

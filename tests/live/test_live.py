@@ -130,6 +130,7 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
         await expect(page.locator("#state")).to_have_text("live")
         await expect(page.locator("#generations tbody tr")).to_have_count(1)
         assert await page.locator("#workers tbody tr").count() == 2
+        await expect(page.locator("#models tbody tr")).to_have_text(re.compile("^target"))
         await expect(page.locator("#goodput")).to_have_text(re.compile("^[1-9]"))
         await expect(page.locator("#goodput-plot path")).to_have_count(1)
         seen.set()

@@ -17,6 +17,7 @@ from outrider import errors
 from outrider.config import RouterConfig
 from outrider.core.contract import Plan
 from outrider.core.goodput import Lessons
+from outrider.core.speculation import SpeculationStatus
 from outrider.core.tiers import TierChoice
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
@@ -99,9 +100,10 @@ class Decoding:
 
     def __init__(self, worker: Worker, dial: Dial, start: Start) -> None:
         self.worker = worker
-        self.opened = False
+        self.opened = self.over = False
         self.cached = 0
         self._start = start
+        self._durable = len(start.tokens)
         self._loop = _loop()
         self._events: deque[Any] = deque()
         self._pending: asyncio.Future[None] | None = None
@@ -117,15 +119,21 @@ class Decoding:
     async def next(self) -> Commit | End | Idle:
         event = await self._read()
         assert isinstance(event, Commit | End | Idle)
+        self.over = isinstance(event, End)
         if isinstance(event, Commit) and event.epoch != self._start.epoch:
             raise Violation(f"epoch {event.epoch} on a stream of epoch {self._start.epoch}")
         return event
 
-    async def durable(self, position: int) -> None:
-        self._link.forth.put(Durable(position))
+    def acknowledge(self, position: int) -> None:
+        if position > self._durable:
+            self._durable = position
+            self._link.forth.put(Durable(position))
 
-    async def plan(self, plan: Plan) -> None:
+    def plan(self, plan: Plan) -> None:
         self._link.forth.put(plan)
+
+    async def finish(self) -> None:
+        self.cancel()
 
     def cancel(self) -> None:
         if not self._cancelled:
@@ -157,6 +165,7 @@ class Attaching:
     """What a router has for `router.drafting.Drafters`: tells them, and does not wait."""
 
     names: tuple[str, ...] = ()
+    hindrance: SpeculationStatus | None = None
 
     def __init__(self, fleet: Fleet, background: Background, post: Post, *terms: Any) -> None:
         self._fleet, self._post = fleet, post

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, add_VerifierServicer_to_server
 
 CONTEXT = 64
+HALF_CLOSE_S = 5.0
 
 
 class FakeVerifier(VerifierServicer):
@@ -36,6 +38,8 @@ class FakeVerifier(VerifierServicer):
         self.slots: int | None = None  # sessions at once; None: all that come
         self.most = 0  # that were open at once
         self.drafters = 0  # that reports count
+        self.verified = 4  # nodes of each step, in reports
+        self.rates = 0, 0  # of the verifier without and with drafting, in reports; drafters rest if there are any
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
         self.durable: dict[str, int] = {}  # session id -> position
@@ -46,6 +50,7 @@ class FakeVerifier(VerifierServicer):
         self.moves_after: int | None = None  # tokens; then it goes down in order
         self.dies_at_the_end = False  # before it says that the generation has ended
         self.heartbeats = 0  # that routers sent
+        self.warmed: list[int] = []  # tokens that were read for a session that may come
 
     async def Decode(
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -63,11 +68,20 @@ class FakeVerifier(VerifierServicer):
             self.durable[start.session_id] = len(start.tokens)
             listener = asyncio.create_task(self._listen(start.session_id, requests))
             try:
-                await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
-                await self._speak(start, context)
+                try:
+                    await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
+                    await self._speak(start, context)
+                finally:
+                    self.open -= 1
+                await asyncio.wait({listener}, timeout=HALF_CLOSE_S)  # the router closes its side first
             finally:
                 listener.cancel()
-                self.open -= 1
+
+    async def Warm(
+        self, request: verifier_pb2.WarmRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> verifier_pb2.WarmResponse:
+        self.warmed.append(len(request.tokens))
+        return verifier_pb2.WarmResponse(cached=len(request.tokens))
 
     async def _listen(self, session_id: str, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
         async for request in requests:
@@ -81,7 +95,7 @@ class FakeVerifier(VerifierServicer):
 
     async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         said, stopped = len(start.tokens) - start.answer_position, False
-        digest = start.digest
+        digest, spoke = start.digest, time.monotonic()
         while said < start.contract.max_tokens and not stopped:
             await self._rest(context)
             if self.moves_after is not None and said >= self.moves_after:
@@ -89,6 +103,9 @@ class FakeVerifier(VerifierServicer):
                 await asyncio.sleep(60)  # the router closes its side
             if start.answer_position + said >= self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
+                if not self.silent and time.monotonic() - spoke > 0.3:
+                    await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
+                    spoke = time.monotonic()
                 continue
             tokens: list[int] = []
             while len(tokens) < self.stride and said + len(tokens) < start.contract.max_tokens and not stopped:
@@ -103,11 +120,18 @@ class FakeVerifier(VerifierServicer):
                 digest=digest,
                 logprobs=b"".join(_entry(start, said + index) for index in range(len(tokens))),
                 report=types_pb2.StepReport(
-                    verified=4, accepted=len(tokens) - 1, verified_depth=4, wire_bytes=10, drafters=self.drafters
+                    verified=self.verified,
+                    accepted=len(tokens) - 1,
+                    verified_depth=self.verified,
+                    wire_bytes=10,
+                    drafters=self.drafters,
+                    resting=any(self.rates),
+                    plain_rate=self.rates[0],
+                    drafted_rate=self.rates[1],
                 ),
             )
             await context.write(verifier_pb2.DecodeResponse(commit=commit))
-            said += len(tokens)
+            said, spoke = said + len(tokens), time.monotonic()
             self.steps += 1
         if self.dies_at_the_end:
             raise Unavailable("dead")
@@ -138,6 +162,7 @@ class FakeDrafter(DrafterServicer):
         self.frozen = frozen
         self.attached: set[str] = set()
         self.asked = 0
+        self.answer = drafter_pb2.AttachResponse()
 
     async def Attach(
         self, request: drafter_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -146,7 +171,7 @@ class FakeDrafter(DrafterServicer):
         if self.frozen:
             await asyncio.sleep(60)
         self.attached.add(request.session_id)
-        return drafter_pb2.AttachResponse()
+        return self.answer
 
     async def Detach(
         self, request: drafter_pb2.DetachRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -165,8 +190,9 @@ async def announced(
     sessions: int = 0,
     draining: bool = False,
     drain_s: float = 0.0,
+    **more: Any,
 ) -> AsyncIterator[Worker]:
-    """Serves a fake on a free port and lists it in the registry."""
+    """Serves a fake on a free port and lists it in the registry; `more`: fields of its entry."""
     role: Role = "verifier" if isinstance(fake, FakeVerifier) else "drafter"
 
     def register(server: grpc.aio.Server) -> list[str]:
@@ -189,6 +215,7 @@ async def announced(
             sessions=sessions,
             parameters=1,
             draining=draining,
+            **more,
         )
         await registry.announce(worker, ttl_s=60)
         yield worker

@@ -309,3 +309,39 @@ def test_the_rate_at_which_places_become_free_follows_from_how_long_they_are_kep
     stay.observe(8.0)
     assert stay.wait_s(0, 4) == pytest.approx(2.0)
     assert stay.wait_s(3, 4) == pytest.approx(8.0)
+
+
+def test_of_one_tenant_who_asks_for_little_does_not_wait_behind_all_that_ask_for_much() -> None:
+    queue = FairQueue[str]()
+    for number in range(10):
+        queue.push(claim(tokens=1000), f"much {number}")
+    queue.push(claim(tokens=10), "little")
+    assert queue.ahead(claim(tokens=10)) == 1
+    assert queue.ahead(claim(tokens=1000)) == 11
+    assert served(queue, 2) == ["little", "much 0"]
+    queue.push(claim(tokens=10), "little 2")  # the next one neither
+    assert served(queue, 2) == ["little 2", "much 1"]
+
+
+def test_of_one_tenant_who_asks_for_as_much_waits_its_turn_whatever_others_gave_back() -> None:
+    queue = FairQueue[str]()
+    for number in range(4):
+        queue.push(claim(tokens=2000), f"first {number}")
+    served(queue, 4)
+    queue.push(claim(tokens=2000), "mine")
+    queue.charge("a", -4 * 1900)  # they ended long before their limits
+    for number in range(10):
+        queue.push(claim(tokens=2000), f"later {number}")
+    assert served(queue, 2) == ["mine", "later 0"]
+
+
+def test_of_one_tenant_who_asks_for_much_is_not_passed_for_ever() -> None:
+    queue = FairQueue[str]()
+    queue.push(claim(tokens=1000), "much")
+    passed = 0
+    while True:
+        queue.push(claim(tokens=50), "little")
+        if served(queue, 1) == ["much"]:
+            break
+        passed += 1
+    assert passed == 38  # it and one that passes share alike: by about twice as many tokens as it asks for itself

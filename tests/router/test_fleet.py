@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from outrider.core.speculation import SpeculationReason
 from outrider.errors import Unavailable
 from outrider.store.client import connect
 from outrider.store.registry import Registry, Role, Worker
@@ -72,6 +73,32 @@ async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() ->
     await client.aclose()
 
 
+async def test_who_starts_anew_at_an_address_is_not_blamed_for_who_died_there(redis_url: str) -> None:
+    def worker(name: str) -> Worker:
+        return Worker(name, "verifier", "127.0.0.1:1", "m", b"digest", 9, 9, 8, 0, 1)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    fleet = Fleet(registry)
+    await registry.announce(worker("before"), ttl_s=30.0)
+    (before,) = await fleet.verifiers("m")
+    fleet.take(before)
+    channel = fleet.channel(before)
+    fleet.failed(before, Unavailable("it died"))
+    await registry.announce(worker("after"), ttl_s=30.0)
+    first, last = await fleet.verifiers("m")
+    assert (first.worker_id, fleet.suspected(first), fleet.sessions(first)) == ("after", False, 0)
+    assert (last.worker_id, fleet.suspected(last), fleet.sessions(last)) == ("before", True, 1)
+    assert fleet.channel(first) is not channel  # which would pause before it connects again
+    assert fleet.lists("after")
+    await registry.withdraw(last.worker_id)
+    fleet.release(last)
+    assert [it.worker_id for it in await fleet.verifiers("m")] == ["after"]
+    assert list(fleet._channels) == ["after"]
+    await fleet.close()
+    await client.aclose()
+
+
 async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_alone(
     caplog: pytest.LogCaptureFixture, redis_url: str
 ) -> None:
@@ -92,8 +119,29 @@ async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_a
         for _ in range(2):
             assert {it.worker_id for it in await fleet.drafters(b"digest", verifier)} == expected
     assert [record.getMessage() for record in caplog.records if "trained for" in record.getMessage()] == [
-        "drafter d1:1 does not draft for verifier v2:1: m was trained for another model than this m; train one for it, "
-        "or start the drafter with --any-target"
+        "drafter d1:1 is not used: the drafters were trained for another target (drafter d1:1 is m, trained for "
+        "another model than m at v2:1); train one for this target, or start the drafter with --any-target"
     ]
+    await fleet.close()
+    await client.aclose()
+
+
+async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = Registry(client)
+    fleet = Fleet(registry)
+    verifier = Worker("v", "verifier", "v:1", "m", b"digest", 9, 9, 8, 0, 1, weights="aa")
+    await registry.announce(verifier, ttl_s=30.0)
+    for number in range(20):
+        drafter = Worker(f"d{number}", "drafter", f"d{number}:1", "m", b"digest", 9, 9, 8, 0, 1, trained_for="bb")
+        await registry.announce(drafter, ttl_s=30.0)
+        await fleet.refresh()
+        assert await fleet.drafters(b"digest", verifier) == []
+        ((found, status),) = fleet.misfits("m")
+        assert (found.worker_id, status.reason) == (drafter.worker_id, SpeculationReason.OTHER_TARGET)
+        await registry.withdraw(drafter.worker_id)
+    await fleet.refresh()
+    assert fleet.misfits("m") == []
+    assert fleet._misfits == set()
     await fleet.close()
     await client.aclose()

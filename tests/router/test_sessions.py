@@ -306,33 +306,32 @@ async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str)
 async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router import generation
+    from router import outbox, service
 
-    monkeypatch.setattr(generation, "SLOW_CLIENT_S", 0.2)
+    monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.3)
     verifier = FakeVerifier(SCRIPT)
-    async with running_router(redis_url, window=4096) as rig, announced(verifier, rig.registry, MODEL.digest):
-        # gRPC buffers small messages well, so the reader is slow in the router's own eyes: its write is held back.
-        written = asyncio.Event()
-        real = generation.Generation._emit_to_reader
+    async with running_router(redis_url, window=1) as rig, announced(verifier, rig.registry, MODEL.digest):
+        # gRPC buffers small messages well, so the reader is slow in the router's own eyes: its writes are held back.
+        real, writes = service._send, 0
 
-        async def held(self: Any, part: Any, ledger: Any, emit: Any) -> None:
-            async def slowly(event: Any) -> None:
-                if not written.is_set():
-                    written.set()
-                    await asyncio.sleep(0.6)
-                await emit(event)
+        async def slowly(*arguments: Any) -> None:
+            nonlocal writes
+            writes += 1
+            if writes > 3:
+                await asyncio.sleep(60)
+            await real(*arguments)
 
-            await real(self, part, ledger, slowly)
-
-        monkeypatch.setattr(generation.Generation, "_emit_to_reader", held)
+        monkeypatch.setattr(service, "_send", slowly)
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
         session = (await call.read()).started.session_id
-        await released(rig, session)
-        await until(lambda: verifier.open == 0)
         events: list[pb.GenerateResponse] = []
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drain(call, events)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        await released(rig, session)
+        assert verifier.open == 0
+        assert len(events) == 2
+        monkeypatch.setattr(service, "_send", real)
         last = events[-1].chunk
         text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
         assert SAID[: last.text_offset] + text == SAID

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router import generation
+from router import outbox
 from tests.hostile.rig import resident_bytes
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier, announced
@@ -55,7 +55,7 @@ async def rate(heard: list[int], seconds: float) -> float:
 async def test_clients_that_do_not_read_pause_alone_and_go_on_where_they_stopped(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "SLOW_CLIENT_S", 4.0)
+    monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 4.0)
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
     verifier = FakeVerifier(SCRIPT, stride=STRIDE, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
@@ -106,7 +106,7 @@ async def one_chunk(rig: Rig, session_id: str) -> pb.Chunk:
 
 
 async def test_who_reads_again_finds_his_whole_answer(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "SLOW_CLIENT_S", 0.5)
+    monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
     count = 3000
     verifier = FakeVerifier(SCRIPT, stride=STRIDE)

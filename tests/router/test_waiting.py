@@ -139,6 +139,8 @@ async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(
         announced(verifier, rig.registry, MODEL.digest),
     ):
         call = asyncio.create_task(collect(rig.stub.Generate(ask(max_tokens=len(SCRIPT)))))
+        while not [session async for session in rig.sessions.ids()]:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(1.5)  # three leases
         assert not call.done()
         verifier.full = False
@@ -259,6 +261,7 @@ async def test_an_owner_that_could_not_reach_redis_for_long_is_not_swept(redis_u
         session_id = (await call.read()).started.session_id
         key = f"outrider:{{{session_id}}}:session"
         await rig.client.hset(key, mapping={"lease": 1, "resumable": 1})  # as after a long outage
+        await rig.client.zadd("outrider:{leases}", {session_id: 1})
         seen = await chores.sweep_once(rig.sessions, ())
         assert seen == {session_id}
         await call.read()

@@ -21,6 +21,7 @@ from outrider.errors import (
     Unavailable,
 )
 from outrider.store.client import address, connect, shown
+from outrider.store.leases import Lease
 from outrider.store.sessions import Log, OwnedSession, SessionRecord, Sessions, Turn
 from outrider.store.tickets import ticket_key
 
@@ -39,22 +40,22 @@ async def sessions(client: Redis) -> Sessions:
 
 
 async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(client: Redis, sessions: Sessions) -> None:
-    owned = await _begin(sessions)
-    assert not await sessions.abandon("s1")  # its owner is alive
+    owned, lease = await _begin(sessions), Lease("s1", 0)
+    assert not await sessions.abandon(lease)  # its owner is alive
     await owned.release("usage")
-    assert not await sessions.abandon("s1")  # it can be resumed
-    assert not await sessions.left_behind("s1")
+    assert not await sessions.abandon(lease)  # it can be resumed
+    assert not await sessions.left_behind(lease)
     await _ago(client, 30)
-    assert await sessions.left_behind("s1")
+    assert await sessions.left_behind(lease)
     assert not (await sessions.get("s1")).finished
-    assert sorted(await asyncio.gather(*(sessions.abandon("s1") for _ in range(4)))) == [False, False, False, True]
+    assert sorted(await asyncio.gather(*(sessions.abandon(lease) for _ in range(4)))) == [False, False, False, True]
     record = await sessions.get("s1")
     assert (record.finished, record.epoch, record.usage, record.lease) == ("abandoned", 2, "usage", 0)
     assert (await sessions.read("s1")).finished == "abandoned"
     with pytest.raises(Superseded):
         await owned.append(4, [9], _digest(*PROMPT, 9))
     await sessions.begin("s1", 2, "r2", TURN, 4, [1], _digest(*PROMPT, 1))
-    assert not await sessions.abandon("s1")
+    assert not await sessions.abandon(lease)
 
 
 async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
@@ -360,7 +361,7 @@ async def test_a_closed_session_refuses_everybody_and_leaves_a_tombstone_only(
             await call
     assert not await sessions.create("s1", "t", "m", b"")
     assert await sessions.get("s1") == replace(NEW, epoch=2, generation=1, finished="cancelled", closed=True)
-    assert await client.keys("*") == [b"outrider:{s1}:session"]
+    assert await client.keys("*{s1}*") == [b"outrider:{s1}:session"]
     assert 55_000 < await client.pttl("outrider:{s1}:session") <= 60_000
 
 
@@ -369,12 +370,12 @@ async def test_the_sweep_of_time_drops_record_and_log_together(client: Redis) ->
     await sessions.create("s1", "t", "m", b"")
     await _begin(sessions)
     await asyncio.sleep(0.1)
-    assert await client.keys("*") == []
+    assert await client.keys("*{s1}*") == []
 
 
 async def test_all_keys_of_a_session_live_equally_long_in_one_slot(client: Redis, sessions: Sessions) -> None:
     await _begin(sessions)
-    keys = await client.keys("*")
+    keys = await client.keys("*{s1}*")
     assert sorted(keys) == [b"outrider:{s1}:log", b"outrider:{s1}:session"]
     assert {key_slot(key) for key in keys} == {key_slot(b"s1")}
     for key in keys:

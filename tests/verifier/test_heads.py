@@ -23,8 +23,8 @@ from outrider.engine.heads.shape import KINDS, Kind
 from outrider.engine.heads.speculator import Drafted, FloatRows, Root, Speculator
 from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
-from tests.e2e.tiny import CONTEXT, make_tiny
-from tests.engine.checkpoints import MODELS
+from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+from tests.engine.checkpoints import MODELS, pad_vocabulary
 from tests.engine.ranked import ranked
 from tests.engine.taught import random_heads, taught_heads
 from verifier_svc.levels import HeadDrafting, NoHeads
@@ -55,7 +55,7 @@ class Counted:
 
     def __init__(self, speculator: Speculator) -> None:
         self.begun = self.expanded = 0
-        self.depth, self.at_once = speculator.depth, speculator.at_once
+        self.depth, self.at_once, self.sayable = speculator.depth, speculator.at_once, speculator.sayable
         self.take, self.keep = speculator.take, speculator.keep
         self._speculator = speculator
 
@@ -216,6 +216,21 @@ async def test_a_rule_that_holds_p_against_q_is_not_drafted_for(target: Path, tm
         assert session.heads is None
         await commits_of(session)
     assert cluster.speculator.begun == 0
+
+
+async def test_what_heads_have_no_ids_for_is_said_without_them(target: Path, tmp_path: Path) -> None:
+    """The target has more ids than its heads, and a request allows none but such."""
+    random_heads("mlp", target, tmp_path / "heads", own_head=True)
+    wider = pad_vocabulary(target, tmp_path / "wider", VOCABULARY + 8, loudness=1.0)
+    async with Cluster(wider, tmp_path / "heads") as cluster:
+        only = cluster.open(0, most=10, temperature=0.0, allowed_ids=(VOCABULARY + 4,))
+        both = cluster.open(1, most=10, temperature=0.0, allowed_ids=(3, VOCABULARY + 4))
+        assert only.heads is None
+        assert both.heads is not None
+        for session in (only, both):
+            await commits_of(session)
+    assert only.tokens[len(TEXT) :] == [VOCABULARY + 4] * 10
+    assert cluster.speculator.begun > 0
 
 
 async def test_a_level_that_is_not_worth_its_time_is_not_drafted(target: Path, tmp_path: Path) -> None:

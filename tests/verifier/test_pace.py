@@ -33,7 +33,7 @@ def publish(sink: Sink, session: Session, commit: Commit) -> None:
 def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[Sink, Session]:
     terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
     session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
-    return Sink("verifier", b"", 4096, Keyring(b"", no_key)), session
+    return Sink("verifier", b"", Keyring(b"", no_key)), session
 
 
 async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:

@@ -158,7 +158,7 @@ def test_own_drafts_are_made_anew_and_drafters_nodes_stay() -> None:
     root = len(TEXT) - 1
     tree.graft(1, Delta(root, extend(EMPTY, TEXT), 1, (0, 1, 0), (2, 9, 7), (-1.0, -0.1, -0.1)))
     assert session.own is not None
-    session.own.grow(tree, nodes=0, depth=8, width=4, price=0.0)
+    session.own.grow(tree, nodes=0, depth=8, width=4, vocabulary=VOCABULARY, price=0.0)
     assert {token: set(node.children) for token, node in tree.root.children.items()} == {2: {9}, 7: set()}
     tree.check_integrity()
 

@@ -109,6 +109,7 @@ class DeviceEngine(Engine):
                 weight_bytes=weights.bytes_of_a_pass,
                 kv_bytes=self._cache.nbytes,
                 draws=True,
+                sayable=config.sayable,
             )
         )
         self.device = device

@@ -51,6 +51,7 @@ class EagleDrafts:
 
     def __init__(self, network: Eagle | Eagle3, shape: Shape, ends: Ends, *, slots: int, context: int) -> None:
         self.depth = shape.depth
+        self.sayable = ends.sayable
         self._network = network
         rows = context + ROOM
         self._features = lazy_zeros(slots, rows, shape.width * shape.features.parts)

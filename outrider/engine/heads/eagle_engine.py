@@ -48,6 +48,8 @@ class EagleEngine(Engine):
     ) -> None:
         """`config`: the target's; `digest`: of its tokenizer."""
         rows = config.context + SCRATCH
+        if shape.own_head:
+            ends = ends.below(shape.vocabulary)
         self._layer = EagleLayer(network, shape, ends, slots=slots, rows=rows)
         own = sum(parameter.numel() for parameter in network.parameters())
         parameters = own + (0 if shape.own_head else shape.width * shape.vocabulary)
@@ -66,6 +68,7 @@ class EagleEngine(Engine):
                 weight_bytes=parameters * dtype.itemsize,
                 kv_bytes=self._layer.kv_bytes,
                 fed=shape.width,
+                sayable=ends.sayable,
             )
         )
         pack_linears(network, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,12 @@ class Ends:
 
     embed: Callable[[Tensor], Tensor]  # ids [...] to [..., width] float32
     unembed: Unembed  # gives float32
+    vocabulary: int  # ids of the target
     sayable: int  # ids from there on are padding
+
+    def below(self, vocabulary: int) -> Ends:
+        """For heads whose own unembedding has so many ids: what it lacks, they cannot say."""
+        return replace(self, sayable=min(self.sayable, vocabulary))
 
 
 def read_ends(target: Path, dtype: torch.dtype, *, training: bool = False) -> Ends:
@@ -42,4 +47,4 @@ def read_ends(target: Path, dtype: torch.dtype, *, training: bool = False) -> En
     def unembed(states: Tensor) -> Tensor:
         return head(states.flatten(0, -2).to(dtype)).float().view(*states.shape[:-1], -1)
 
-    return Ends(lambda ids: embedding(ids, table).float(), unembed, config.sayable)
+    return Ends(lambda ids: embedding(ids, table).float(), unembed, config.vocabulary, config.sayable)

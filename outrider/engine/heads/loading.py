@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from outrider.engine.card import read_card, weights_digest
-from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
 from outrider.engine.heads.eagle_drafts import EagleDrafts
 from outrider.engine.heads.ends import read_ends
 from outrider.engine.heads.folder import load_network, pack_linears
@@ -19,18 +19,19 @@ from outrider.engine.linear import can_prepack
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
 
+MOST_PADDING = 4096  # ids by which models with one tokenizer differ at the most
+
 
 def check_heads(folder: Path, target: Path) -> Shape:
     """What the heads of a folder are. Raises CheckpointError, and ConfigError where they were made for another target
     than this checkpoint."""
     check_family(target)
     shape, config = read_shape(folder), read_config(target)
-    for name, ours, theirs in (
-        ("width", shape.width, config.width),
-        ("vocabulary", shape.vocabulary, config.vocabulary),
-    ):
-        if ours != theirs:
-            raise _foreign(folder, f"a target whose {name} is {ours}, and that of {target} is {theirs}")
+    if shape.width != config.width:
+        raise _foreign(folder, f"a target whose width is {shape.width}, and that of {target} is {config.width}")
+    if not _may_share_tokenizer(shape, config, target):
+        ours, theirs = shape.vocabulary, config.vocabulary
+        raise _foreign(folder, f"a target whose vocabulary is {ours}, and that of {target} is {theirs}")
     shape.features.check(config.layers)
     card = read_card(folder)
     if card is not None and card.target_digest != weights_digest(target):
@@ -57,6 +58,8 @@ def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, co
     shape, network = load_network(folder)
     pack_linears(network, dtype)
     ends = read_ends(target, dtype)
+    if shape.own_head:
+        ends = ends.below(shape.vocabulary)
     if isinstance(network, Medusa):
         return MedusaDrafts(network, ends)
     if isinstance(network, MlpSpeculator):
@@ -67,6 +70,15 @@ def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, co
 def heads_dtype(*, precise: bool) -> torch.dtype:
     """That linears of heads are read in."""
     return torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
+
+
+def _may_share_tokenizer(shape: Shape, config: ModelConfig, target: Path) -> bool:
+    """Whether heads and target have as many ids, or both all of the tokenizer's, padded differently."""
+    if shape.vocabulary == config.vocabulary:
+        return True
+    if abs(shape.vocabulary - config.vocabulary) > MOST_PADDING:
+        return False
+    return shape.vocabulary >= read_tokenizer_size(target)
 
 
 def _foreign(folder: Path, target: str) -> ConfigError:

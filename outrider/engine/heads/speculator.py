@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from outrider.engine.heads.ends import Ends
 from outrider.engine.heads.medusa import Medusa
@@ -40,6 +41,7 @@ class Speculator(Protocol):
 
     depth: int  # levels at most
     at_once: bool  # `begin` has computed all levels
+    sayable: int  # ids that it can draft are below
 
     def take(self, slot: int, source: int | None, rows: int) -> None:
         """A session begins in a slot, over the first `rows` rows that it or `source` holds."""
@@ -62,6 +64,7 @@ class _FromLatest:
 
     def __init__(self, ends: Ends) -> None:
         self._ends = ends
+        self.sayable = ends.sayable
         self._latest: dict[int, Tensor] = {}  # by slot: [1, width]
 
     def take(self, slot: int, source: int | None, rows: int) -> None:
@@ -136,8 +139,11 @@ class MlpDrafts(_FromLatest):
 
 
 def sayable(logits: Tensor, ends: Ends) -> FloatRows:
-    """Logits as they are given: what is padding cannot be said."""
+    """Logits as they are given, one for each id of the target: what is padding cannot be said, nor what heads lack that
+    have an unembedding of their own, with another padding."""
     logits = logits.float()
+    if missing := ends.vocabulary - logits.shape[-1]:
+        logits = pad(logits, (0, missing), value=-torch.inf)  # fewer than none: cuts
     if ends.sayable < logits.shape[-1]:
         logits[..., ends.sayable :] = -torch.inf
     said: FloatRows = logits.numpy()

@@ -126,6 +126,8 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
     """As much of a subscription, and of its session, as its snapshot is made of; with features where they are given."""
     session = SimpleNamespace(
         answer_position=7,
+        vocabulary=4096,
+        sayable=4000,
         tokens=tokens,
         tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
         epoch=7,

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
-from outrider.rpc.codec import plan_to_pb
+from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.sink.snapshot import snapshot_parts
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import calling, decoding, delta, drafting, start_of, subscribed
+from tests.e2e.protocol.peers import calling, decoding, delta, drafting, hello_to, start_of, subscribed
 from tests.e2e.protocol.talk import new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
@@ -167,6 +168,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     last = parts[2]
     assert (last.digest, last.credit, last.contract.seed) == (extend(EMPTY, tokens), 512, 5)
     assert (last.price, last.time_price, last.ahead) == (0.25, 7.0, True)
+    assert [(part.vocabulary, part.sayable) for part in parts] == [(4096, 0), (4096, 0), (4096, 4000)]
     assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 
@@ -198,6 +200,44 @@ async def test_position_0_voids_an_incomplete_snapshot_and_parts_out_of_order_ha
         stream.snapshot(said[:20], attachment=4)
         again = await stream.inbox.take("delta", 4)
         assert (again.root_position, again.first_id) == (19, 1)
+
+
+async def test_a_drafter_with_another_number_of_ids_is_welcome_and_is_told_the_target_s(
+    verifier: str, text: Text
+) -> None:
+    for vocabulary in (17, 2**32 - 1):
+        async with (
+            decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
+            drafting(verifier, greets=False) as drafter,
+        ):
+            drafter.say(hello=await hello_to(verifier, drafter.name, vocabulary=vocabulary))
+            await drafter.inbox.take("welcome")
+            snapshot, there = await drafter.attach(router.session), await described(verifier)
+            assert snapshot.vocabulary == snapshot.sayable == there.vocabulary
+
+
+async def test_a_drafter_sends_ids_that_the_target_can_say_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
+    largest = 2**31 - 2
+    said = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
+    async with upstream_of(drafter) as peer:
+        stream = peer.stream
+        for number, sayable in enumerate((0, 300), 1):
+            contract = Contract(seed=1, max_tokens=500, banned_ids=(5000, 6000), stop_ids=(largest,))
+            sizes = {"vocabulary": largest + 1, "sayable": sayable}
+            stream.snapshot(said, attachment=number, contract=contract_to_pb(contract), **sizes)
+            tokens: list[int] = []
+            while len(tokens) < 20:
+                delta = await stream.inbox.take("delta", number)
+                assert (delta.root_position, delta.root_digest) == (len(said) - 1, extend(EMPTY, said))
+                tokens += delta.tokens
+            assert max(tokens) < (sayable or 4096)
+            said += [largest, 7]
+            stream.commit(said, len(said) - 2, attachment=number)
+            while delta.root_position < len(said) - 1:
+                delta = await stream.inbox.take("delta", number)
+            assert delta.root_digest == extend(EMPTY, said)
+            stream.commit([*said, largest + 1], len(said), attachment=number)  # malformed: the drafter subscribes anew
+            assert (await stream.inbox.take("subscribe")).attachment == number + 1
 
 
 async def test_unsubscribe_ends_an_attachment_and_later_frames_of_it_are_ignored_and_counted(

@@ -75,7 +75,7 @@ async def no_key() -> bytes:
 async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="")
     loop = StepLoop(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
-    sink = Sink("verifier", b"", 4096, Keyring(b"", no_key))
+    sink = Sink("verifier", b"", Keyring(b"", no_key))
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
     start = Start("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)

@@ -233,10 +233,6 @@ async def _other_tokenizer(verifier: str, drafter: RawDrafter) -> None:
     drafter.say(hello=await hello_to(verifier, drafter.name, tokenizer_digest=b"y" * 16))
 
 
-async def _other_vocabulary(verifier: str, drafter: RawDrafter) -> None:
-    drafter.say(hello=await hello_to(verifier, drafter.name, vocabulary=4097))
-
-
 @pytest.mark.parametrize(
     ("say", "code", "says"),
     [
@@ -246,7 +242,6 @@ async def _other_vocabulary(verifier: str, drafter: RawDrafter) -> None:
         (_second_hello, grpc.StatusCode.INVALID_ARGUMENT, "hello"),
         (_empty_later, grpc.StatusCode.INVALID_ARGUMENT, "frame"),
         (_other_tokenizer, grpc.StatusCode.FAILED_PRECONDITION, "tokenizer_digest"),
-        (_other_vocabulary, grpc.StatusCode.FAILED_PRECONDITION, "4097"),
     ],
 )
 async def test_a_stream_that_is_misused_ends(

@@ -1,0 +1,30 @@
+"""Whether a checkpoint can draft for a target, by what the two folders hold: no model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.core.speculation import ADVICE, SpeculationReason
+
+Rows = list[tuple[str, str]]  # (what, its value)
+
+
+def pairing(drafter: Path, target: Path) -> tuple[Rows, str]:
+    """The facts that decide it, and the line for scripts. Raises CheckpointError for what is no checkpoint."""
+    from outrider.engine.card import read_card, weights_digest
+    from outrider.engine.checkpoint import read_tokenizer_digest
+
+    digests = read_tokenizer_digest(drafter), read_tokenizer_digest(target)
+    card = read_card(drafter)
+    rows = [("drafter", str(drafter)), ("target", str(target)), ("trained for", card.target if card else "any target")]
+    reason = SpeculationReason.DRAFTING
+    if digests[0] != digests[1]:
+        reason = SpeculationReason.OTHER_TOKENIZER
+        rows.append(("tokenizers", f"{digests[0].hex()[:8]} and {digests[1].hex()[:8]}: texts become other tokens"))
+    else:
+        rows.append(("tokenizers", "the same"))
+    if card is not None and card.target_digest != weights_digest(target):
+        reason = SpeculationReason.OTHER_TARGET
+    fits = reason is SpeculationReason.DRAFTING
+    rows.append(("drafts for it", "yes" if fits else f"no: {ADVICE[reason].what}; {ADVICE[reason].remedy}"))
+    return rows, f"describe: drafts_for_it={'yes' if fits else 'no'} reason={'' if fits else reason}"

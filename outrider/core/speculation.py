@@ -1,0 +1,214 @@
+"""Whether a generation speculates, and if it does not, why: one small vocabulary, from the router to the terminal.
+
+Every part that shows a reason (results, the page, metrics, logs) takes the word and the sentence from here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+LATE_STEPS = 32  # in a row without a draft in time, before that is a generation's status
+MOST_DETAIL = 240  # characters of what a peer answered
+
+
+class SpeculationReason(StrEnum):
+    """What kept a step from verifying drafts. `DRAFTING`: nothing did."""
+
+    UNKNOWN = "unknown"
+    DRAFTING = "drafting"
+    STARTING = "starting"
+    LATE = "late"
+    REJECTED = "rejected"
+    NO_DRAFTER = "no-drafter"
+    OTHER_TOKENIZER = "other-tokenizer"
+    OTHER_TARGET = "other-target"
+    RULE = "rule"
+    BUSY = "busy"
+    UNREACHABLE = "unreachable"
+    REFUSED = "refused"
+    TREELESS = "treeless"
+    RESTING = "resting"
+    OFF_BY_REQUEST = "off-by-request"
+    OFF_BY_ROUTER = "off-by-router"
+
+
+class Advice(NamedTuple):
+    """A reason for people."""
+
+    what: str  # is the case
+    remedy: str  # what to do about it; empty: nothing has to be done
+
+
+ADVICE: Mapping[SpeculationReason, Advice] = {
+    SpeculationReason.UNKNOWN: Advice("nothing is known of its steps", ""),
+    SpeculationReason.DRAFTING: Advice("drafts are verified", ""),
+    SpeculationReason.STARTING: Advice(
+        "a drafter was asked, and no draft has come yet", "if it stays so, look into the drafter's log"
+    ),
+    SpeculationReason.LATE: Advice(
+        "drafters are there, but no draft came in time for a step, or none was worth verifying",
+        "bring drafters nearer to the verifier, or give them a smaller model",
+    ),
+    SpeculationReason.REJECTED: Advice(
+        "drafts were verified, and none was what the target said",
+        "draft with a model that was trained for this target",
+    ),
+    SpeculationReason.NO_DRAFTER: Advice("no drafter is running", "start one with `outrider drafter`"),
+    SpeculationReason.OTHER_TOKENIZER: Advice(
+        "no drafter has the tokenizer of this model",
+        "start one of the model's family, or name the model's folder as the drafter's `target` to draft by text",
+    ),
+    SpeculationReason.OTHER_TARGET: Advice(
+        "the drafters were trained for another target",
+        "train one for this target, or start the drafter with --any-target",
+    ),
+    SpeculationReason.RULE: Advice(
+        "the acceptance rule draws from q, and no drafter here can",
+        "use the rule shared-noise, or start a drafter that has a model with the target's tokenizer",
+    ),
+    SpeculationReason.BUSY: Advice("all slots of the drafters are in use", "start more drafters, or give them slots"),
+    SpeculationReason.UNREACHABLE: Advice(
+        "the drafter or its upstream cannot be reached",
+        "look whether it runs, and whether the network lets the connection through",
+    ),
+    SpeculationReason.REFUSED: Advice("the drafter was refused", "do what the answer says"),
+    SpeculationReason.TREELESS: Advice(
+        "the target cannot verify trees", "nothing can be drafted for it; stop its drafters"
+    ),
+    SpeculationReason.RESTING: Advice(
+        "drafters rest, because steps were measured to be faster without them or to find out whether they are",
+        "use a faster drafter, or move it off the verifier's cores",
+    ),
+    SpeculationReason.OFF_BY_REQUEST: Advice(
+        "the request switched it off", "leave out `speculation` to have the router's policy"
+    ),
+    SpeculationReason.OFF_BY_ROUTER: Advice(
+        "the router's configuration switched it off",
+        "set `policy`, `depth`, `nodes` and `drafters_per_session` of the router",
+    ),
+}
+
+# The nearer a drafter came to drafting, the later its reason stands here: of several drafters the last one is named.
+NEARNESS = (
+    SpeculationReason.NO_DRAFTER,
+    SpeculationReason.TREELESS,
+    SpeculationReason.OTHER_TOKENIZER,
+    SpeculationReason.OTHER_TARGET,
+    SpeculationReason.RULE,
+)
+_PASSING = (SpeculationReason.STARTING, SpeculationReason.LATE)  # of single steps, beside others that do verify
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStatus:
+    """Whether drafts are verified, and if not, why. Rates are the verifier's tokens a second, of all its sessions."""
+
+    reason: SpeculationReason = SpeculationReason.UNKNOWN
+    detail: str = ""  # who, and what it answered
+    steps: int = 0  # for which it held
+    plain_rate: float = 0.0  # measured while drafters rest; 0: not measured
+    drafted_rate: float = 0.0  # measured while they draft; 0: not measured
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafts are verified."""
+        return self.reason is SpeculationReason.DRAFTING
+
+    @property
+    def figures(self) -> str:
+        """The two rates; empty where they are not known."""
+        if not self.plain_rate or not self.drafted_rate:
+            return ""
+        return f"plain {self.plain_rate:.0f} tokens/s, with drafting {self.drafted_rate:.0f}"
+
+    @property
+    def explanation(self) -> str:
+        """One sentence: what is the case, who says so, what to do."""
+        advice = ADVICE[self.reason]
+        if self.figures:
+            advice = advice._replace(what="drafting was measured not to pay")
+        about = ", ".join(filter(None, (self.figures, self.detail)))
+        return advice.what + (f" ({about})" if about else "") + (f"; {advice.remedy}" if advice.remedy else "")
+
+
+UNKNOWN = SpeculationStatus()
+
+
+def status_of(reason: SpeculationReason, detail: str) -> SpeculationStatus:
+    """A status with what a peer answered, cut and without control characters."""
+    return SpeculationStatus(reason, shown(detail))
+
+
+def shown(text: str) -> str:
+    """A peer's words for a terminal or a page: one bounded line of printable characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: MOST_DETAIL + 1])
+    return line if len(line) <= MOST_DETAIL else line[: MOST_DETAIL - 3] + "..."
+
+
+def nearest(statuses: Iterable[SpeculationStatus]) -> SpeculationStatus:
+    """Of what keeps several drafters away, that of the one which is nearest to drafting."""
+    return max(
+        statuses,
+        key=lambda status: NEARNESS.index(status.reason) if status.reason in NEARNESS else len(NEARNESS),
+        default=SpeculationStatus(SpeculationReason.NO_DRAFTER),
+    )
+
+
+class SpeculationTally:
+    """The steps of one generation by what kept them from verifying drafts, and its present status.
+
+    Single steps that no draft came in time for are in order, so they are its status only when many follow each other.
+    """
+
+    def __init__(self) -> None:
+        self.now = UNKNOWN
+        self._late = 0  # steps in a row
+        self._steps: Counter[SpeculationReason] = Counter()
+        self._latest: dict[SpeculationReason, SpeculationStatus] = {}
+
+    def observe(self, status: SpeculationStatus) -> None:
+        """Takes the status of one step."""
+        self._latest[status.reason] = status
+        self._steps[status.reason] += 1
+        self._late = self._late + 1 if status.reason is SpeculationReason.LATE else 0
+        if not 0 < self._late < LATE_STEPS:
+            self.now = status
+
+    def summary(self, accepted: int) -> SpeculationStatus:
+        """What held for most steps of a generation that accepted so many drafted tokens.
+
+        Where drafts were accepted, steps that none came in time for count as drafted for. Steps before anything was
+        known are left out where something became known.
+        """
+        steps = Counter(self._steps)
+        if accepted:
+            for passing in _PASSING:
+                steps[SpeculationReason.DRAFTING] += steps.pop(passing, 0)
+        elif not steps.keys() <= {*_PASSING, SpeculationReason.DRAFTING}:
+            del steps[SpeculationReason.STARTING]
+        if not steps.total():
+            return self.now
+        reason, count = steps.most_common(1)[0]
+        if reason is SpeculationReason.DRAFTING and not accepted:
+            return SpeculationStatus(SpeculationReason.REJECTED, steps=count)
+        return replace(self._latest.get(reason, SpeculationStatus(reason)), steps=count)
+
+    def dump(self) -> dict[str, Any]:
+        """What goes on record when the generation is handed over."""
+        return {
+            reason: [count, (it := self._latest[reason]).detail, it.plain_rate, it.drafted_rate]
+            for reason, count in self._steps.items()
+        }
+
+    def load(self, record: Mapping[str, Any]) -> None:
+        """Goes on from what `dump` gave. Raises ValueError and TypeError for what is none."""
+        for name, (count, detail, plain_rate, drafted_rate) in record.items():
+            reason = SpeculationReason(name)
+            self._steps[reason] = int(count)
+            self.now = self._latest[reason] = SpeculationStatus(
+                reason, str(detail), 0, float(plain_rate), float(drafted_rate)
+            )

@@ -1,0 +1,84 @@
+"""A session whose frames are of no use is asked for anew, but not without end: then its router is told why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from drafter_svc import upstream as upstreams
+from drafter_svc.finder import Finder
+from drafter_svc.upstream import MOST_RENEWALS, Attachment, Upstream
+from outrider.core.contract import Contract, Plan
+from outrider.core.lookup import Lookups
+from outrider.rpc.codec import contract_to_pb, plan_to_pb
+from outrider.v1 import drafter_pb2 as pb
+
+
+class Rig:
+    """A drafter's stream that is open, with one session; what it hears is put in here. It must not get to its event
+    loop, where it would connect."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self.attachment = Attachment("s", "", 1, b"")
+        self.finder = Finder(Lookups("suffix", None), slots=1, send=lambda *_: None, resync=self._resync)
+        self.upstream = Upstream("127.0.0.1:1", pb.Hello(), 16, self.finder, self._refuse)
+        self.upstream._open = True
+        self.upstream.attach(self.attachment)
+
+    def drift(self) -> None:
+        """A snapshot comes that is well formed, and whose digest is another text's."""
+        self.upstream._hear(
+            pb.DraftDown(
+                snapshot=pb.Snapshot(
+                    attachment=self.attachment.number,
+                    epoch=1,
+                    tokens=[1, 2],
+                    last=True,
+                    digest=7,
+                    contract=contract_to_pb(Contract(seed=1, max_tokens=9, temperature=0.0)),
+                    plan=plan_to_pb(Plan(version=1, depth=4, width=2, nodes=6)),
+                )
+            )
+        )
+        self.finder._turn(self.attachment, self.finder.members[self.attachment])
+
+    def lie(self) -> None:
+        """A snapshot comes that has an id too many."""
+        number = self.attachment.number
+        self.upstream._hear(pb.DraftDown(snapshot=pb.Snapshot(attachment=number, epoch=1, tokens=[16], last=True)))
+
+    def _resync(self, attachment: Attachment) -> None:
+        self.upstream.renew(attachment, "drifted")
+
+    def _refuse(self) -> None:
+        self.refused += 1
+
+
+@pytest.mark.parametrize(("what", "why"), [(Rig.lie, "malformed: tokens: "), (Rig.drift, "malformed: drifted")])
+async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
+    what: Callable[[Rig], None], why: str
+) -> None:
+    rig = Rig()
+    for number in range(1, MOST_RENEWALS + 1):
+        assert rig.attachment.number == number
+        what(rig)
+        assert rig.upstream.attachments
+    what(rig)
+    assert not rig.upstream.attachments
+    assert not rig.finder.members
+    assert rig.upstream.refusals.answer(rig.attachment.key).refused.startswith(why)
+    frames = [rig.upstream._outgoing.get_nowait() for _ in range(rig.upstream._outgoing.qsize())]
+    assert [frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (MOST_RENEWALS + 1) + ["unsubscribe"]
+    await rig.upstream.close()
+
+
+async def test_what_goes_wrong_now_and_then_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    monkeypatch.setattr(upstreams, "RENEWALS_S", -1.0)
+    for _ in range(3 * MOST_RENEWALS):
+        rig.lie()
+    assert rig.attachment.number == 3 * MOST_RENEWALS + 1
+    assert rig.refused == 3 * MOST_RENEWALS
+    await rig.upstream.close()

@@ -1,0 +1,104 @@
+"""What an upstream sends is checked before anything works with it: no peer can end a drafter by what it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from drafter_svc.drawn import DrawnSession
+from drafter_svc.finder import Finder
+from drafter_svc.ranked import RankedSession
+from drafter_svc.replica import Snapshot
+from drafter_svc.session import DraftSession
+from drafter_svc.told import LARGEST_VOCABULARY, NO_FEATURES, Parts, update_from_pb
+from drafter_svc.upstream import Attachment
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.growth import Fits
+from outrider.core.lookup import Lookups, Way
+from outrider.core.tree import ALIAS_SPAN
+from outrider.engine.logits import HostLogits, rows_of
+from outrider.errors import InvalidRequest
+from outrider.rpc.codec import SNAPSHOT_TOKENS, contract_to_pb, plan_to_pb
+from outrider.v1 import drafter_pb2 as pb
+
+OWN = 12  # ids of the drafter's model
+PLAN = Plan(version=1, depth=4, width=2, nodes=6)
+Drafts = Callable[[Snapshot], int]  # how many tokens it drafts
+
+
+def snapshot_of(tokens: list[int], vocabulary: int, rule: str = "shared-noise") -> pb.Snapshot:
+    contract = Contract(seed=4, max_tokens=100, temperature=0.0 if rule == "shared-noise" else 1.0, rule=rule)
+    return pb.Snapshot(
+        epoch=1,
+        tokens=tokens,
+        last=True,
+        digest=extend(EMPTY, tokens),
+        contract=contract_to_pb(contract),
+        plan=plan_to_pb(PLAN),
+        credit=100,
+        vocabulary=vocabulary,
+    )
+
+
+def looked_up(way: Way) -> Drafts:
+    def drafts(snapshot: Snapshot) -> int:
+        finder = Finder(Lookups(way, None), slots=1, send=lambda *_: None, resync=lambda _: None)
+        key = Attachment("s", "", 1, b"")
+        finder.opened(key, snapshot)
+        finder._turn(key, finder.members[key])
+        finder.closed(key)
+        return finder.nodes
+
+    return drafts
+
+
+def modelled(kind: type[RankedSession] | type[DrawnSession]) -> Drafts:
+    def drafts(snapshot: Snapshot) -> int:
+        session: DraftSession = kind(snapshot, 0, OWN)
+        session.refill(Fits())
+        chosen = session.next_segment(Fits(), chunk=64, limit=4, context=100, rows=100)
+        assert chosen is not None
+        segment, nodes = chosen
+        assert segment.tokens.max() < OWN
+        rows = rows_of(HostLogits(np.zeros((len(nodes), OWN), np.float32)), 0, len(nodes))
+        return len(session.expand(nodes, rows, Fits()).tokens)
+
+    return drafts
+
+
+KINDS = {
+    "prompt-lookup": (looked_up("prompt-lookup"), "shared-noise"),
+    "suffix": (looked_up("suffix"), "shared-noise"),
+    "ranked": (modelled(RankedSession), "shared-noise"),
+    "drawn": (modelled(DrawnSession), "recursive-rejection"),
+}
+
+
+@pytest.mark.parametrize("vocabulary", [0, 1, LARGEST_VOCABULARY])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_drafter_takes_a_target_with_any_number_of_ids(kind: str, vocabulary: int) -> None:
+    drafts, rule = KINDS[kind]
+    last = (vocabulary or OWN) - 1
+    snapshot = Parts().take(snapshot_of([0, last] * 6, vocabulary, rule), OWN, NO_FEATURES)
+    assert snapshot is not None
+    assert drafts(snapshot) > 0
+
+
+@pytest.mark.parametrize("vocabulary", [LARGEST_VOCABULARY + 1, 2**32 - 1])
+def test_more_ids_than_any_target_can_have_are_refused(vocabulary: int) -> None:
+    parts = Parts()
+    with pytest.raises(InvalidRequest, match="vocabulary: is"):
+        parts.take(snapshot_of([1, vocabulary - 1, 3], vocabulary), OWN, NO_FEATURES)
+    assert parts.vocabulary == 0
+
+
+def test_a_frame_has_no_more_tokens_than_an_upstream_sends_at_once() -> None:
+    assert Parts().take(snapshot_of([1] * SNAPSHOT_TOKENS, OWN), OWN, NO_FEATURES) is not None
+    with pytest.raises(InvalidRequest, match=f"at most {SNAPSHOT_TOKENS}"):
+        Parts().take(snapshot_of([1] * (SNAPSHOT_TOKENS + 1), OWN), OWN, NO_FEATURES)
+    assert len(update_from_pb(pb.Commit(tokens=[1] * ALIAS_SPAN), OWN, NO_FEATURES).tokens) == ALIAS_SPAN
+    with pytest.raises(InvalidRequest, match=f"at most {ALIAS_SPAN}"):
+        update_from_pb(pb.Commit(tokens=[1] * (ALIAS_SPAN + 1)), OWN, NO_FEATURES)

@@ -1,0 +1,251 @@
+"""Why is it not speculating? Every result says so, and so does everything that shows one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import outrider
+from outrider import SpeculationReason, SpeculationStatus
+from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
+from outrider.engine.card import Card, write_card
+from outrider.fleet.local import LocalCluster
+from tests.drafter.other_tokenizer import make_other
+from tests.e2e.conftest import MODELS
+from tests.engine.taught import random_heads
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TARGET = MODELS / "target"
+GOOD = DrafterConfig(model=MODELS / "drafter", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What the servers print."""
+    return []
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> AsyncIterator[LocalCluster]:
+    """A target, and a model with another tokenizer, without drafters: each test brings its own."""
+    other = make_other(tmp_path_factory.mktemp("models") / "other")
+    config = ClusterConfig(
+        router=RouterConfig(listen="127.0.0.1:0", models={"target": TARGET, "other": other}, metrics="127.0.0.1:0"),
+        verifier=[VerifierConfig(model=TARGET, dtype="float32"), VerifierConfig(model=other)],
+    )
+    async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter whose card names another target."""
+    folder = tmp_path_factory.mktemp("trained") / "trained"
+    folder.mkdir()
+    for file in (MODELS / "drafter").iterdir():
+        (folder / file.name).symlink_to(file)
+    digests = {"target_digest": "0" * 32, "tokenizer_digest": ""}
+    write_card(folder, Card("drafter", "mid", objective="agreement", tokens=1, seconds=1.0, **digests))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(cluster: LocalCluster, lines: list[str]) -> str:
+    """Where the router shows itself."""
+    (address,) = [line.rpartition("http://")[2].partition("/")[0] for line in lines if "metrics at" in line]
+    return address
+
+
+async def glance(page: str) -> Any:
+    def get() -> Any:
+        with urllib.request.urlopen(f"http://{page}/live", timeout=10) as answer:
+            return json.load(answer)
+
+    return await asyncio.to_thread(get)
+
+
+async def status(cluster: LocalCluster, *drafters: DrafterConfig, tokens: int = 80, **terms: str) -> SpeculationStatus:
+    """Of an answer that these drafters were there for. Unless it is asked for, it never rests."""
+    await cluster.scale(drafters)
+    terms.setdefault("speculation", "rounds")
+    async with outrider.AsyncClient(cluster.router_address) as client:
+        await seen(client, len(drafters))
+        result = await client.generate("import os\n", model="target", max_tokens=tokens, ignore_eos=True, **terms)  # type: ignore[arg-type]
+    return result.usage.speculation
+
+
+async def seen(client: outrider.AsyncClient, drafters: int) -> None:
+    """Waits until the router sees so many drafters, whatever they are for."""
+    async with asyncio.timeout(20):
+        while True:
+            (target,) = [model for model in await client.models() if model.name == "target"]
+            fitting = target.drafters - sum("trained for" in misfit for misfit in target.misfits)
+            if fitting + len(target.misfits) == drafters:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def command(*arguments: str) -> str:
+    """What a command prints, on both streams."""
+    running = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said, _ = await running.communicate()
+    return said.decode()
+
+
+async def test_with_a_drafter_that_fits_it_is(cluster: LocalCluster) -> None:
+    found = await status(cluster, GOOD)
+    assert (found.reason, found.detail) == (SpeculationReason.DRAFTING, "")
+
+
+async def test_there_is_no_drafter(cluster: LocalCluster) -> None:
+    await cluster.scale([])
+    asked = ("import os", "--model", "target", "--max-tokens", "20", "--ignore-eos")
+    said = await command("generate", *asked, "--address", cluster.router_address)
+    last = said.splitlines()[-1]
+    assert last == "outrider: no speculation: no drafter is running; start one with `outrider drafter`"
+    found = await status(cluster)
+    assert found.reason is SpeculationReason.NO_DRAFTER
+    assert found.steps == 80
+    assert found.explanation == "no drafter is running; start one with `outrider drafter`"
+
+
+async def test_the_request_switched_it_off(cluster: LocalCluster) -> None:
+    found = await status(cluster, GOOD, tokens=20, speculation="off")
+    assert found.reason is SpeculationReason.OFF_BY_REQUEST
+
+
+async def test_the_only_drafter_has_another_tokenizer(cluster: LocalCluster, tmp_path: Path) -> None:
+    found = await status(cluster, DrafterConfig(model=make_other(tmp_path / "third"), dtype="float32"), tokens=20)
+    assert found.reason is SpeculationReason.OTHER_TOKENIZER
+    assert "is third, whose tokenizer is" in found.detail
+    assert await cluster.misfits() == []  # it drafts for the other model, whose tokenizer it has
+
+
+async def test_the_only_drafter_was_trained_for_another_target(cluster: LocalCluster, trained: Path) -> None:
+    found = await status(cluster, DrafterConfig(model=trained, dtype="float32"), tokens=20)
+    assert found.reason is SpeculationReason.OTHER_TARGET
+    assert "is trained, trained for another model than target" in found.detail
+    (misfit,) = await cluster.misfits()
+    (name,) = [name for name, process in cluster.processes.items() if process.role == "drafter"]
+    assert misfit.startswith(f"{name} drafts for nobody: the drafters were trained for another target (drafter 127.")
+    assert misfit.endswith("train one for this target, or start the drafter with --any-target")
+    described = await command("describe", cluster.router_address)
+    assert "of no use" in described
+    assert "were trained for another target" in " ".join(described.split())
+
+
+async def test_a_rule_that_draws_from_q_is_nothing_for_a_drafter_without_a_model(cluster: LocalCluster) -> None:
+    lookup = DrafterConfig(model=MODELS / "drafter", drafts="suffix")
+    found = await status(cluster, lookup, tokens=20, rule="speculative-sampling")
+    assert found.reason is SpeculationReason.RULE
+    assert "shared-noise" in found.explanation
+
+
+async def test_the_drafter_is_refused_by_a_verifier_of_another_tokenizer(cluster: LocalCluster) -> None:
+    """That it reaches by a tunnel which leads to the wrong one."""
+    astray = GOOD.model_copy(update={"via": cluster.processes["verifier-1"].address})
+    found = await status(cluster, astray)
+    assert found.reason is SpeculationReason.REFUSED
+    assert "uses another tokenizer" in found.detail
+    assert cluster.processes["verifier-0"].address in found.detail
+    assert (await status(cluster, astray, tokens=20)).reason is SpeculationReason.REFUSED  # it is known beforehand
+
+
+async def test_the_upstream_cannot_be_reached_by_the_drafter(cluster: LocalCluster) -> None:
+    found = await status(cluster, GOOD.model_copy(update={"via": "127.0.0.1:1"}))
+    assert found.reason is SpeculationReason.UNREACHABLE
+
+
+async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> None:
+    await cluster.scale([GOOD.model_copy(update={"slots": 1})])
+    async with outrider.AsyncClient(cluster.router_address) as client:
+        await seen(client, 1)
+        session = (await client.create_session("target")).session_id
+        first = asyncio.create_task(client.generate("def f(", session=session, max_tokens=900, ignore_eos=True))
+        while not (await client.get_session(session)).drafters:
+            await asyncio.sleep(0.02)
+        result = await client.generate("import os\n", model="target", max_tokens=20, speculation="rounds")
+        assert not first.done()
+        await client.cancel(session)
+        await first
+    assert result.usage.speculation.reason is SpeculationReason.BUSY
+    assert "all 1 slots of this drafter are in use" in result.usage.speculation.detail
+
+
+async def test_drafting_that_costs_more_than_it_brings_rests_and_both_speeds_are_shown(
+    cluster: LocalCluster, page: str
+) -> None:
+    """A drafter that is as slow as the target on the same cores, and wrong."""
+    await cluster.scale([DrafterConfig(model=TARGET, dtype="float32", skip=(0,))])
+    async with outrider.AsyncClient(cluster.router_address) as client:
+        await seen(client, 1)
+        over = False
+
+        async def ask() -> None:
+            while not over:
+                await client.generate("def f(", model="target", max_tokens=1000, ignore_eos=True, speculation="fixed")
+
+        asking = asyncio.create_task(ask())
+        while not (shown := [one for one in (await glance(page))["generations"] if "plain" in one["why"]]):
+            assert not asking.done()
+            await asyncio.sleep(0.05)
+        terminal = ""
+        while "resting" not in terminal:  # trials of drafting lie between
+            assert not asking.done()
+            terminal = await command("top", page, "--once")
+        over = True
+        await asking
+    assert shown[0]["speculation"] == "resting"
+    matched = re.search(r" \(plain (\d+) tokens/s, with drafting (\d+)\); use a faster drafter", shown[0]["why"])
+    assert matched is not None
+    assert int(matched[1]) >= int(matched[2]) > 0
+    assert "with drafting" in " ".join(terminal.split())
+
+
+async def test_the_page_and_top_name_drafters_of_no_use(cluster: LocalCluster, page: str, trained: Path) -> None:
+    await cluster.scale([DrafterConfig(model=trained, dtype="float32")])
+    async with outrider.AsyncClient(cluster.router_address) as client:
+        await seen(client, 1)
+    target, _ = sorted((await glance(page))["models"], key=lambda one: one["name"] != "target")
+    ((worker, why),) = target["misfits"]
+    assert worker.startswith("drafter-")
+    assert why.startswith("the drafters were trained for another target (")
+    assert target["steps"]["no-drafter"] >= 80
+    assert "the drafters were trained for another target" in " ".join((await command("top", page, "--once")).split())
+
+
+async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_nobody(tmp_path: Path) -> None:
+    random_heads("eagle-3", TARGET, tmp_path / "heads")
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f'[router]\nlisten = "127.0.0.1:0"\nmodels = {{ target = "{TARGET}" }}\n[[verifier]]\nmodel = "{TARGET}"\n'
+        f'[[drafter]]\nmodel = "{TARGET}"\nheads = "heads"\n'
+    )
+    up = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", "up", str(file)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        assert up.stdout is not None
+        said = ""
+        async with asyncio.timeout(60):
+            while "Try: " not in said:
+                said += (await up.stdout.readline()).decode()
+    finally:
+        up.terminate()
+        await up.wait()
+    (line,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert line.startswith("warning: drafter-0 drafts for nobody: its heads go on from the target's hidden states")
+    assert f'set features = "{tmp_path / "heads"}"' in line

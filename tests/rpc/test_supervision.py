@@ -1,0 +1,140 @@
+"""A task's end is logged and counted, and it is run again, or ends what needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from outrider.errors import InternalError
+from outrider.rpc import supervision
+from outrider.rpc.lifecycle import FAIL_ONCE
+from outrider.rpc.supervision import InjectedFault, kept, needed, supervising
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervision, "LAST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervision, "_ends", supervision.Counter())
+
+
+def ends(name: str) -> int:
+    return supervision._ends[name]
+
+
+async def test_what_fails_or_ends_is_run_again(caplog: pytest.LogCaptureFixture) -> None:
+    runs: list[int] = []
+    goes_on = asyncio.Event()
+
+    async def work() -> None:
+        runs.append(len(runs))
+        if len(runs) == 1:
+            raise AttributeError("'NoneType' object has no attribute 'WhichOneof'")
+        if len(runs) == 2:
+            return
+        goes_on.set()
+        await asyncio.Event().wait()
+
+    with caplog.at_level(logging.ERROR):
+        task = asyncio.create_task(kept("chore", work))
+        async with asyncio.timeout(5):
+            await goes_on.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    assert len(runs) == 3
+    assert ends("chore") == 2
+    assert "task 'chore' failed; it is started again in 0.01 s" in caplog.text
+    assert "WhichOneof" in caplog.text
+    assert "task 'chore' has come to an end; it is started again in 0.02 s" in caplog.text
+
+
+async def test_somebody_else_s_cancellation_does_not_end_it_silently() -> None:
+    """As where a call is cancelled that the task reads from: CancelledError comes, and the task was not cancelled."""
+    runs = 0
+    goes_on = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            goes_on.set()
+            await asyncio.Event().wait()
+        asyncio.get_running_loop().call_soon((never := asyncio.get_running_loop().create_future()).cancel)
+        await never
+
+    task = asyncio.create_task(kept("chore", work))
+    async with asyncio.timeout(5):
+        await goes_on.wait()
+    assert ends("chore") == 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_the_end_of_what_is_needed_ends_the_server(fails: bool) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        if fails:
+            raise ZeroDivisionError
+
+    async def server() -> None:
+        async with supervising() as tasks:
+            tasks.need("heart", work)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ZeroDivisionError if fails else InternalError):
+        async with asyncio.timeout(5):
+            await server()
+    assert ends("heart") == 1
+
+
+async def test_a_server_that_is_cancelled_leaves_no_task_and_counts_none() -> None:
+    async def server() -> None:
+        async with supervising() as tasks:
+            tasks.keep("chore", asyncio.Event().wait)
+            tasks.need("heart", asyncio.Event().wait)
+            await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(server())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert asyncio.all_tasks() == before
+    assert ends("chore") == ends("heart") == 0
+
+
+async def test_a_fault_is_injected_once_in_the_midst_of_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "now"
+    monkeypatch.setenv(FAIL_ONCE, f"other@{file},a chore@{file}")
+    supervision._faults.cache_clear()
+    cleaned: list[str] = []
+    rounds = 0
+
+    async def work() -> None:
+        nonlocal rounds
+        try:
+            async with asyncio.timeout(60):
+                while True:
+                    await asyncio.sleep(0.01)
+                    rounds += 1
+                    file.touch()
+        except InjectedFault as fault:
+            cleaned.append(str(fault))
+            raise
+
+    with pytest.raises(InjectedFault):
+        await needed("a chore", work)
+    assert cleaned == ["a chore"]
+    assert 1 <= rounds <= 20
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await needed("a chore", work)
+    assert supervision._faults() == {"other": str(file)}
+    supervision._faults.cache_clear()
