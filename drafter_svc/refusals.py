@@ -36,7 +36,10 @@ class Refusals:
             self._sessions.popitem(last=False)
 
     def failed(self, error: OutriderError) -> None:
-        """The stream has ended with this error."""
+        """The stream has ended with this error. gRPC makes an internal one of every end that meets a write, and hides
+        what the upstream answered: then what was known before stays."""
+        if isinstance(error, InternalError) and self._refused:
+            return
         if isinstance(error, Unavailable | DeadlineExceeded | Cancelled | InternalError):
             self._refused, self._unreachable = "", shown(str(error))
         else:

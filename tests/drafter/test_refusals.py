@@ -15,7 +15,7 @@ from drafter_svc.service import Capacity, Roster
 from drafter_svc.upstream import Attachment
 from outrider.config import DrafterConfig
 from outrider.core.speculation import MOST_DETAIL
-from outrider.errors import TokenizerMismatch, Unavailable
+from outrider.errors import InternalError, TokenizerMismatch, Unavailable
 from outrider.rpc.liveness import Progress
 from outrider.v1 import drafter_pb2 as pb
 
@@ -51,6 +51,11 @@ def test_an_upstream_that_serves_nobody_says_so_to_all() -> None:
     assert refusals.answer(("other", 1)).refused == ""
     refusals.failed(TokenizerMismatch("uses another tokenizer"))
     assert refusals.answer(("other", 1)).unreachable == ""
+    refusals.failed(InternalError("Internal error from Core"))  # gRPC's own, where a write met the refusal
+    assert refusals.standing(attached=True) == "uses another tokenizer"
+    refusals.welcomed()
+    refusals.failed(InternalError("Internal error from Core"))
+    assert refusals.answer(("other", 1)).unreachable == "Internal error from Core"
     refusals.welcomed()
     assert refusals.standing(attached=True) == ""
 
