@@ -5,7 +5,20 @@ import math
 import numpy as np
 import pytest
 
-from outrider.core.calibration import LEAST, Calibration
+from outrider.core.calibration import LEAST, MEMORY, PRIOR, Calibration
+
+SEEN = 1 / (1 - MEMORY)  # observations that count, of one class that was seen for long
+SQUARES = 1 / (1 - MEMORY**2)  # the sum of their weights' squares
+
+
+def expected(claim: float, chance: float) -> float:
+    """The correction where nodes are right with this chance, in the mean."""
+    return claim + math.log((SEEN * chance + PRIOR) / (SEEN * math.exp(claim) + PRIOR))
+
+
+def deviation(chance: float) -> float:
+    """Of the correction, in nats, to first order: hits are a weighted sum of draws."""
+    return math.sqrt(SQUARES * chance * (1 - chance)) / (SEEN * chance + PRIOR)
 
 
 def test_nothing_is_corrected_before_anything_is_known() -> None:
@@ -18,7 +31,7 @@ def test_an_honest_drafter_is_believed() -> None:
     for claim in random.choice([-0.05, -0.7, -2.5], 3000):
         calibration.observe(claim, bool(random.random() < math.exp(claim)))
     for claim in (-0.05, -0.7, -2.5):
-        assert calibration.corrected(claim) == pytest.approx(claim, abs=0.25)
+        assert calibration.corrected(claim) == pytest.approx(claim, abs=3 * deviation(math.exp(claim)))
 
 
 def test_a_boastful_drafter_comes_to_count_for_what_it_brings() -> None:
@@ -26,7 +39,8 @@ def test_a_boastful_drafter_comes_to_count_for_what_it_brings() -> None:
     calibration = Calibration()
     for _ in range(2000):
         calibration.observe(-1 / 16, bool(random.random() < 0.1))
-    assert math.exp(calibration.corrected(-1 / 16)) == pytest.approx(0.1, abs=0.06)
+    assert expected(-1 / 16, 0.1) == pytest.approx(math.log(0.135), abs=0.01)  # the prior's trust is a third of it
+    assert calibration.corrected(-1 / 16) == pytest.approx(expected(-1 / 16, 0.1), abs=3 * deviation(0.1))
     assert calibration.corrected(-3.0) == -3.0  # another class of claims
 
 

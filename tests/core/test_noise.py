@@ -9,7 +9,7 @@ from scipy import stats
 
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
-from outrider.core.noise import NoiseRows, gumbel_at, gumbel_row, noise_bits, noise_key
+from outrider.core.noise import NoiseRows, _gumbel, gumbel_at, gumbel_row, noise_bits, noise_key
 from outrider.core.sampler import Sampler
 
 
@@ -49,9 +49,10 @@ def test_noise_matches_high_precision_arithmetic() -> None:
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    for k in (0, 1, 2**32 - 1):
-        u = min((k + 0.5) * 2.0**-32, 1 - 2.0**-24)
-        assert math.isfinite(-math.log(-math.log1p(-u)))
+    least, one, most = _gumbel(np.array([2**32 - 1, 1, 0], np.uint64))
+    assert least == pytest.approx(-math.log(24 * math.log(2)), rel=1e-12)  # u is cut at 1 - 2^-24
+    assert one == pytest.approx(-math.log(1.5 * 2.0**-32), rel=1e-9)
+    assert most == pytest.approx(33 * math.log(2), rel=1e-9)  # -log of u = 2^-33
 
 
 def test_greedy_has_no_noise_and_rows_are_computed_once() -> None:

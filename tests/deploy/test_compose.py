@@ -79,7 +79,7 @@ def test_what_it_builds_mounts_and_waits_for_is_there() -> None:
             assert source in COMPOSE["volumes"] or (DEPLOY / source).exists(), f"{name}: {volume}"
 
 
-def test_what_watches_is_a_profile_of_its_own() -> None:
+def test_what_watches_is_a_profile_of_its_own() -> None:  # bites: COMPOSE is the file that ships
     watching = {name for name, service in SERVICES.items() if service.get("profiles") == ["observability"]}
     assert watching == {"collector", "prometheus", "grafana"}
     assert not [name for name, service in SERVICES.items() if name not in watching and "profiles" in service]

@@ -98,7 +98,7 @@ def test_the_check_would_see_it(nonsense: str) -> None:
         checker().labels(nonsense)
 
 
-def test_the_check_follows_labels_through_a_query() -> None:
+def test_the_check_follows_labels_through_a_query() -> None:  # bites: of the check itself
     checks = Checker({"a_bucket": Series(counts=True, labels=frozenset({"job", "le", "x"}))}, {})
     assert checks.labels("histogram_quantile(0.5, sum without (job) (rate(a_bucket[5m]))) > 1") == {"x"}
 

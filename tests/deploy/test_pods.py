@@ -19,9 +19,17 @@ SERVICES = {  # that a role's health is told for
 }
 
 PODS = [(overlay, pod) for overlay in OVERLAYS for pod in pods(rendered(overlay))]
-each_pod = pytest.mark.parametrize(
-    ("overlay", "pod"), PODS, ids=[f"{overlay}-{pod.owner}-{number}" for number, (overlay, pod) in enumerate(PODS)]
-)
+
+
+def each(chosen: list[tuple[str, Pod]]) -> pytest.MarkDecorator:
+    """A test for each of some pods."""
+    names = [f"{overlay}-{pod.owner}-{number}" for number, (overlay, pod) in enumerate(chosen)]
+    return pytest.mark.parametrize(("overlay", "pod"), chosen, ids=names)
+
+
+each_pod = each(PODS)
+each_server = each([(overlay, pod) for overlay, pod in PODS if pod.server is not None])
+each_deployed_server = each([(overlay, pod) for overlay, pod in PODS if pod.server and "Deployment/" in pod.owner])
 
 
 @each_pod
@@ -74,10 +82,9 @@ def test_probes_ask_for_what_is_there(overlay: str, pod: Pod) -> None:
         assert container["readinessProbe"]["grpc"]["service"] == SERVICES[pod.component]
 
 
-@each_pod
+@each_server
 def test_servers_have_the_time_to_start_that_their_models_take(overlay: str, pod: Pod) -> None:
-    if pod.server is None:
-        return
+    assert pod.server is not None
     probe = pod.server["startupProbe"]
     budget = probe["failureThreshold"] * probe["periodSeconds"]
     assert budget >= START_S[pod.component]
@@ -86,10 +93,9 @@ def test_servers_have_the_time_to_start_that_their_models_take(overlay: str, pod
         assert budget >= section.join_s + START_S[pod.component]
 
 
-@each_pod
+@each_server
 def test_servers_have_the_time_to_end_that_they_are_told_to_take(overlay: str, pod: Pod) -> None:
-    if pod.server is None:
-        return
+    assert pod.server is not None
     section = _command(overlay, pod.server).section
     drain = section.drain_s
     ranks = GRACE_S if getattr(section, "tensor_parallel", 1) > 1 else 0.0
@@ -99,10 +105,8 @@ def test_servers_have_the_time_to_end_that_they_are_told_to_take(overlay: str, p
     assert bool(before) is (pod.component in ("router", "gateway"))
 
 
-@each_pod
+@each_deployed_server
 def test_deployments_of_servers_spread_over_zones_and_nodes(overlay: str, pod: Pod) -> None:
-    if pod.server is None or not pod.owner.startswith("Deployment/"):
-        return
     spread = pod.spec["topologySpreadConstraints"]
     assert {it["topologyKey"] for it in spread} == {"topology.kubernetes.io/zone", "kubernetes.io/hostname"}
     for it in spread:

@@ -1,6 +1,7 @@
 """What is drawn keeps to its shape, comes level by level, and begins anew with every commit."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.drawn_tree import DrawnTree
 from outrider.core.growth import Fits
-from outrider.core.shapes import RankRates, Shape, best_shape, size_of
+from outrider.core.shapes import MEMORY, RankRates, Shape, best_shape, size_of
 from outrider.core.tree import Delta, Drifted, TokenTree
 from outrider.engine.logits import HostLogits, rows_of
 from outrider.errors import InvalidRequest
@@ -110,12 +111,18 @@ def test_a_chain_is_drawn_for_rules_of_chains() -> None:
 
 
 def test_the_rates_follow_what_is_accepted() -> None:
-    rates = RankRates()
+    chances = [0.5, 0.3, 0.1]
     generator = np.random.default_rng(0)
-    for _ in range(2000):
-        accepted = int(generator.choice(4, p=[0.5, 0.3, 0.1, 0.1]))
-        rates.observe(3, accepted if accepted < 3 else None)
-    assert rates.rates(3) == pytest.approx([0.5, 0.3, 0.1], abs=0.12)
+    found = []
+    for _ in range(64):
+        rates = RankRates()
+        for accepted in generator.choice(4, 400, p=[*chances, 0.1]):
+            rates.observe(3, int(accepted) if accepted < 3 else None)
+        found.append(rates.rates(3))
+    # A rate is a mean with falling weights; its variance is that of one draw x (1 - m) / (1 + m).
+    for chance, mean in zip(chances, np.mean(found, axis=0), strict=True):
+        deviation = math.sqrt(chance * (1 - chance) * (1 - MEMORY) / (1 + MEMORY) / len(found))
+        assert mean == pytest.approx(chance, abs=3 * deviation)
     falling = rates.rates(9)
     assert all(one >= other > 0 for one, other in itertools.pairwise(falling))
 

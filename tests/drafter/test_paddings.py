@@ -189,7 +189,7 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
     told: dict[bool, list[Delta]] = {False: [], True: []}
     for ranks in told:
         session, fits = begun(contract, drafter=engine.sayable, target=target), Fits()
-        for _ in range(5):
+        for _ in range(5):  # bites: it ends before when everything is drafted
             chosen = session.next_segment(fits, chunk=64, limit=4, context=100, rows=120)
             if chosen is None:
                 break

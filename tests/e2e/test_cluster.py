@@ -88,8 +88,9 @@ async def test_a_cancelled_stream_leaves_nothing_behind(cluster: LocalCluster, p
                 break
             await stream.cancel()
     async with asyncio.timeout(5):
-        while (await described(verifier)).sessions:
+        while (left := await described(verifier)).sessions:
             await asyncio.sleep(0.02)
+    assert left.sessions == 0
 
 
 async def test_wrong_requests_name_the_field(cluster: LocalCluster) -> None:

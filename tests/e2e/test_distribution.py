@@ -220,7 +220,7 @@ def test_a_temperature_that_is_a_few_percent_off_is_rejected(
     assert corrected(judged(laws, drawn(warmer / warmer.sum(-1, keepdims=True), seed))) < LEVEL
 
 
-def test_neighbours_that_share_their_noise_are_rejected(
+def test_neighbours_that_share_their_noise_are_rejected(  # bites: of the judgement itself
     laws: tuple[NDArray[np.float64], NDArray[np.float64]],
 ) -> None:
     """Each token has the right law, and pairs do not."""

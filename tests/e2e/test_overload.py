@@ -29,11 +29,10 @@ TIMES = 4  # the sustainable load
 PEAK_S = 8.0  # that the peak is measured
 RAMP_S = 3.0  # before anything is counted
 LONGEST_REFUSAL_S = 0.05
-ATTEMPTS = 3  # the machine may have something else to do
 MORE_MB = 12  # that the router may hold at the end, over the end of the first third: heaps that fill
-OVERLOADS = [  # seconds, and how many of 100 refusals must be quick; measurements: they want a quiet machine
-    pytest.param(12.0, 90, id="short", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
-    pytest.param(300.0, 99, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+OVERLOADS = [  # seconds, runs, and how many of 100 refusals must be quick; measurements: they want a quiet machine
+    pytest.param(12.0, 3, 90, id="short", marks=[pytest.mark.long, pytest.mark.timeout(240)]),
+    pytest.param(300.0, 1, 99, id="five-minutes", marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
 ]
 
 
@@ -109,9 +108,6 @@ class Figures:
         """Seconds within which so many of 100 refusals were answered."""
         return quantiles(self.refusals, n=100)[share - 1]
 
-    def good(self, share: int) -> bool:
-        return self.goodput >= 0.9 * self.peak and self.refused_within(share) <= LONGEST_REFUSAL_S
-
     def __str__(self) -> str:
         return (
             f"| {self.rate:.0f} requests/s | peak {self.peak:.0f} tokens/s | goodput {self.goodput:.0f} "
@@ -146,15 +142,16 @@ async def overload(cluster: LocalCluster, prompts: list[str], seconds: float) ->
     return Figures(rate, most, goodput, heard.answers, heard.refusals, early, late)
 
 
-@pytest.mark.parametrize(("seconds", "share"), OVERLOADS)
+@pytest.mark.parametrize(("seconds", "runs", "share"), OVERLOADS)
 async def test_overload_costs_no_goodput_and_refusals_are_quick(
-    small: LocalCluster, prompts: list[str], seconds: float, share: int
+    small: LocalCluster, prompts: list[str], seconds: float, runs: int, share: int
 ) -> None:
-    for _ in range(ATTEMPTS):
-        figures = await overload(small, prompts, seconds)
+    """By the median of all runs: the machine may have something else to do in one."""
+    measured = []
+    for _ in range(runs):
+        measured.append(figures := await overload(small, prompts, seconds))
         print(f"\n{figures}")
-        if figures.good(share):
-            break
-    assert figures.good(share), figures
-    assert figures.late_mb - figures.early_mb <= MORE_MB
-    assert len(figures.refusals) > figures.answers
+        assert figures.late_mb - figures.early_mb <= MORE_MB
+        assert len(figures.refusals) > figures.answers
+    assert median(figures.goodput / figures.peak for figures in measured) >= 0.9
+    assert median(figures.refused_within(share) for figures in measured) <= LONGEST_REFUSAL_S

@@ -65,12 +65,12 @@ async def test_text_and_logprobs_are_those_of_plain_decode_and_of_transformers(
     terms = {"seed": 12, "max_tokens": TOKENS, **TERMS[name]}
     async with AsyncClient(cluster.router_address) as client:
         plain = await client.generate(prompt, **terms, logprobs=3, ignore_eos=True, speculation="off")
-        for _ in range(10):  # the drafter may come too late for so small a target
+        for _ in range(10):  # bites: each is compared; the drafter may come too late for so small a target
             fast = await client.generate(prompt, **terms, logprobs=3, ignore_eos=True, speculation="fixed")
+            same(plain, fast)
             if fast.usage.accepted:
                 break
     assert fast.usage.accepted > 0
-    same(plain, fast)
     parted = judge.difference(prompt, fast.token_ids, Contract(**terms), TOLERANCE["float32"])
     assert parted is None or parted.judged(TOLERANCE["float32"]) is Verdict.NEAR_TIE
     logits = judge._logits(prompt, fast.token_ids).astype(np.float64)
@@ -104,7 +104,9 @@ async def test_a_stop_string_ends_alike_wherever_tokens_and_drafts_end(
     async with AsyncClient(cluster.router_address) as client:
         terms: dict[str, Any] = {"seed": 9, "temperature": 0.0, "max_tokens": TOKENS}
         whole = await client.generate(prompts[0], **terms, speculation="off")
-        for start in range(20, len(whole.text) - 12, 17):
+        starts = [*range(20, len(whole.text) - 12, 17)][:5]
+        assert starts
+        for start in starts:
             stop = whole.text[start : start + 7]
             first = whole.text.index(stop)
             plain = await client.generate(prompts[0], **terms, stop=stop, speculation="off")
@@ -112,8 +114,6 @@ async def test_a_stop_string_ends_alike_wherever_tokens_and_drafts_end(
             same(plain, fast)
             assert fast.text == whole.text[:first]
             assert fast.finish_reason is FinishReason.STOP
-            if start > 80:
-                return
 
 
 async def test_several_samples_of_one_prompt_are_the_choices_of_one_seed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -99,9 +100,13 @@ def test_the_engine_describes_its_checkpoint(target: Pair) -> None:
 def test_costs_are_measured_for_what_fits_and_spare_other_sessions(small: Pair) -> None:
     engine, _ = small
     before = engine.forward([GOOD])
+    began = time.perf_counter()
     costs = engine.measure_costs([1, 8, 511, 512, 0])
+    took = time.perf_counter() - began
     assert [count for count, _ in costs] == [1, 8, 511]
-    assert all(0.0 < seconds < 5.0 for _, seconds in costs)
+    one, _, most = (seconds for _, seconds in costs)
+    assert 0.0 < one < most
+    assert sum(seconds for _, seconds in costs) < took
     probe = prompt(0, np.array([4]), 3)
     after = engine.forward([probe])
     engine.forward([GOOD])

@@ -257,9 +257,9 @@ def test_heads_load_without_transformers(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from outrider.engine.heads.loading import load_speculator as load; "
         f"load(Path({str(tmp_path)!r}), Path({str(TARGET)!r}), precise=False, slots=1, context=64); "
-        "assert 'transformers' not in sys.modules"
+        "sys.exit('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
 def test_heads_of_another_target_are_refused(small: Path, tmp_path: Path) -> None:

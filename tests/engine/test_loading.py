@@ -119,7 +119,7 @@ def test_the_native_engine_does_not_import_transformers(tmp_path: Path) -> None:
         f"load_engine(Path({str(folder)!r}), dtype='float32', slots=1)\n"
         "sys.exit('transformers' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
 def test_ids_that_must_not_be_said_need_the_backend_that_keeps_to_that(tmp_path: Path) -> None:

@@ -145,3 +145,31 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_ur
     assert fleet._misfits == set()
     await fleet.close()
     await client.aclose()
+
+
+async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_lately_last(redis_url: str) -> None:
+    def worker(name: str, role: Role, zone: str, sessions: int = 0) -> Worker:
+        return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, sessions, 1, zone=zone)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    verifier = worker("v", "verifier", "a")
+    for drafter in (
+        worker("far", "drafter", "b"),
+        worker("near", "drafter", "a", sessions=2),
+        worker("nearer", "drafter", "a", sessions=1),
+        worker("anywhere", "drafter", "", sessions=3),
+    ):
+        await registry.announce(drafter, ttl_s=30.0)
+    fleet = Fleet(registry, zone="b")
+
+    async def order(verifier: Worker) -> list[str]:
+        return [drafter.worker_id for drafter in await fleet.drafters(b"digest", verifier)]
+
+    assert await order(verifier) == ["nearer", "near", "anywhere", "far"]  # our own zone is of no matter
+    assert await order(worker("w", "verifier", "")) == ["far", "nearer", "near", "anywhere"]  # by load alone
+    (suspect,) = [drafter for drafter in await fleet.drafters(b"digest") if drafter.worker_id == "nearer"]
+    fleet.suspect(suspect)
+    assert await order(verifier) == ["near", "anywhere", "far", "nearer"]
+    await fleet.close()
+    await client.aclose()

@@ -145,7 +145,7 @@ async def test_a_generation_that_broke_off_anywhere_goes_on_at_another_router(re
         call = first.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more"], seed=3))
         started = (await call.read()).started
         text, tokens, position, offset = "", [], 0, 0
-        for _ in range(cut):
+        for _ in range(cut):  # bites: the answer may have fewer parts
             chunk = (await call.read()).chunk
             if not chunk.token_ids:
                 break
