@@ -119,15 +119,26 @@ def test_it_says_what_the_native_engine_says(tmp_path: Path) -> None:
     assert [getattr(ours, name) for name in shared] == [getattr(native, name) for name in shared]
 
 
-@pytest.mark.parametrize(("dtype", "off"), [("bfloat16", 0.05), ("int8", 0.1), ("int4", 0.5)])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+# How far logits are off, as a share of their deviation: mean + 4 deviations of four texts. It is what rounding makes of
+# it: int8 rounds a row's weights to 1/127 of the largest, int4 a group's to 2/15, some fifteen times as much.
+@pytest.mark.parametrize(
+    ("name", "dtype", "off"),
+    [
+        ("llama", "bfloat16", 0.026),
+        ("llama", "int8", 0.051),
+        ("llama", "int4", 0.55),
+        ("gpt2", "bfloat16", 0.013),
+        ("gpt2", "int8", 0.027),
+        ("gpt2", "int4", 0.25),
+    ],
+)
 def test_lower_precision_reads_less_and_stays_close(name: str, dtype: str, off: float, tmp_path: Path) -> None:
     folder = make_family(tmp_path, name)
     exact, engine = load(folder), load(folder, dtype)
     tokens = random_tokens(exact, np.random.default_rng(6), 50)
     expected = exact.forward([prompt(0, tokens)])
     said = engine.forward([prompt(0, tokens)])
-    assert 0.0 < np.sqrt(((said - expected) ** 2).mean()) < off * expected.std()
+    assert off / 3 < np.sqrt(((said - expected) ** 2).mean()) / expected.std() < off
     assert engine.dtype == dtype
     assert engine.kv_bytes == exact.kv_bytes // 2
     assert engine.parameters == exact.parameters
