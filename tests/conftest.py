@@ -1,14 +1,34 @@
-"""A real Redis-compatible server for the whole run, emptied for each test that asks for it."""
+"""A real Redis-compatible server for the whole run, emptied for each test that asks for it; and ways to run a part."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
 
 from outrider.store.embedded import EmbeddedRedis
+from tests.lanes import Durations, Lane
+from tests.skips import NoSkips
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("outrider")
+    group.addoption("--lane", metavar="N/OF", help="run one of so many parts of the files, of the same length")
+    group.addoption("--table", metavar="FILE", type=Path, help="how long each file takes, for --lane")
+    group.addoption("--write-table", metavar="FILE", type=Path, help="write how long each file took")
+    group.addoption("--no-skips", action="store_true", help="fail where something is skipped that may not be")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if lane := config.getoption("--lane"):
+        config.pluginmanager.register(Lane(lane, config.getoption("--table")))
+    if table := config.getoption("--write-table"):
+        config.pluginmanager.register(Durations(table))
+    if config.getoption("--no-skips"):
+        config.pluginmanager.register(NoSkips())
 
 
 @pytest.fixture(scope="session")
