@@ -4,26 +4,43 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
+.PHONY: demo test test-all lane-1 lane-2 test-long durations coverage chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
 	manifests proto typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
 
-# Tests of whole clusters one after another: two at once would starve each other's drafters. What minds a busy machine
-# less runs beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli client core deploy docs drafter engine examples gateway hostile model router rpc simulation \
-	store training verifier)
+QUICK := not long and not extended
+REST := extended and not long
 
+# Before a commit: lint, types, the proofs, and one run of every main path. Five minutes on two cores.
 test: $(STAMP)
-	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside
+	$(MAKE) --no-print-directory --jobs=3 lint lane-1 lane-2 TESTS='$(QUICK)' TABLE=tests/durations/quick.txt
 
-tests: $(STAMP)
-	$(BIN)/pytest $(addprefix --ignore=,$(ASIDE))
+# The rest of CI: fifteen minutes more.
+test-all: $(STAMP)
+	$(MAKE) --no-print-directory --jobs=2 lane-1 lane-2 TESTS='$(REST)' TABLE=tests/durations/rest.txt
 
-tests-aside: $(STAMP)
-	nice -n 10 $(BIN)/pytest $(ASIDE) -p no:cacheprovider --color=no > .tests-aside.log 2>&1; \
-		status=$$?; cat .tests-aside.log; exit $$status
+# Two halves of the chosen tests at once; the second is shown when it is done.
+lane-1: $(STAMP)
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 1/2
+
+lane-2: $(STAMP)
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 2/2 -p no:cacheprovider --color=no > .lane-2.log 2>&1; \
+		status=$$?; cat .lane-2.log; exit $$status
+
+# How long each file takes: what lanes are made from, and where the slowest are to be read.
+durations: $(STAMP)
+	$(BIN)/pytest -m '$(QUICK)' --write-table tests/durations/quick.txt
+	$(BIN)/pytest -m '$(REST)' --write-table tests/durations/rest.txt
+
+# Lines and branches that `make test` and `make test-all` run, in the processes that they start too. An hour.
+coverage: $(STAMP)
+	rm -rf build/coverage
+	$(BIN)/coverage run -m pytest -m 'not long'
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage json --quiet -o build/coverage/report.json
+	$(BIN)/python -m tests.covered build/coverage/report.json
 
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
@@ -66,6 +83,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.toothless
 
 # Renders every overlay of deploy/ into build/manifests, and validates it.
 manifests: $(STAMP)
@@ -79,7 +97,7 @@ typescript:
 	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .tests-aside.log build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .lane-2.log build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

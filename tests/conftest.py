@@ -1,5 +1,6 @@
 """A real Redis-compatible server for the whole run, emptied for each test that asks for it; and ways to run a part."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import redis
 
 from outrider.store.embedded import EmbeddedRedis
+from tests.extended import Extended
 from tests.lanes import Durations, Lane
 from tests.skips import NoSkips
 
@@ -23,12 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Extended("not extended" in config.getoption("-m")))
     if lane := config.getoption("--lane"):
         config.pluginmanager.register(Lane(lane, config.getoption("--table")))
     if table := config.getoption("--write-table"):
         config.pluginmanager.register(Durations(table))
     if config.getoption("--no-skips"):
         config.pluginmanager.register(NoSkips())
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is looked at by no collection of garbage, which would hold a test's loop up for a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

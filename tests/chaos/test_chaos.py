@@ -37,6 +37,7 @@ async def test_one_kill_of_each_role_costs_no_session_a_token() -> None:
     assert load.tally.answers >= SESSIONS
     assert {struck.blow.role for struck in striker.done} == set(ROLES)
     assert all(struck.sessions and not struck.stranded for struck in striker.done)
+    assert missed(striker.done) == []
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -43,11 +46,7 @@ count = COUNT
 cpus = 0.1
 """
 Make = Callable[[ClusterConfig], Cluster[Any]]
-SLOW = ("ray", "tensor_parallel")  # examples that start a Ray
-EXAMPLES = [
-    pytest.param(path.stem, marks=[pytest.mark.long] if path.stem in SLOW else [])
-    for path in sorted((ROOT / "examples").glob("*.toml"))
-]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.toml"))
 
 
 @pytest.fixture(params=["here", pytest.param("ray", marks=pytest.mark.long)])
@@ -105,6 +104,36 @@ async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions
         with suppress(asyncio.CancelledError):
             await talking
         assert_same(await say(cluster.router_address), expected)
+
+
+async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
+    ray_address: str, tmp_path: Path, expected: list[outrider.Generation]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE + DRAFTERS.replace("COUNT", "1"), encoding="utf-8")
+    up = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", "up", "--ray", ray_address, str(file)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert up.stdout is not None
+    printed = ""
+    try:
+        async with asyncio.timeout(90):
+            while "Try: " not in printed:
+                line = await up.stdout.readline()
+                assert line, printed
+                printed += line.decode()
+        (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed))
+        assert_same(await say(address), expected)
+    finally:
+        up.send_signal(signal.SIGINT)
+        printed += (await up.stdout.read()).decode()
+        status = await asyncio.wait_for(up.wait(), 30)
+    assert status in (0, 130), printed
+    with pytest.raises(Unavailable):
+        async with outrider.AsyncClient(address, retries=0) as client:
+            await client.models()
 
 
 async def _talk(address: str, expected: list[outrider.Generation]) -> None:

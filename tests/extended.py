@@ -1,0 +1,107 @@
+"""What `make test` leaves to `make test-all`, beside single tests that are marked `extended`.
+
+`make test` is to take five minutes on two cores: the proofs, and one run of every main path through real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXTENDED = (  # folders, files, and tests in them
+    "tests/bench/test_bad_input.py",
+    "tests/bench/test_gpu.py",
+    "tests/bench/test_local.py",
+    "tests/bench/test_trees.py",
+    "tests/chaos/",
+    "tests/cli/test_bad_input.py",
+    "tests/cli/test_bench.py",
+    "tests/cli/test_cluster.py",
+    "tests/cli/test_demo.py",
+    "tests/cli/test_gateway.py",
+    "tests/cli/test_simulate.py",
+    "tests/cli/test_verify.py",
+    "tests/deploy/test_scraped.py",
+    "tests/docs/test_pages.py::test_every_command_and_snippet_of_a_page_works",
+    "tests/docs/test_references.py",
+    "tests/docs/test_site.py",
+    "tests/e2e/test_cancels.py",
+    "tests/e2e/test_crowd.py",
+    "tests/e2e/test_distribution.py",
+    "tests/e2e/test_exactness.py",
+    "tests/e2e/test_families.py",
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_hub.py",
+    "tests/e2e/test_leaks.py",
+    "tests/e2e/test_learning.py",
+    "tests/e2e/test_lookahead.py",
+    "tests/e2e/test_lookups.py",
+    "tests/e2e/test_merging.py",
+    "tests/e2e/test_moving.py",
+    "tests/e2e/test_not_speculating.py",
+    "tests/e2e/test_overload.py",
+    "tests/e2e/test_paddings.py",
+    "tests/e2e/test_remote_heads.py",
+    "tests/e2e/test_rolling_restart.py",
+    "tests/e2e/test_standby.py",
+    "tests/e2e/test_supervised.py",
+    "tests/e2e/test_tiers.py",
+    "tests/e2e/test_verify.py",
+    "tests/e2e/test_vocabularies.py",
+    "tests/engine/test_hugging_face.py",
+    "tests/engine/test_loading.py::test_a_package_that_is_missing",
+    "tests/engine/test_quantized.py::test_no_second_copy",
+    "tests/engine/test_ranks.py",
+    "tests/examples/",
+    "tests/fleet/",
+    "tests/gateway/test_cluster.py",
+    "tests/gateway/test_leaving.py",
+    "tests/hostile/test_decoders.py",
+    "tests/hostile/test_forged_ids.py",
+    "tests/hostile/test_fuzz.py",
+    "tests/live/",
+    "tests/model/test_mutants.py",
+    "tests/router/test_growth.py",
+    "tests/router/test_waiting.py",
+    "tests/simulation/test_cluster.py",
+    "tests/telemetry/test_tracing.py",
+    "tests/training/test_distillation.py",
+    "tests/training/test_heads.py",
+)
+MAIN = (  # of these, what `make test` runs all the same
+    "tests/docs/test_pages.py::test_every_command_and_snippet_of_a_page_works[README.md]",
+    "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",
+    "tests/e2e/test_exactness.py::test_many_sessions_at_once_say_what_each_says_alone[sampled]",
+    "tests/e2e/test_exactness.py::test_two_drafters_of_one_session_change_nothing[filtered]",
+    "tests/e2e/test_tiers.py::test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s[0.8]",
+    "tests/engine/test_hugging_face.py::test_it_says_what_the_native_engine_says",
+    "tests/engine/test_ranks.py::TestTheReferenceTarget::test_trees_of_many_sessions_and_chunks_in_one_pass[2]",
+    "tests/live/test_live.py::test_the_page_shows_the_figures_in_a_browser",
+    "tests/simulation/test_cluster.py::test_the_same_seed_gives_the_same_figures",
+    "tests/telemetry/test_tracing.py::test_a_request_is_one_trace_through_all_processes",
+    "tests/training/test_distillation.py::test_a_drafter_comes_nearer_to_its_target",
+)
+
+
+class Extended:
+    """Marks them, and does not even import files that have nothing to run."""
+
+    def __init__(self, left_out: bool) -> None:
+        self._left_out = left_out
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """True for a file that is not to run; None: others decide."""
+        if not self._left_out or collection_path.suffix != ".py" or not collection_path.is_relative_to(ROOT):
+            return None
+        file = str(collection_path.relative_to(ROOT))
+        return (file.startswith(EXTENDED) and not any(main.startswith(f"{file}::") for main in MAIN)) or None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
+        """Before `-m` chooses."""
+        for item in items:
+            if item.nodeid.startswith(EXTENDED) and item.nodeid not in MAIN:
+                item.add_marker("extended")
