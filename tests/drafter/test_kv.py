@@ -1,4 +1,4 @@
-"""A drafter computes with the KV of the text that it drafts for, whatever is committed, begun anew, or swapped for it."""
+"""A drafter computes with the KV of the text that it drafts for, whatever is committed, begun anew or swapped."""
 
 from __future__ import annotations
 

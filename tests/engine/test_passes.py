@@ -1,4 +1,4 @@
-"""What is asked of an engine between two passes is done in that order, before the next one, and by that engine alone."""
+"""What is asked of an engine between two passes is done in that order, before the next one, by that engine alone."""
 
 from __future__ import annotations
 
