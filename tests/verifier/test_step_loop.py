@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from outrider.engine.native import NativeEngine
 from outrider.errors import Moved, Superseded
 from outrider.sink.stream import DraftStream
 from outrider.v1 import types_pb2
-from tests.e2e.tiny import make_tiny
+from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.loop import StepLoop
 from verifier_svc.session import Commit, Session, Start
 from verifier_svc.step import Step, Verdicts
@@ -108,8 +109,71 @@ def draft(session: Session, tokens: Sequence[int], sender: int = DRAFTER) -> Non
     session.tree.graft(sender, Delta(root, digest, first, parents, tuple(tokens), (-0.125,) * count))
 
 
+def bush(session: Session, tokens: Sequence[int], chance: random.Random) -> None:
+    """A drafter sends a tree: a path of these tokens, and wrong ones beside and below each, in any order."""
+    nodes: list[tuple[int, int]] = []  # (index of the parent, token); -1: the root
+    right = wrong = -1
+    for token in tokens:
+        others = chance.sample([other for other in range(VOCABULARY) if other != token], 2)
+        level = [(right, token), *((right, other) for other in others)]
+        if wrong >= 0:
+            level.append((wrong, chance.randrange(VOCABULARY)))
+        chance.shuffle(level)
+        first = len(nodes)
+        nodes += level
+        right, wrong = first + level.index((right, token)), first + level.index((right, others[0]))
+    first_id = session.tree.last_id(DRAFTER) + 1
+    session.tree.graft(
+        DRAFTER,
+        Delta(
+            len(session.tokens) - 1,
+            extend(EMPTY, session.tokens),
+            first_id,
+            tuple(parent + first_id if parent >= 0 else 0 for parent, _ in nodes),
+            tuple(token for _, token in nodes),
+            tuple(-chance.choice((0.125, 0.25, 0.5)) for _ in nodes),
+        ),
+    )
+
+
 def commits(session: Session) -> list[Commit | None]:
     return [session.commits.get_nowait() for _ in range(session.commits.qsize())]
+
+
+async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loop: StepLoop) -> None:
+    terms: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    ]
+    texts = [await plain(loop, **each) for each in terms]
+    chance = random.Random(3)
+    sessions = [opened(loop, str(number), **each) for number, each in enumerate(terms)]
+    accepted = 0
+    await stepped(loop, *sessions)  # reads the prompts
+    while running := [session for session in sessions if not session.finished]:
+        for session in running:
+            place = len(session.tokens)
+            right = texts[sessions.index(session)][place : place + chance.randrange(5)]
+            bush(session, [*right, chance.randrange(VOCABULARY)], chance)
+        await stepped(loop, *running)
+    for session, text in zip(sessions, texts, strict=True):
+        assert session.tokens == text
+        accepted += sum(commit.report.accepted for commit in commits(session) if commit is not None)
+        loop.close(session)
+    assert accepted > 40
+    turns = []
+    for number, (text, each) in enumerate(zip(texts, terms, strict=True)):  # they go on from the KV that was kept
+        turn = opened(loop, str(number), [*text, 4, 5], most=60, **each)
+        assert turn.place == (sessions[number].place.slot, len(text) - 1, None)
+        turns.append(await said(loop, turn))
+        loop.close(turn)
+    loop.slots.forget()
+    for turn, text, each in zip(turns, texts, terms, strict=True):
+        cold = opened(loop, "cold", [*text, 4, 5], most=60, **each)
+        assert await said(loop, cold) == turn
+        loop.close(cold)
+        loop.slots.forget()
 
 
 @pytest.mark.parametrize("plan", [PLAN, IN_ROUNDS], ids=["chosen", "whole"])
@@ -241,3 +305,14 @@ async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepLoop) -> No
         step, _ = loop._select([session], time.monotonic())
         draws.append(Verdicts(step.works[0], HostLogits.__new__(HostLogits), 0).chance()._uniform())
     assert draws[0] != draws[1]
+
+
+async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop) -> None:
+    """A family pads its vocabulary; here the padding would be said if it might."""
+    text = await plain(loop)
+    limit = max(text[len(TEXT) :])
+    loop._engine.sayable = limit
+    session = opened(loop)
+    await stepped(loop, session)
+    draft(session, text[len(session.tokens) : len(session.tokens) + 4])
+    assert max((await said(loop, session))[len(TEXT) :]) < limit
