@@ -27,15 +27,21 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", action="append", help="hand-made mutants or areas to run")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
     arguments = parser.parse_args()
-    figures: dict[str, object] = {"surviving": 0}
+    figures: dict[str, object] = {}
+    surviving = 0
     for part in arguments.part or PARTS:
-        figures |= PARTS[part](arguments)
-    print("mutants:", *(f"{name}={figure}" for name, figure in figures.items()))
-    sys.exit(bool(figures["surviving"]))
+        found, more = PARTS[part](arguments)
+        figures |= found
+        surviving += more
+    print("mutants:", *(f"{name}={figure}" for name, figure in figures.items()), f"surviving={surviving}")
+    sys.exit(surviving > 0)
 
 
-def hand_made(arguments: argparse.Namespace) -> dict[str, object]:
-    """Judges the mutants of the lists."""
+Part = Callable[[argparse.Namespace], tuple[dict[str, object], int]]  # its figures, and how many mutants survive
+
+
+def hand_made(arguments: argparse.Namespace) -> tuple[dict[str, object], int]:
+    """Judges the mutants of the lists. A mutant whose tests could not run was not found out."""
     mutants = [one for one in listed() if not arguments.only or {one.name, one.area} & {*arguments.only}]
     if not mutants:
         sys.exit(f"no mutant and no area is named {' or '.join(arguments.only)}")
@@ -50,10 +56,10 @@ def hand_made(arguments: argparse.Namespace) -> dict[str, object]:
         print(f"{result.outcome.value}: {result.mutant.area}/{result.mutant.name}: {result.mutant.promise}")
         if result.outcome is Outcome.BROKEN:
             print(*result.output.splitlines()[-SHOWN_LINES:], sep="\n")
-    return {"hand_made": len(mutants), "surviving": len(bad)}
+    return {"hand_made": len(mutants)}, len(bad)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {"hand-made": hand_made}
+PARTS: dict[str, Part] = {"hand-made": hand_made}
 
 
 def _check_unmutated(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> None:
