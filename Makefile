@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lane-1 lane-2 test-long durations coverage chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
-	manifests proto typescript clean
+.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations coverage chaos chaos-quick bench bench-quick \
+	bench-trees bench-drafters bench-gpu docs lint manifests proto typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -45,6 +45,11 @@ coverage: $(STAMP)
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
+
+# Breaks the product on purpose, a little at a time: a change that no test notices is an error. At most half an hour.
+# ARGS adds flags, for example ARGS='--only tree'.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # Kills, freezes, black holes and restarts under 32 sessions, then hostile callers: at most forty minutes. ARGS adds flags: ARGS='--seed 8'.
 chaos: $(STAMP)

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.config import RouterConfig
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.admission import Admission, Place
+from router.admission import Admission, Answers, Place
 from router.fair_queue import Claim, FairQueue, Priority
 from router.rates import Buckets, Stay
 
@@ -189,7 +189,7 @@ async def test_what_would_miss_its_deadline_is_refused_and_not_kept(front: Calla
     door.come("2")
     await turn()
     with pytest.raises(Overloaded, match="later than you wait"):
-        await door.come("3", claim(deadline=door.clock.now + 3))
+        await asyncio.wait_for(door.come("3", claim(deadline=door.clock.now + 3)), 2)
     door.come("4", claim(deadline=door.clock.now + 5))
     await turn()
     assert door.admission.waiting == 1
@@ -268,7 +268,7 @@ async def test_nobody_waits_where_nobody_serves_or_at_a_router_that_goes_down(fr
     door.admission.close()
     for refused in (waiting, door.come("4")):
         with pytest.raises(Moved):
-            await refused
+            await asyncio.wait_for(refused, 2)
 
 
 async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
@@ -345,3 +345,40 @@ def test_of_one_tenant_who_asks_for_much_is_not_passed_for_ever() -> None:
             break
         passed += 1
     assert passed == 38  # it and one that passes share alike: by about twice as many tokens as it asks for itself
+
+
+async def test_a_place_is_given_back_once_however_often_it_is_left(front: Callable[..., Front]) -> None:
+    """A generation that makes room for others leaves it, and may be broken off before it has another one."""
+    admission = front(1).admission
+    async with admission.place(claim()) as place:
+        place.leave()
+        assert (admission.held, place.held) == (0, False)
+        async with admission.place(claim()):
+            place.leave()
+            assert admission.held == 1
+    assert admission.held == 0
+
+
+async def test_a_tenant_is_charged_with_what_it_spent_in_its_place(front: Callable[..., Front]) -> None:
+    door = front(1)
+    for tenant, expected, said in (("brief", 1000.0, 5), ("exact", 100.0, 50)):
+        async with door.admission.place(claim(tenant, tokens=expected)) as place:
+            place.spend(said=said)
+    door.come("present", claim("other"))
+    await turn()
+    for tenant in ("new", "exact", "brief"):
+        door.come(tenant, claim(tenant))
+    await turn()
+    await door.go("present")
+    await door.go("new")
+    assert door.inside == ["present", "new", "brief"]
+
+
+def test_answers_that_are_over_leave_their_room_to_others() -> None:
+    answers = Answers(RouterConfig(models={"model": Path("/m")}, max_sessions=1, queue=1))
+    for _ in range(9):
+        with answers.one_more("a"), answers.one_more("a"):
+            with pytest.raises(Overloaded), answers.one_more("a"):
+                pass
+            with answers.one_more("b"), answers.one_more("b"), pytest.raises(Overloaded), answers.one_more("c"):
+                pass
