@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import redis
 
+from tests.extended import EXTENDED
 from tests.mutants.listing import ROOT, Mutant, listed
 
 MUTANTS = listed()
@@ -15,7 +16,7 @@ LEAST = 60
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: Mutant) -> None:
+def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: Mutant) -> None:  # bites: of the mutants
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     changed = mutant.applied(text)
     assert changed != text
@@ -24,18 +25,19 @@ def test_a_mutant_changes_one_place_and_its_tests_are_there(mutant: Mutant) -> N
         compile(changed, mutant.file, "exec")
     assert mutant.promise.endswith(".")
     assert mutant.tests
+    assert not mutant.tests[0].startswith(EXTENDED), "`make test` is to find it out"
     for test in mutant.tests:
         file, _, name = test.partition("::")
         tests = (ROOT / file).read_text(encoding="utf-8")
         assert not name or re.search(rf"^(async )?def {re.escape(name)}\(", tests, re.MULTILINE)
 
 
-def test_there_are_many_and_each_has_a_name_of_its_own() -> None:
+def test_there_are_many_and_each_has_a_name_of_its_own() -> None:  # bites: of the mutants
     assert len(MUTANTS) >= LEAST
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
 
 
-def test_mutated_scripts_are_lua(redis_url: str) -> None:
+def test_mutated_scripts_are_lua(redis_url: str) -> None:  # bites: a script that is none is refused
     """A script that does not compile would be found out by every test, and show nothing."""
     folder = ROOT / "outrider" / "store"
     prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
