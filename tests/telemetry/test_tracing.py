@@ -17,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import open_channel
@@ -121,7 +122,19 @@ async def watched() -> AsyncIterator[Watched]:
             for name, value in collector.environment.items():
                 patch.setenv(name, value)
             async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster:
+                await _warm(cluster)
                 yield Watched(cluster, collector, lines)
+
+
+async def _warm(cluster: LocalCluster) -> None:
+    """Until both tiers have drafted: on a busy machine a drafter may need longer to answer for the first time than a
+    router waits."""
+    async with outrider.AsyncClient(cluster.router_address) as client, asyncio.timeout(60):
+        drafters = 0
+        while drafters < 2:
+            session = (await client.create_session("target")).session_id
+            await client.generate(PROMPT, session=session, max_tokens=64, ignore_eos=True)
+            drafters = len((await client.get_session(session)).drafters)
 
 
 async def test_a_request_is_one_trace_through_all_processes(watched: Watched) -> None:
