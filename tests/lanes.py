@@ -51,13 +51,14 @@ class Durations:
 
 
 def balanced(files: set[str], seconds: dict[str, float], lanes: int) -> list[set[str]]:
-    """The longest first, each to the lane that has least."""
+    """The longest first, each to the lane that has least. Every process has to come to the same: tenths of a second are
+    added as integers, whose sum does not depend on the order of a set."""
     groups: defaultdict[str, set[str]] = defaultdict(set)
     for file in files:
         groups[next((folder for folder in TOGETHER if file.startswith(folder)), file)].add(file)
-    took = {name: sum(seconds.get(file, NEW_S) for file in group) for name, group in groups.items()}
+    took = {name: sum(round(10 * seconds.get(file, NEW_S)) for file in group) for name, group in groups.items()}
     parts: list[set[str]] = [set() for _ in range(lanes)]
-    loads = [0.0] * lanes
+    loads = [0] * lanes
     for name in sorted(groups, key=lambda name: (-took[name], name)):
         least = loads.index(min(loads))
         loads[least] += took[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,26 @@ def test_every_test_file_is_in_one_lane() -> None:
     lanes = [Lane(f"{number}/3", None) for number in (1, 2, 3)]
     for path in files:
         assert [lane.pytest_ignore_collect(path) for lane in lanes].count(None) == 1, path
+
+
+def test_every_process_makes_the_same_lanes() -> None:
+    """The order of a set is another one in each, and so may be a sum."""
+    script = (
+        "from tests.lanes import balanced; table = {f'tests/e2e/test_{n}.py': n / 10 for n in range(1, 30)}; "
+        "table['tests/core/test_a.py'] = 43.5; print([sorted(lane) for lane in balanced({*table}, table, 2)])"
+    )
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(8)
+    }
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("lane", ["0/2", "3/2", "1", "a/b", "1/2/3"])
