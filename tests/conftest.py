@@ -5,10 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from hypothesis import Phase, settings
 
 from outrider.store.embedded import EmbeddedRedis
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
+
+# For `make mutants`: the same examples for each mutant, no search for the smallest that fails.
+settings.register_profile(
+    "mutants", max_examples=60, derandomize=True, deadline=None, database=None, phases=(Phase.explicit, Phase.generate)
+)
 
 
 @pytest.fixture(scope="session")
