@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test tests tests-aside test-long chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
+.PHONY: demo test tests tests-aside test-long mutants chaos chaos-quick bench bench-quick bench-trees bench-drafters bench-gpu docs lint \
 	manifests proto typescript clean
 
 demo: $(STAMP)
@@ -12,8 +12,8 @@ demo: $(STAMP)
 
 # Tests of whole clusters one after another: two at once would starve each other's drafters. What minds a busy machine
 # less runs beside them on what they leave of the processors, and is shown when it is done; so does lint.
-ASIDE := $(addprefix tests/,bench cli client core deploy docs drafter engine examples gateway hostile model router rpc simulation \
-	store training verifier)
+ASIDE := $(addprefix tests/,bench cli client core deploy docs drafter engine examples gateway hostile model mutants router rpc \
+	simulation store training verifier)
 
 test: $(STAMP)
 	$(MAKE) --no-print-directory --jobs=3 lint tests tests-aside
@@ -28,6 +28,11 @@ tests-aside: $(STAMP)
 # A million frames, ten thousand sessions a soak and their like: three quarters of an hour.
 test-long: $(STAMP)
 	$(BIN)/pytest -m long
+
+# Breaks the product on purpose, a little at a time: a change that no test notices is an error. At most half an hour. ARGS adds flags, for
+# example ARGS='--only tree'.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # Kills, freezes, black holes and restarts under 32 sessions, then hostile callers: at most forty minutes. ARGS adds flags: ARGS='--seed 8'.
 chaos: $(STAMP)

@@ -116,6 +116,9 @@ def test_hints_raise_lower_and_add_and_under_another_root_change_nothing() -> No
     assert edges == [-2.0, -0.25, -0.5, -1.0]
     assert all(node.judged for node in (five, *five.children.values()))
     tree.check_integrity()
+    tree.commit([5])
+    tree.hint(Hints(0, (-1,), (6,), (-4.0,)))  # of the root before
+    assert tree.root.children[6].edge == -0.25
 
 
 def test_hints_never_fill_a_tree_beyond_its_capacity() -> None:

@@ -135,6 +135,10 @@ def test_a_replayed_delta_changes_nothing() -> None:
     before = paths(receiver)
     assert receiver.graft(1, delta) == ([], [])
     assert paths(receiver) == before
+    assert [node.names for level in receiver.levels() for node in level] == [[(1, 1)], [(1, 2)]]
+    receiver.commit([7])
+    assert receiver.graft(1, delta) == ([], [])  # they are dead
+    assert paths(receiver) == {}
 
 
 def test_two_drafters_merge_by_path_and_the_larger_score_stays() -> None:

@@ -65,3 +65,11 @@ def test_running_out_is_overloaded() -> None:
     slots.take([1], "")
     with pytest.raises(Overloaded, match="all 1 slots"):
         slots.take([1], "")
+
+
+def test_where_the_model_was_replaced_nothing_that_slots_held_is_of_use() -> None:
+    slots = Slots(2)
+    slots.give_back(slots.take(STORY, "a", "s").slot, STORY, "a", "s")
+    slots.forget()
+    assert (slots.warm, slots.free) == (0, 2)
+    assert slots.take(STORY, "a", "s").cached == 0

@@ -1,4 +1,9 @@
-"""The model can fail: it finds out whatever rule is broken on purpose, and does not mind what is harmless."""
+"""The model can fail: it finds out whatever rule is broken on purpose, and does not mind what is harmless.
+
+Half of these break the model's own stand-ins for Redis and a verifier (`reference.Owned`, `reference.Store`,
+`redis.Owned`, `Verifier`): they prove that the model would find such a violation. What breaks the product, by patches
+of its files, is in `tests/mutants`; those here that do so as well show that the model, too, finds them out.
+"""
 
 from __future__ import annotations
 

@@ -91,11 +91,6 @@ class Judgement:
         """The share that was found out of those that can be."""
         return self.counts[Verdict.FOUND_OUT] / (len(self.mutants) - self.counts[Verdict.EQUIVALENT])
 
-    @property
-    def good(self) -> bool:
-        """Whether the score is high enough and the list of equivalent ones is right."""
-        return self.score >= LEAST_SCORE and not self.stale
-
     def lines(self) -> Iterator[str]:
         """A report: what survives, what is listed wrongly, and a table by file."""
         for one in self.mutants:

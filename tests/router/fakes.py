@@ -50,7 +50,7 @@ class FakeVerifier(VerifierServicer):
         self.moves_after: int | None = None  # tokens; then it goes down in order
         self.dies_at_the_end = False  # before it says that the generation has ended
         self.heartbeats = 0  # that routers sent
-        self.warmed: list[int] = []  # tokens that were read for a session that may come
+        self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
 
     async def Decode(
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -80,7 +80,7 @@ class FakeVerifier(VerifierServicer):
     async def Warm(
         self, request: verifier_pb2.WarmRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> verifier_pb2.WarmResponse:
-        self.warmed.append(len(request.tokens))
+        self.warmed.append((request.tenant, len(request.tokens)))
         return verifier_pb2.WarmResponse(cached=len(request.tokens))
 
     async def _listen(self, session_id: str, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:

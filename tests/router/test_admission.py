@@ -14,7 +14,7 @@ import pytest
 from outrider.config import RouterConfig
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
 from router import fair_queue, rates
-from router.admission import Admission, Place
+from router.admission import Admission, Answers, Place
 from router.fair_queue import Claim, FairQueue, Priority
 from router.rates import Buckets, Stay
 
@@ -703,3 +703,40 @@ def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgot
     buckets.take("c", 0)  # one too many, and that of b is full by now, as is the new one
     assert set(buckets._levels) == {"a"}
     assert buckets.wait_s("a", 4) == pytest.approx(0.5)
+
+
+async def test_a_place_is_given_back_once_however_often_it_is_left(front: Callable[..., Front]) -> None:
+    """A generation that makes room for others leaves it, and may be broken off before it has another one."""
+    admission = front(1).admission
+    async with admission.place(claim()) as place:
+        place.leave()
+        assert (admission.held, place.held) == (0, False)
+        async with admission.place(claim()):
+            place.leave()
+            assert admission.held == 1
+    assert admission.held == 0
+
+
+async def test_a_tenant_is_charged_with_what_it_spent_in_its_place(front: Callable[..., Front]) -> None:
+    door = front(1)
+    for tenant, expected, said in (("brief", 1000.0, 5), ("exact", 100.0, 50)):
+        async with door.admission.place(claim(tenant, tokens=expected)) as place:
+            place.spend(said=said)
+    door.come("present", claim("other"))
+    await turn()
+    for tenant in ("new", "exact", "brief"):
+        door.come(tenant, claim(tenant))
+    await turn()
+    await door.go("present")
+    await door.go("new")
+    assert door.inside == ["present", "new", "brief"]
+
+
+def test_answers_that_are_over_leave_their_room_to_others() -> None:
+    answers = Answers(RouterConfig(models={"model": Path("/m")}, max_sessions=1, queue=1))
+    for _ in range(9):
+        with answers.one_more("a"), answers.one_more("a"):
+            with pytest.raises(Overloaded), answers.one_more("a"):
+                pass
+            with answers.one_more("b"), answers.one_more("b"), pytest.raises(Overloaded), answers.one_more("c"):
+                pass

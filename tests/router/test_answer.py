@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 
 from outrider.core.contract import Contract, StepReport
 from outrider.core.digest import EMPTY, extend
+from outrider.core.logprobs import stride
 from outrider.errors import InternalError
-from router.answer import Answer
+from router.answer import RECALLED, Answer
 from router.decoding import Commit
 from router.text import AnswerText, Detokenizer
 from router.usage import Figures
@@ -65,3 +66,15 @@ def test_figures_count_steps_by_depth() -> None:
     assert figures.reached_by_depth == [2, 1, 0]
     assert (figures.steps, figures.verified, figures.accepted) == (3, 5, 3)
     assert (figures.completion_tokens, figures.wire_bytes) == (6, 15)
+
+
+async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens() -> None:
+    contract, size = Contract(seed=1, max_tokens=999, logprobs=1), stride(1)
+    answer = Answer(PROMPT, contract, AnswerText(Detokenizer(TOKENIZER, PROMPT), ()), Figures())
+    tokens = SAID * (2 * RECALLED // len(SAID) + 1)
+    kept = [bytes([place % 256]) * size for place in range(len(tokens))]
+    parts = await answer.recall(tokens, b"".join(kept))
+    assert len(parts) == 3
+    for part in parts:
+        first = part.position - len(PROMPT)
+        assert part.logprobs == b"".join(kept[first : first + len(part.tokens)])

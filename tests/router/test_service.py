@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 import time
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
+from outrider.store.sessions import OwnedSession
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.router.fakes import CONTEXT, FakeDrafter, FakeVerifier, announced
@@ -97,6 +100,38 @@ async def test_a_stop_string_ends_the_text_the_log_and_the_verifiers_work(redis_
         assert list(log.tokens[started.prompt_tokens :]) == tokens
         assert "rn x +" in MODEL.tokenizer.decode(tokens)
         assert "rn x +" not in MODEL.tokenizer.decode(tokens[:-1])
+
+
+async def test_a_stop_string_within_the_first_tokens_counts_for_nothing(redis_url: str) -> None:
+    async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=[SAID[:3], SAID[-8:-4]], min_tokens=4))
+        _, chunks, finished = await collect(call)
+        assert "".join(chunk.text for chunk in chunks) == SAID[:-8]
+        assert finished.reason == types_pb2.FINISH_REASON_STOP
+
+
+async def test_nothing_is_sent_or_acknowledged_before_it_is_in_the_log(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, written = OwnedSession.append, asyncio.Event()
+
+    async def late(*arguments: Any, **more: Any) -> int:
+        await written.wait()
+        return await append(*arguments, **more)
+
+    monkeypatch.setattr(OwnedSession, "append", late)
+    verifier = FakeVerifier(SCRIPT)
+    async with running_router(redis_url, window=4) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        assert (await call.read()).HasField("started")
+        reading = asyncio.ensure_future(call.read())
+        await until(lambda: verifier.steps == 4)
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        assert (verifier.steps, verifier.acknowledged) == (4, [])
+        written.set()
+        events = [await reading, *await drain(call)]
+        assert "".join(event.chunk.text for event in events[:-1]) == SAID
 
 
 async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(redis_url: str) -> None:
@@ -333,7 +368,7 @@ async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_withou
 async def test_a_redis_that_comes_back_with_less_is_restored_under_a_higher_epoch(redis_url: str, lost: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), logprobs=0))
         started = (await call.read()).started
         keys = [key async for key in rig.client.scan_iter(f"*{started.session_id}*")]
         before = {key: await rig.client.dump(key) for key in keys}
@@ -348,6 +383,7 @@ async def test_a_redis_that_comes_back_with_less_is_restored_under_a_higher_epoc
         assert events[-1].finished.usage.completion_tokens == len(SCRIPT)
         log = await rig.sessions.read(started.session_id)
         assert list(log.tokens[started.prompt_tokens :]) == SCRIPT
+        assert log.logprobs == b"".join(struct.pack("<f", -index) for index in range(len(SCRIPT)))
         record = await rig.sessions.get(started.session_id)
         assert (record.epoch, record.finished, record.length) == (2, "length", len(log.tokens))
 

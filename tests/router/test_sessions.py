@@ -11,7 +11,10 @@ import grpc.aio
 import pytest
 
 from outrider.config import RouterConfig
-from outrider.errors import NotFound
+from outrider.core.contract import Contract
+from outrider.core.digest import EMPTY, extend
+from outrider.errors import NotFound, Unavailable
+from outrider.store.sessions import Sessions, Turn
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from router.requests import parse
@@ -60,14 +63,15 @@ async def test_a_whole_history_that_agrees_goes_on_and_one_that_differs_forks(re
         request.whole_history = True
         second, _, _ = await collect(rig.stub.Generate(request))
         assert (second.session_id, second.generation, second.forked_from) == (first.session_id, 2, "")
-        request = turn(first.session_id, "a = 2\n", max_tokens=2)
-        request.whole_history = True
-        fork, _, _ = await collect(rig.stub.Generate(request))
-        assert fork.session_id != first.session_id
-        assert (fork.generation, fork.forked_from) == (1, first.session_id)
-        assert (await rig.sessions.get(first.session_id)).generation == 2
-        tokens = MODEL.tokenizer.encode("a = 2\n").ids
-        assert list((await rig.sessions.read(fork.session_id)).tokens)[: len(tokens)] == tokens
+        for text in ("a = 2\n", "a = 2\n" + said + said):
+            request = turn(first.session_id, text, max_tokens=2)
+            request.whole_history = True
+            fork, _, _ = await collect(rig.stub.Generate(request))
+            assert fork.session_id != first.session_id
+            assert (fork.generation, fork.forked_from) == (1, first.session_id)
+            assert (await rig.sessions.get(first.session_id)).generation == 2
+            tokens = MODEL.tokenizer.encode(text).ids
+            assert list((await rig.sessions.read(fork.session_id)).tokens)[: len(tokens)] == tokens
 
 
 async def test_a_session_has_one_generation_at_a_time(redis_url: str) -> None:
@@ -179,6 +183,8 @@ async def test_a_place_that_is_not_in_the_answer_is_refused(redis_url: str) -> N
         session = started.session_id
         assert await status(rig.stub.Resume(resume(session, 1000))) == grpc.StatusCode.OUT_OF_RANGE
         assert await status(rig.stub.Resume(resume(session, 0, 1000))) == grpc.StatusCode.INVALID_ARGUMENT
+        inside = resume(session, started.prompt_tokens - 1)
+        assert await status(rig.stub.Resume(inside)) == grpc.StatusCode.INVALID_ARGUMENT
         assert await status(rig.stub.Resume(resume(session, generation=2))) == grpc.StatusCode.NOT_FOUND
         await collect(rig.stub.Generate(turn(session, "b", max_tokens=1)))
         assert await status(rig.stub.Resume(resume(session, generation=1))) == grpc.StatusCode.INVALID_ARGUMENT
@@ -335,3 +341,52 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
         last = events[-1].chunk
         text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
         assert SAID[: last.text_offset] + text == SAID
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    verifier, prompt = FakeVerifier(SCRIPT), MODEL.tokenizer.encode("import os\n").ids
+    acquire = Sessions.acquire
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        await rig.sessions.create("s", "", "target", MODEL.digest)
+        terms = Turn(Contract(seed=1, max_tokens=len(SCRIPT)), (), len(prompt), None)
+        owned = await rig.sessions.begin("s", 0, "owner", terms, 0, prompt, extend(EMPTY, prompt))
+        await owned.append(len(prompt), SCRIPT[:2], extend(EMPTY, prompt + SCRIPT[:2]))
+
+        async def late(sessions: Sessions, *arguments: Any) -> Any:
+            await owned.append(len(prompt) + 2, SCRIPT[2:5], extend(EMPTY, prompt + SCRIPT[:5]))
+            if ended:
+                await owned.finish("cancelled", "")
+            return await acquire(sessions, *arguments)
+
+        monkeypatch.setattr(Sessions, "acquire", late)
+        _, chunks, finished = await collect(rig.stub.Resume(resume("s")))
+        said = [token for chunk in chunks for token in chunk.token_ids]
+        assert said == (SCRIPT[:5] if ended else SCRIPT)
+        assert finished.reason == (types_pb2.FINISH_REASON_CANCELLED if ended else types_pb2.FINISH_REASON_LENGTH)
+        assert "".join(chunk.text for chunk in chunks) == MODEL.tokenizer.decode(said)
+        assert [len(start.tokens) - len(prompt) for start in verifier.starts] == ([] if ended else [5])
+
+
+async def test_a_take_over_that_fails_leaves_no_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, read = FakeVerifier(SCRIPT, pace_s=0.01), Sessions.read
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
+        session = (await call.read()).started.session_id
+        await call.read()
+        call.cancel()
+        await released(rig, session)
+
+        async def away(sessions: Sessions, session_id: str, start: int = 0) -> Any:
+            if (await sessions.get(session_id)).lease:  # it has just been taken over
+                raise Unavailable("Redis went away")
+            return await read(sessions, session_id, start)
+
+        monkeypatch.setattr(Sessions, "read", away)
+        assert await status(rig.stub.Resume(resume(session))) == grpc.StatusCode.UNAVAILABLE
+        await released(rig, session)
+        monkeypatch.undo()
+        _, chunks, _ = await collect(rig.stub.Resume(resume(session)))
+        assert "".join(chunk.text for chunk in chunks) == SAID

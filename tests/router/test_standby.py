@@ -30,9 +30,9 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
             await cluster.fleet.refresh()
             standby.follow(tokens, serving)
             await until(lambda: bool(standby.holder), within_s=0.5)
-            assert fresh.warmed == [len(tokens)]
+            assert fresh.warmed == [("tenant", len(tokens))]
             standby.follow(tokens, serving)  # it has all of it
             await cluster.background.drain(1.0)
-            assert fresh.warmed == [len(tokens)]
+            assert fresh.warmed == [("tenant", len(tokens))]
     await cluster.fleet.close()
     await client.aclose()

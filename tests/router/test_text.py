@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from outrider.core.contract import Contract
+from outrider.store.records import Turn
+from router.opening import _answer as answer_of
 from router.text import AnswerText, Detokenizer, StopStrings
+from router.usage import Figures
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[2] / "models" / "target" / "tokenizer.json"))
 VOCABULARY = TOKENIZER.get_vocab_size()
@@ -127,6 +133,12 @@ def test_a_leading_space_survives_where_the_answer_continues_the_prompt(prompt: 
     smile = [5 + byte for byte in "🙂".encode()]
     pieces = [detokenizer.feed(token) for token in (3, *smile, 1, 3)]
     assert pieces == [" world", "", "", "", "🙂", "", " world"]
+
+
+async def test_an_answer_that_is_resumed_has_the_text_it_had() -> None:
+    model: Any = SimpleNamespace(tokenizer=_sentencepiece_like())
+    answer = answer_of(model, (1, 2), Turn(Contract(seed=1, max_tokens=9), (), 2, None), Figures())
+    assert "".join(part.text for part in await answer.recall((3, 2, 3), b"")) == " world Hello world"
 
 
 def test_endless_broken_bytes_are_not_held_for_ever() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
 from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import verifier_pb2
 from router.chores import WATCH_S
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import (
@@ -128,3 +130,38 @@ async def test_a_verifier_that_has_lost_redis_alone_is_there_as_long_as_it_serve
         await drain(first)
         with pytest.raises(grpc.aio.AioRpcError, match="no verifier serves"):
             await collect(rig.stub.Generate(ask(max_tokens=3)))
+
+
+class Confused(FakeVerifier):
+    """Takes a start for another one."""
+
+    def __init__(self, stride: int, changes: dict[str, int]) -> None:
+        super().__init__(SCRIPT, stride=stride)
+        self._changes = changes
+
+    async def _speak(self, start: verifier_pb2.DecodeStart, context: Any) -> None:
+        other = verifier_pb2.DecodeStart()
+        other.CopyFrom(start)
+        for name, value in self._changes.items():
+            setattr(other, name, value)
+        await super()._speak(other, context)
+
+
+@pytest.mark.parametrize(
+    ("stride", "changes", "why"),
+    [(1, {"epoch": 0}, "committed under epoch 0"), (8, {"window": 64}, "more than 4 tokens beyond")],
+)
+async def test_a_verifier_that_commits_for_another_owner_or_beyond_the_window_is_given_up(
+    redis_url: str, stride: int, changes: dict[str, int], why: str
+) -> None:
+    async with (
+        running_router(redis_url, window=4) as rig,
+        announced(Confused(stride, changes), rig.registry, MODEL.digest),
+    ):
+        events: list[pb.GenerateResponse] = []
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
+            await drain(rig.stub.Generate(ask(max_tokens=len(SCRIPT))), events)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert [event.WhichOneof("event") for event in events] == ["started"]
+        started = events[0].started
+        assert len((await rig.sessions.read(started.session_id)).tokens) == started.prompt_tokens

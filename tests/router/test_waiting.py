@@ -18,6 +18,7 @@ from outrider.client import _stream
 from outrider.errors import Cancelled, Moved
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
+from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
@@ -143,6 +144,8 @@ async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(
             await asyncio.sleep(0.01)
         await asyncio.sleep(1.5)  # three leases
         assert not call.done()
+        [session] = [session async for session in rig.sessions.ids()]
+        assert (await rig.sessions.get(session)).lease > time.time()
         verifier.full = False
         started, chunks, finished = await asyncio.wait_for(call, 5)
         assert "".join(chunk.text for chunk in chunks) == SAID
@@ -227,6 +230,34 @@ async def test_a_draining_router_says_moved_and_has_let_go_by_then(redis_url: st
             assert (record.lease, record.finished) == (0, "")
             await ending
             await until(lambda: verifier.open == 0)
+
+
+async def test_what_begins_in_the_moment_in_which_its_router_goes_down_moves_too(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, asked, may_begin = Sessions.begin, asyncio.Event(), asyncio.Event()
+
+    async def late(*arguments: Any, **more: Any) -> Any:
+        asked.set()
+        await may_begin.wait()
+        return await begin(*arguments, **more)
+
+    monkeypatch.setattr(Sessions, "begin", late)
+    address, verifier = f"127.0.0.1:{free_port()}", FakeVerifier(SCRIPT, pace_s=0.3)
+    old = running_router(redis_url, listen=address, drain_s=10.0)
+    async with running_router(redis_url) as other, open_channel(address) as channel:
+        await old.__aenter__()
+        async with announced(verifier, other.registry, MODEL.digest):
+            reader = asyncio.create_task(drain(InferenceStub(channel).Generate(ask(max_tokens=len(SCRIPT)))))
+            await asked.wait()
+            ending = asyncio.create_task(old.__aexit__(None, None, None))
+            await asyncio.sleep(0.2)
+            may_begin.set()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asyncio.wait_for(reader, 3)
+            assert type(from_rpc_error(caught.value)) is Moved
+            assert verifier.steps == 0
+            await ending
 
 
 async def test_what_was_left_behind_is_swept_by_any_router_and_nothing_else_is(

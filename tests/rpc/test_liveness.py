@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from outrider.errors import Unavailable
-from outrider.rpc.liveness import HEARTBEAT_S, heard
+from outrider.rpc.liveness import HEARTBEAT_S, STUCK_S, check, heard
+from outrider.v1 import types_pb2
 
 WITHIN_S = 0.2
 
@@ -45,3 +46,21 @@ async def test_whoever_stood_still_itself_listens_once_more_and_no_more_than_tha
     time.sleep(WITHIN_S + 2 * HEARTBEAT_S)  # noqa: ASYNC251
     with pytest.raises(Unavailable):
         await listening
+
+
+async def test_bytes_that_are_no_message_are_the_end_of_a_peer() -> None:
+    async def broken() -> AsyncIterator[str | None]:
+        yield "a"
+        yield None  # what gRPC gives for them
+
+    messages = heard(broken(), "it", WITHIN_S)
+    assert await anext(messages) == "a"
+    with pytest.raises(Unavailable, match="it has sent bytes that are no message"):
+        await anext(messages)
+
+
+def test_a_peer_is_stuck_that_is_in_one_step_for_half_a_minute() -> None:
+    most = round(STUCK_S * 1000)
+    check(types_pb2.Heartbeat(steps=3, running_ms=most), "it")
+    with pytest.raises(Unavailable, match="it has been in one step for 30 s"):
+        check(types_pb2.Heartbeat(steps=3, running_ms=most + 1), "it")

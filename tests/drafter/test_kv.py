@@ -1,0 +1,220 @@
+"""A drafter computes with the KV of the text that it drafts for, whatever is committed, begun anew or swapped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafter_svc.grower import Grower
+from drafter_svc.replica import Snapshot, Update
+from drafter_svc.upstream import Attachment
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.tree import Delta
+from outrider.engine.batch import Segment
+from outrider.engine.logits import HostLogits, Logits
+
+VOCABULARY = 8
+TERMS = Contract(seed=4, max_tokens=100), Plan(version=1, depth=3, width=3, nodes=12), 4096
+KEY = Attachment("s", "", 1, b"", 1)
+TEXT = (3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 0, 1)
+
+
+class Engine(SimpleNamespace):
+    """A model whose KV are the tokens themselves: a row that is seen and is not what it should be is an error."""
+
+    def __init__(self, texts: Callable[[int], Sequence[int]], seed: int = 1) -> None:
+        """`texts`: what is committed in a slot."""
+        super().__init__(slots=2, context=200, rows=300, sayable=VOCABULARY, fed=0, draws=False, beat_s=None)
+        self.passes = 0
+        self.may_pass = threading.Event()
+        self.may_pass.set()
+        self._texts = texts
+        self._cells = np.full((self.slots, self.rows), -1)
+        self._chance = np.random.default_rng(seed)
+
+    def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
+        for it in segments:
+            text, cells = self._texts(it.slot), self._cells[it.slot]
+            assert cells[: it.prefix].tolist() == [*text[: it.prefix]]
+            end = it.prefix + it.span
+            cells[end - len(it.tokens) : end] = it.tokens
+            mask = np.tri(it.span, dtype=bool) if it.mask is None else it.mask
+            for seen, position in zip(mask, it.positions, strict=True):
+                visible = cells[it.prefix : end][seen]
+                assert it.prefix + len(visible) == position + 1  # the text, and the node's own path
+                assert (visible >= 0).all()
+        self.passes += 1
+        assert self.may_pass.wait(10)
+        wanted = sum(len(it.tokens) if it.wanted is None else it.wanted for it in segments)
+        return HostLogits(self._chance.normal(0.0, 1.5, (wanted, VOCABULARY)).astype(np.float32))
+
+    def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        self._cells[slot, target] = self._cells[slot, source].copy()
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self._cells[target, :rows] = self._cells[source, :rows]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Rig:
+    """A drafter's loop, and what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Delta] = []
+        self.ended = 0  # how often it had nothing more to send
+        self.lost = 0
+        self.engine = self.make_engine()
+        self.grower = Grower(
+            self.engine,  # type: ignore[arg-type]
+            level_nodes=4,
+            prefill_chunk=64,
+            send=self._hear,
+            resync=self._resync,
+        )
+        self.tokens = [*TEXT]
+
+    def make_engine(self) -> Any:
+        return Engine(lambda slot: self.session(slot).tokens)
+
+    def session(self, slot: int) -> Any:
+        return next(
+            member.session for member in self.grower.members.values() if member.session and member.place.slot == slot
+        )
+
+    def open(self, text: Sequence[int] = TEXT, key: Attachment = KEY) -> None:
+        self.tokens = [*text]
+        self.grower.opened(key, Snapshot(tuple(text), extend(EMPTY, text), *TERMS))
+
+    def commit(self, tokens: Sequence[int], credit: int = 4096) -> None:
+        update = Update(
+            position=len(self.tokens),
+            tokens=tuple(tokens),
+            digest=extend(EMPTY, [*self.tokens, *tokens]),
+            plan=None,
+            price=0.0,
+            time_price=0.0,
+            ahead=False,
+            credit=credit,
+            dropped=(),
+        )
+        self.tokens += tokens
+        self.grower.updated(KEY, update)
+
+    async def rest(self) -> None:
+        """Until it has sent all that it will before the next commit."""
+        ended = self.ended
+        async with asyncio.timeout(10):
+            while self.ended == ended and not self.running.done():
+                await asyncio.sleep(0.001)
+        if self.running.done():
+            await self.running
+
+    def _hear(self, key: Attachment, delta: Delta, version: int, exhausted: bool) -> None:
+        self.sent.append(delta)
+        self.ended += exhausted
+
+    def _resync(self, key: Attachment) -> None:
+        self.lost += 1
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self.running = asyncio.create_task(self.grower.run())
+        try:
+            yield
+        finally:
+            self.running.cancel()
+
+
+async def test_whatever_is_committed_rows_hold_their_own_tokens() -> None:
+    rig, chance = Rig(), np.random.default_rng(2)
+    with rig.at_work():
+        rig.open()
+        for _ in range(40):
+            await rig.rest()
+            node, path = rig.session(0).tree.root, []
+            while node.children and chance.random() < 0.8:  # a path of the tree, of any kind
+                children = [*node.children.values()]
+                node = children[chance.integers(len(children))]
+                path.append(node.token)
+            rig.commit([*path, int(chance.integers(VOCABULARY))])
+        await rig.rest()
+    assert rig.session(0).tokens == rig.tokens
+    assert rig.lost == 0
+    with suppress(asyncio.CancelledError):
+        await rig.running
+
+
+async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_before() -> None:
+    rig = Rig()
+    other = Attachment("other", "", 1, b"", 2)
+    with rig.at_work():
+        rig.open(key=other)
+        await rig.rest()
+        rig.grower.closed(other)  # its KV stays in a free slot
+        rig.open()
+        await rig.rest()
+        rig.commit([*rig.session(rig.grower.members[KEY].place.slot).tree.root.children][:1])
+        await rig.rest()
+        engine = rig.make_engine()
+        rig.grower.renew(engine)
+        rig.commit([7])
+        await rig.rest()
+        rig.grower.closed(KEY)
+        rig.open(key=other)
+        await rig.rest()
+    assert engine.passes > 1
+    with suppress(asyncio.CancelledError):
+        await rig.running
+
+
+async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent() -> None:
+    """It has begun anew by then, over another text."""
+    rig = Rig()
+    with rig.at_work():
+        rig.open()
+        await rig.rest()
+        rig.engine.may_pass.clear()
+        passes = rig.engine.passes
+        rig.commit([7])
+        async with asyncio.timeout(10):
+            while rig.engine.passes == passes:
+                await asyncio.sleep(0.001)
+        rig.sent.clear()
+        rig.grower.closed(KEY)
+        rig.open(TEXT[:9])
+        rig.engine.may_pass.set()
+        await rig.rest()
+    assert {(delta.root_position, delta.root_digest) for delta in rig.sent} == {(8, extend(EMPTY, TEXT[:9]))}
+    with suppress(asyncio.CancelledError):
+        await rig.running
+
+
+async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
+    rig = Rig()
+    with rig.at_work():
+        rig.grower.opened(KEY, Snapshot(TEXT, extend(EMPTY, TEXT) ^ 1, *TERMS))
+        async with asyncio.timeout(10):
+            while not rig.lost:
+                await asyncio.sleep(0.001)
+        assert rig.sent == []
+        rig.open()
+        await rig.rest()
+        rig.tokens[0] += 1  # the upstream's text is another one
+        rig.sent.clear()
+        rig.commit([7])
+        async with asyncio.timeout(10):
+            while rig.lost == 1:
+                await asyncio.sleep(0.001)
+        assert rig.sent == []
+    with suppress(asyncio.CancelledError):
+        await rig.running

@@ -1,0 +1,103 @@
+"""`make mutants`: breaks the product on purpose, and says what no test has noticed.
+
+Exits with status 1 if a hand-made mutant survives or too many of the tool's do. The last line has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.listing import Mutant, listed
+from tests.mutants.running import PASSED, Copy, Outcome, Result
+from tests.mutants.tool import LEAST_SCORE, judge
+
+SHOWN_LINES = 30  # of the output of tests that could not run
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="what to run; all, unless given")
+    parser.add_argument("--only", metavar="NAME", action="append", help="hand-made mutants or areas to run")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (2)")
+    arguments = parser.parse_args()
+    figures: dict[str, float] = {}
+    for part in arguments.part or PARTS:
+        figures |= PARTS[part](arguments)
+    print("mutants:", *(f"{name}={figure:.3g}" for name, figure in figures.items()))
+    sys.exit(figures.get("surviving", 0) > 0 or figures.get("tool_score", 1.0) < LEAST_SCORE)
+
+
+def by_tool(arguments: argparse.Namespace) -> dict[str, float]:
+    """Judges the mutants of the tool. Ends the process where one is listed as equivalent that is not."""
+    judgement = judge(arguments.jobs)
+    print(*judgement.lines(), sep="\n")
+    if judgement.stale:
+        sys.exit("tests/mutants/equivalent.toml must list mutants that survive, and no others")
+    return {"tool_score": judgement.score}
+
+
+def hand_made(arguments: argparse.Namespace) -> dict[str, float]:
+    """Judges the mutants of the lists."""
+    mutants = [one for one in listed() if not arguments.only or {one.name, one.area} & {*arguments.only}]
+    if not mutants:
+        sys.exit(f"no mutant and no area is named {' or '.join(arguments.only)}")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="outrider-mutants-") as folder:
+        copies = [Copy(Path(folder).resolve() / str(number)) for number in range(arguments.jobs)]
+        _check_unmutated(copies, mutants)
+        results = _judged(copies, mutants)
+    bad = [result for result in results if result.outcome is not Outcome.FOUND_OUT]
+    print(f"{len(mutants)} hand-made mutants, {len(mutants) - len(bad)} found out, {time.monotonic() - began:.0f} s")
+    for result in bad:
+        print(f"{result.outcome.value}: {result.mutant.area}/{result.mutant.name}: {result.mutant.promise}")
+        if result.outcome is Outcome.BROKEN:
+            print(*result.output.splitlines()[-SHOWN_LINES:], sep="\n")
+    return {"hand_made": len(mutants), "surviving": len(bad)}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"tool": by_tool, "hand-made": hand_made}
+
+
+def _check_unmutated(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> None:
+    """Runs all their tests on the product as it is. Ends the process where one fails."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    print(f"{len(tests)} tests without any mutant ...", flush=True)
+    began = time.monotonic()
+    with ThreadPoolExecutor(len(copies)) as pool:
+        shares = [tests[index :: len(copies)] for index in range(len(copies))]
+        runs = pool.map(lambda copy, share: copy.run(share, None) if share else (PASSED, ""), copies, shares)
+        for status, output in runs:
+            if status != PASSED:
+                sys.exit(f"{output}\nthe tests fail without any mutant")
+    print(f"... pass in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def _judged(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> list[Result]:
+    """All of them, as many at a time as there are copies; a line for each as it is judged."""
+    free: SimpleQueue[Copy] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def judge(mutant: Mutant) -> Result:
+        copy = free.get()
+        try:
+            result = copy.judge(mutant)
+        finally:
+            free.put(copy)
+        print(f"{result.outcome.value:9}  {result.seconds:5.1f} s  {mutant.area}/{mutant.name}", flush=True)
+        return result
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return list(pool.map(judge, mutants))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a session grants to its drafters and tells them, and holds them to."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.core.calibration import Calibration
+from outrider.core.contract import Contract, Plan
+from outrider.core.digest import EMPTY, extend
+from outrider.core.tree import Delta
+from outrider.core.waiting import Patterns
+from outrider.engine.slots import Taken
+from outrider.errors import InvalidRequest
+from outrider.sink.drafted import Subscription
+from outrider.sink.snapshot import snapshot_parts
+from outrider.sink.stream import DraftStream
+from outrider.v1 import types_pb2
+from verifier_svc.session import TREE_CAPACITY, Session, Start
+
+TOKENS = (1, 2, 3)
+VOCABULARY, SAYABLE = 64, 60
+
+
+def subscribed(**terms: int) -> Subscription:
+    """A drafter of a session."""
+    start = Start("s", "", 1, TOKENS, 3, Contract(seed=1, max_tokens=100, **terms), Plan(version=1, depth=8), 64)
+    session = Session(start, Taken(0, len(TOKENS) - 1, None), VOCABULARY, Patterns.unknown(), sayable=SAYABLE)
+    return session.subscribe(DraftStream("d", types_pb2.Heartbeat), 1, Calibration())
+
+
+def chains(first_id: int, count: int, token: int = 0) -> Delta:
+    """Nodes in chains of fifty, each of which begins with another token."""
+    parents = tuple(identity - 1 if (identity - first_id) % 50 else 0 for identity in range(first_id, first_id + count))
+    tokens = tuple(token + place // 50 for place in range(count))
+    return Delta(len(TOKENS) - 1, extend(EMPTY, TOKENS), first_id, parents, tokens, (-0.5,) * count)
+
+
+def test_a_credit_that_was_given_holds_though_a_later_one_is_smaller() -> None:
+    """The drafter may have sent its nodes before it heard of that."""
+    subscription = subscribed()
+    session: Session = subscription.session  # type: ignore[assignment]
+    given = session.grant(subscription)
+    assert given == TREE_CAPACITY
+    session.tree.graft(9, chains(1, 300))
+    assert session.grant(subscription) == TREE_CAPACITY - 300
+    session.graft(subscription, chains(1, given, token=20), 0.0, passing=False)
+    with pytest.raises(InvalidRequest, match="beyond the credit"):
+        session.graft(subscription, chains(given + 1, 1, token=50), 0.0, passing=False)
+
+
+def test_a_snapshot_tells_what_drafting_needs_and_no_more() -> None:
+    (part,) = snapshot_parts(subscribed(logprobs=3))
+    assert (part.last, part.position, tuple(part.tokens)) == (True, 0, TOKENS)
+    assert part.digest == extend(EMPTY, TOKENS)
+    assert (part.vocabulary, part.sayable) == (VOCABULARY, SAYABLE)
+    assert not part.contract.HasField("logprobs")
+    assert part.credit == TREE_CAPACITY
+    assert part.answer_position == len(TOKENS)

@@ -1,0 +1,318 @@
+"""The step loop keeps windows, ends, owners and tenants apart, however good the tree is that it verifies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.core.budget import CostModel
+from outrider.core.calibration import Calibration
+from outrider.core.contract import OFF, Contract, Overlap, Plan
+from outrider.core.credit import Credit
+from outrider.core.digest import EMPTY, extend
+from outrider.core.tree import Delta
+from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.native import NativeEngine
+from outrider.errors import Moved, Superseded
+from outrider.sink.stream import DraftStream
+from outrider.v1 import types_pb2
+from tests.e2e.tiny import VOCABULARY, make_tiny
+from verifier_svc.loop import StepLoop
+from verifier_svc.session import Commit, Session, Start
+from verifier_svc.step import Step, Verdicts
+
+PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
+IN_ROUNDS = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0, overlap=Overlap.ROUNDS)
+TEXT = (1, 2, 3, 1, 2, 3, 1, 5, 4, 2)
+DRAFTER = 9
+
+
+class Free(CostModel):
+    """A node more costs nothing, whatever steps take."""
+
+    def __init__(self) -> None:
+        super().__init__([(2, 1.0), (64, 1.0)])
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learns nothing."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), layers=1, width=32)
+
+
+@pytest.fixture
+def loop(target: Path) -> Iterator[StepLoop]:
+    """A verifier's loop, whose steps the test takes by itself."""
+    engine = NativeEngine.load(target, dtype="float32", slots=3, threads=1)
+    loop = StepLoop(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+    yield loop
+    loop._passes.close()
+
+
+def opened(
+    loop: StepLoop,
+    name: str = "s",
+    tokens: Sequence[int] = TEXT,
+    *,
+    epoch: int = 1,
+    tenant: str = "",
+    plan: Plan = PLAN,
+    window: int = 256,
+    most: int = 40,
+    **terms: Any,
+) -> Session:
+    contract = Contract(seed=5, max_tokens=most, **terms)
+    return loop.open(Start(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
+
+
+async def passed(loop: StepLoop, *sessions: Session) -> tuple[Step, Logits]:
+    """A step for them that has not committed yet."""
+    step, _ = loop._select(sessions, time.monotonic())
+    return step, await loop._forward(step)
+
+
+async def stepped(loop: StepLoop, *sessions: Session) -> None:
+    step, logits = await passed(loop, *sessions)
+    loop._commit(step, loop._walk(step, logits))
+
+
+async def said(loop: StepLoop, session: Session) -> list[int]:
+    """The session's tokens when its generation has ended."""
+    while not session.finished:
+        await stepped(loop, session)
+    return session.tokens
+
+
+async def plain(loop: StepLoop, **terms: Any) -> list[int]:
+    """What is said without drafts."""
+    session = opened(loop, "plain", plan=OFF, **terms)
+    tokens = [*await said(loop, session)]
+    loop.close(session)
+    loop.slots.forget()
+    return tokens
+
+
+def draft(session: Session, tokens: Sequence[int], sender: int = DRAFTER) -> None:
+    """A drafter sends a chain below the session's root."""
+    count, first = len(tokens), session.tree.last_id(sender) + 1
+    parents = (0, *range(first, first + count - 1))
+    root, digest = len(session.tokens) - 1, extend(EMPTY, session.tokens)
+    session.tree.graft(sender, Delta(root, digest, first, parents, tuple(tokens), (-0.125,) * count))
+
+
+def bush(session: Session, tokens: Sequence[int], chance: random.Random) -> None:
+    """A drafter sends a tree: a path of these tokens, and wrong ones beside and below each, in any order."""
+    nodes: list[tuple[int, int]] = []  # (index of the parent, token); -1: the root
+    right = wrong = -1
+    for token in tokens:
+        others = chance.sample([other for other in range(VOCABULARY) if other != token], 2)
+        level = [(right, token), *((right, other) for other in others)]
+        if wrong >= 0:
+            level.append((wrong, chance.randrange(VOCABULARY)))
+        chance.shuffle(level)
+        first = len(nodes)
+        nodes += level
+        right, wrong = first + level.index((right, token)), first + level.index((right, others[0]))
+    first_id = session.tree.last_id(DRAFTER) + 1
+    session.tree.graft(
+        DRAFTER,
+        Delta(
+            len(session.tokens) - 1,
+            extend(EMPTY, session.tokens),
+            first_id,
+            tuple(parent + first_id if parent >= 0 else 0 for parent, _ in nodes),
+            tuple(token for _, token in nodes),
+            tuple(-chance.choice((0.125, 0.25, 0.5)) for _ in nodes),
+        ),
+    )
+
+
+def commits(session: Session) -> list[Commit | None]:
+    return [session.commits.get_nowait() for _ in range(session.commits.qsize())]
+
+
+async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loop: StepLoop) -> None:
+    terms: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    ]
+    texts = [await plain(loop, **each) for each in terms]
+    chance = random.Random(3)
+    sessions = [opened(loop, str(number), **each) for number, each in enumerate(terms)]
+    accepted = 0
+    await stepped(loop, *sessions)  # reads the prompts
+    while running := [session for session in sessions if not session.finished]:
+        for session in running:
+            place = len(session.tokens)
+            right = texts[sessions.index(session)][place : place + chance.randrange(5)]
+            bush(session, [*right, chance.randrange(VOCABULARY)], chance)
+        await stepped(loop, *running)
+    for session, text in zip(sessions, texts, strict=True):
+        assert session.tokens == text
+        accepted += sum(commit.report.accepted for commit in commits(session) if commit is not None)
+        loop.close(session)
+    assert accepted > 40
+    turns = []
+    for number, (text, each) in enumerate(zip(texts, terms, strict=True)):  # they go on from the KV that was kept
+        turn = opened(loop, str(number), [*text, 4, 5], most=60, **each)
+        assert turn.place == (sessions[number].place.slot, len(text) - 1, None)
+        turns.append(await said(loop, turn))
+        loop.close(turn)
+    loop.slots.forget()
+    for turn, text, each in zip(turns, texts, terms, strict=True):
+        cold = opened(loop, "cold", [*text, 4, 5], most=60, **each)
+        assert await said(loop, cold) == turn
+        loop.close(cold)
+        loop.slots.forget()
+
+
+@pytest.mark.parametrize("plan", [PLAN, IN_ROUNDS], ids=["chosen", "whole"])
+async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(loop: StepLoop, plan: Plan) -> None:
+    text = await plain(loop)
+    session = opened(loop, window=5, plan=plan)
+    await stepped(loop, session)  # reads the prompt
+    draft(session, text[len(TEXT) + 1 : len(TEXT) + 9])
+    await stepped(loop, session)
+    assert session.tokens == text[: len(TEXT) + 5]
+    assert not session.ready
+    session.durable += 2
+    assert session.ready
+    await stepped(loop, session)
+    assert session.tokens == text[: len(TEXT) + 7]
+    assert not session.ready
+
+
+async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop: StepLoop) -> None:
+    text = await plain(loop)
+    answer = text[len(TEXT) :]
+    behind = next(place for place in range(2, 7) if answer[place] not in answer[:place])
+    session = opened(loop, stop_ids=(answer[behind],))
+    await stepped(loop, session)  # reads the prompt
+    draft(session, answer[1:9])
+    await stepped(loop, session)
+    assert session.finished
+    assert session.tokens == text[: len(TEXT) + behind + 1]
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"min_tokens": 25, "stop_ids": (1, 2, 3, 4, 5)},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    ],
+    ids=["noise", "stops", "penalties"],
+)
+@pytest.mark.parametrize("count", [1, 7, 24])
+async def test_a_generation_that_goes_on_elsewhere_says_what_it_would_have_said(
+    loop: StepLoop, terms: dict[str, Any], count: int
+) -> None:
+    text = await plain(loop, **terms)
+    assert len(text) > len(TEXT) + count
+    session = opened(loop, tokens=text[: len(TEXT) + count], epoch=2, **terms)
+    await stepped(loop, session)  # reads what was said
+    draft(session, text[len(session.tokens) : len(session.tokens) + 4])
+    assert await said(loop, session) == text
+
+
+async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(loop: StepLoop) -> None:
+    first = opened(loop, epoch=2)
+    await stepped(loop, first)
+    for epoch in (1, 2):
+        with pytest.raises(Superseded):
+            opened(loop, tokens=first.tokens, epoch=epoch)
+    assert loop.sessions == {"s": first}
+    second = opened(loop, tokens=first.tokens, epoch=3)
+    assert (first.finished, first.fenced, first.moved) == (True, True, False)
+    assert commits(first)[-1] is None
+    assert second.place == (first.place.slot, len(first.tokens) - 1, None)
+    assert loop.sessions == {"s": second}
+
+
+async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepLoop) -> None:
+    gone, other = opened(loop, "gone"), opened(loop, "other")
+    step, logits = await passed(loop, gone, other)
+    loop.close(gone)
+    loop._commit(step, loop._walk(step, logits))
+    assert gone.tokens == [*TEXT]
+    assert commits(gone) == [None]
+    assert len(other.tokens) == len(TEXT) + 1
+
+
+async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_move(loop: StepLoop) -> None:
+    session = opened(loop)
+    left: list[bool] = []
+    loop.leave(lambda: left.append(session.moved))
+    with pytest.raises(Moved):
+        opened(loop, "late")
+    with pytest.raises(Moved):
+        await loop.read(TEXT, "")
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(5):
+        while not left:
+            await asyncio.sleep(0.001)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    assert left[0]
+    assert session.finished
+    assert commits(session)[-1] is None
+
+
+async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepLoop) -> None:
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(5):
+        assert await loop.read(TEXT, "one") == len(TEXT) - 1
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    loop._over = False
+    assert opened(loop, "b", tenant="other").place.cached == 0
+    assert opened(loop, "c", tenant="").place.cached == 0
+    assert opened(loop, "a", tenant="one").place.cached == len(TEXT) - 1
+
+
+async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepLoop) -> None:
+    text = await plain(loop)
+    answer = text[len(TEXT) :]
+    session = opened(loop)
+    await stepped(loop, session)  # reads the prompt
+    for name, count in (("long", 3), ("short", 1)):
+        stream = DraftStream(name, types_pb2.Heartbeat)
+        subscription = session.subscribe(stream, 1, Calibration())
+        draft(session, answer[1 : 1 + count], subscription.sender)
+    await stepped(loop, session)
+    _, commit = commits(session)
+    assert commit is not None
+    assert commit.owed == (Credit("long", 3, 3, 2), Credit("short", 1, 1, 0))
+
+
+async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepLoop) -> None:
+    """Else a drafter that is fenced could know what will be accepted."""
+    draws = []
+    for epoch in (1, 2):
+        session = opened(loop, epoch=epoch, rule="speculative-sampling")
+        step, _ = loop._select([session], time.monotonic())
+        draws.append(Verdicts(step.works[0], HostLogits.__new__(HostLogits), 0).chance()._uniform())
+    assert draws[0] != draws[1]
+
+
+async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop) -> None:
+    """A family pads its vocabulary; here the padding would be said if it might."""
+    text = await plain(loop)
+    limit = max(text[len(TEXT) :])
+    loop._engine.sayable = limit
+    session = opened(loop)
+    await stepped(loop, session)
+    draft(session, text[len(session.tokens) : len(session.tokens) + 4])
+    assert max((await said(loop, session))[len(TEXT) :]) < limit
