@@ -81,6 +81,12 @@ def test_what_cannot_have_been_drawn_is_refused_and_told_why(change: dict[str, A
     assert str(refusal.value) == problem
 
 
+def test_nodes_without_an_edge_are_a_fault_of_ours_and_not_cut_off() -> None:
+    tree = DrawnTree(PROMPT)
+    with pytest.raises(ValueError, match="shorter"):
+        tree.graft(3, delta(tree, edges=(-0.5, -1.0)))
+
+
 def test_further_children_of_a_node_are_refused() -> None:
     tree = DrawnTree(PROMPT)
     tree.graft(3, delta(tree))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.core.digest import EMPTY, NOTHING, Prefix, extend
 from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree, settled
+from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Hints, Node, TokenTree, settled
 from outrider.errors import InvalidRequest
 
 OWN = 0
@@ -213,6 +213,14 @@ def test_a_delta_that_contradicts_itself_is_refused_and_told_why(change: dict[st
     with pytest.raises(InvalidRequest) as refusal:
         tree.graft(1, Delta(root_digest=tree.digest, first_id=4, **fields | change))
     assert str(refusal.value) == problem
+
+
+def test_nodes_without_a_token_or_an_edge_are_a_fault_of_ours_and_not_cut_off() -> None:
+    tree = TokenTree([1])
+    with pytest.raises(ValueError, match="shorter"):
+        tree.hint(Hints(0, (-1, -1), (5, 6), (-0.5,)))
+    with pytest.raises(ValueError, match="shorter"):
+        tree.graft(1, Delta(0, tree.digest, 1, (0, 0), (5, 6), (-0.5,)))
 
 
 def test_drift_says_where() -> None:

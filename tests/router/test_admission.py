@@ -41,11 +41,15 @@ class Front:
         self.places: int | None = places
         self.clock = Clock()
         config = RouterConfig(models={"model": Path("/m")}, **options)
-        self.admission = Admission(config, lambda model: self.places, clock=self.clock, jitter=lambda low, high: low)
+        self.admission = Admission(config, self._places, clock=self.clock, jitter=lambda low, high: low)
         self.inside: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leave: dict[str, asyncio.Event] = {}
         self.held: dict[str, Place] = {}
+
+    def _places(self, model: str) -> int | None:
+        assert model in ("model", "other")
+        return self.places
 
     def come(self, name: str, wanted: Claim | None = None) -> asyncio.Task[None]:
         self._leave[name] = asyncio.Event()
@@ -240,6 +244,16 @@ async def test_a_tenant_has_no_more_at_once_than_it_may(front: Callable[..., Fro
     assert door.inside == ["a1", "b1", "a2"]
 
 
+async def test_each_place_that_a_tenant_gives_back_is_one_that_it_may_have(front: Callable[..., Front]) -> None:
+    door = front(9, tenant_sessions=2)
+    for name in "1234":
+        door.come(name)
+        await turn()
+    assert door.inside == ["1", "2"]
+    await door.go("1")
+    assert door.inside == ["1", "2", "3"]
+
+
 async def test_who_was_refused_by_the_verifiers_waits_before_all_others(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "123":
@@ -281,6 +295,9 @@ async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
         buckets.take("a", 1)
     assert buckets.wait_s("a", 1) == pytest.approx(0.5)
     assert buckets.wait_s("b", 1) == 0
+    clock.now = 0.0
+    assert Buckets(2.0, 4.0, clock).wait_s("a", 4) == 0  # full at first, whatever the time is
+    clock.now = 100.0
     buckets.take("a", 3)  # known only afterwards
     assert buckets.wait_s("a", 1) == pytest.approx(2.0)
     clock.now += 100
@@ -561,6 +578,48 @@ async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_the
     assert door.admission.held == 0
 
 
+async def test_who_was_refused_by_a_verifier_goes_first_be_it_of_a_tenant_that_had_much(
+    front: Callable[..., Front],
+) -> None:
+    door = front(1, queue_per_tenant=0, queue=1)
+    door.come("1")
+    await turn()
+    door.come("2", claim("b"))
+    await turn()
+    door.held["1"].spend(said=5000)
+    await door.held["1"].again("all slots are in use")
+    assert door.inside == ["1"]
+    door.places = 0
+    with pytest.raises(Overloaded, match=r"^all slots are in use; all places are taken and 0 of yours wait"):
+        await door.held["1"].again("all slots are in use")
+    with pytest.raises(Overloaded, match=r"^all places are taken and 0 of yours wait"):
+        await door.held["1"].take_turn()
+
+
+async def test_one_that_takes_over_a_place_waits_for_none_and_gives_it_back(front: Callable[..., Front]) -> None:
+    door = front(0)
+    async with door.admission.place(claim(tokens=0), holds_one=True) as place:
+        assert (door.admission.held, place.held) == (1, True)
+    assert (door.admission.held, place.held) == (0, False)
+
+
+async def test_how_long_a_place_is_kept_is_known_once_something_was_said_in_it(front: Callable[..., Front]) -> None:
+    door = front(2)
+    for name in "12":
+        door.come(name)
+    await turn()
+    door.held["1"].spend(said=5)
+    await door.held["1"].again("all slots are in use")
+    door.held["1"].spend(read=9)  # that alone since it has the place
+    door.clock.now += 7
+    door.held["1"].leave()
+    assert door.admission.stays["model"].wait_s(0, 1) is None
+    door.held["2"].spend(said=1)
+    door.held["2"].spend(read=9)
+    door.held["2"].leave()
+    assert door.admission.stays["model"].wait_s(0, 1) == 7.0
+
+
 async def test_a_place_where_nothing_was_said_tells_nothing_of_how_long_they_are_kept(
     front: Callable[..., Front],
 ) -> None:
@@ -692,6 +751,9 @@ def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgot
     buckets = Buckets(2.0, 4.0, clock)
     buckets.take("a", -9)
     assert buckets.wait_s("a", 4) == 0
+    buckets.take("b", 1)
+    assert set(buckets._levels) == {"a", "b"}  # as many as there may be
+    buckets.take("b", -1)
     buckets.take("a", 4)
     assert buckets.wait_s("a", 1) == pytest.approx(0.5)
     buckets.take("b", 4)

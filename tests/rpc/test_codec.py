@@ -72,6 +72,15 @@ def deltas(draw: st.DrawFn) -> Delta:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Contract, types_pb2.Contract), (Plan, types_pb2.Plan), (StepReport, types_pb2.StepReport)],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_value_has_the_fields_of_its_message(kind: Any, message: Any) -> None:
+    assert set(codec._names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
+
+
 @given(contracts, plans, reports)
 def test_contracts_plans_and_reports_round_trip(contract: Contract, plan: Plan, report: StepReport) -> None:
     assert codec.contract_from_pb(codec.contract_to_pb(contract)) == contract
@@ -209,13 +218,13 @@ def test_a_drawn_row_has_at_most_512_tokens() -> None:
         codec.delta_from_pb(row(513), 1000)
 
 
-HINTS = Hints(5, (-1, 0, 0, -1), (7, 8, 9, 0), (-1 / 16, -0.5, -0.25, -2.0))
+HINTS = Hints(5, (-1, 0, 1, -1), (7, 8, 9, 0), (-1 / 16, -0.5, -0.25, -2.0))
 
 
 def test_hints_survive_the_wire_and_say_whose_they_are() -> None:
     message = codec.hints_to_pb(HINTS, attachment=2, epoch=1)
     assert message == pb.Hints(
-        attachment=2, epoch=1, root_position=5, parents=[0, 1, 2, 0], tokens=[7, 8, 9, 0], edges=b"\x01\x08\x04\x20"
+        attachment=2, epoch=1, root_position=5, parents=[0, 1, 1, 0], tokens=[7, 8, 9, 0], edges=b"\x01\x08\x04\x20"
     )
     assert codec.hints_from_pb(message, 10) == HINTS
 

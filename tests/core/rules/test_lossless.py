@@ -347,18 +347,18 @@ def test_a_walk_commits_each_token_after_the_row_that_it_follows() -> None:
 def test_of_the_longest_typical_paths_the_likeliest_counts() -> None:
     language = Language(3, PLAIN)
     rows = {(): [0.5, 0.3, 0.2], (0,): [0.2, 0.6, 0.2], (1,): [0.1, 0.1, 0.8], (2,): [0.5, 0.3, 0.2]}
-    language.p = lambda path: np.array(rows.get(path, [0.4, 0.3, 0.3]))  # type: ignore[method-assign]
+    language.p = lambda path: np.array(rows.get(path, [0.0, 0.0, 1.0]))  # type: ignore[method-assign]
     paths: list[Path] = [(), (2,), (0,), (1,), (2, 0), (0, 1), (1, 2), (0, 0)]
     tree = Tree(paths, [-1, *(paths.index(path[:-1]) for path in paths[1:])])
     low = rule_of(Contract(seed=0, max_tokens=1, rule="typical-acceptance", typical_epsilon=0.01, typical_delta=0.01))
-    walked = low.walk(tree.rows, JudgeOf(language, tree), Tape([2]))
+    walked = low.walk(tree.rows, JudgeOf(language, tree), Tape([]))
     assert [paths[row] for row in walked.path] == [(0,), (0, 1)]  # 0.3, against 0.24 and 0.1
     assert [choice.token for choice in walked.choices] == [0, 1, 2]
     # Exactly as likely as the threshold is not likely enough.
     strict = rule_of(Contract(seed=0, max_tokens=1, rule="typical-acceptance", typical_epsilon=0.5, typical_delta=1.0))
-    flat = [0.5, 0.5, 0.0]
-    language.p = lambda path: np.array(flat)  # type: ignore[method-assign]
-    assert strict.walk(tree.rows, JudgeOf(language, tree), Tape([])).path == []
+    rows = {(): [0.5, 0.5, 0.0]}
+    walked = strict.walk(tree.rows, JudgeOf(language, tree), Tape([]))
+    assert (walked.path, [choice.token for choice in walked.choices]) == ([], [0])
 
 
 def test_typical_acceptance_asks_for_less_where_the_target_is_unsure() -> None:
