@@ -449,6 +449,11 @@ async def test_who_waited_in_vain_is_told_for_how_long_or_that_its_time_ran_out(
         await passed
     with pytest.raises(Overloaded, match=r"within 0\.1 s"):  # not by the deadline, which is later
         await door.come("5", claim(deadline=door.clock.now + 9))
+    await door.go("1")
+    await known_stay(door, 0.04)
+    door.come("6")
+    await turn()
+    assert (await problem(door, "7", claim()))[1] == 0.1  # as soon as anybody is asked back
 
 
 async def test_a_router_that_goes_down_says_that_another_one_goes_on(front: Callable[..., Front]) -> None:

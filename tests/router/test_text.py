@@ -185,3 +185,14 @@ def test_the_first_of_several_stop_strings_ends_the_text() -> None:
     assert StopStrings(["cd", "bc", "x"]).feed("abcd") == ("a", True)
     matcher = StopStrings(["aab"])
     assert [matcher.feed(character) for character in "aaab"] == [("", False), ("", False), ("a", False), ("", True)]
+
+
+def test_a_stop_string_is_found_behind_a_beginning_of_it_that_came_to_nothing() -> None:
+    matcher = StopStrings(["aaba"])
+    assert [matcher.feed(character) for character in "aaaba"] == [
+        ("", False),
+        ("", False),
+        ("a", False),
+        ("", False),
+        ("", True),
+    ]
