@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from outrider.core.contract import Contract
+from outrider.core.filters import keep_top_p
 from outrider.core.logprobs import pack
 from outrider.core.noise import Draw, generation_base, gumbel_row
 from outrider.core.sampler import Sampler
@@ -278,6 +279,18 @@ def test_probabilities_sum_to_one_and_at_temperature_0_all_is_the_first_of_the_l
     warm = Sampler(replace(PLAIN, banned_ids=(3,)), 4, [0], 1).probabilities(logits)
     assert warm == pytest.approx(np.array([1.0, math.exp(2), math.exp(2), 0.0]) / (1 + 2 * math.exp(2)))
     assert Sampler(replace(PLAIN, temperature=0.0), 4, [0], 1).probabilities(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_needed() -> None:
+    scores = np.zeros(1000)
+    keep_top_p(scores, 0.5)
+    assert np.flatnonzero(scores == 0.0).tolist() == [*range(500)]
+    both = np.zeros(2)
+    keep_top_p(both, 0.9)
+    assert both.tolist() == [0.0, 0.0]
+    large = np.array([900.0, 0.0, 899.0])  # whose exponentials are not finite
+    keep_top_p(large, 0.9)
+    assert large.tolist() == [900.0, -math.inf, 899.0]
 
 
 def test_a_top_p_of_one_leaves_out_nothing_however_unlikely() -> None:

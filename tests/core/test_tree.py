@@ -105,6 +105,8 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     sender.name(child, OWN, 4)
     assert receiver.graft(1, delta_for(sender, [child], 4)) == ([], [])
     assert receiver.size == 0
+    receiver.commit([3])
+    assert receiver.graft(1, Delta(receiver.root.position, receiver.digest, 5, (4,), (1,), (0.0,))) == ([], [])
 
 
 def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() -> None:
@@ -135,6 +137,9 @@ def test_a_replayed_delta_changes_nothing() -> None:
     before = paths(receiver)
     assert receiver.graft(1, delta) == ([], [])
     assert paths(receiver) == before
+    partly = Delta(0, receiver.digest, 2, (1, 2), (6, 7), (-0.5, -0.5))  # its first node is known
+    assert [node.token for node in receiver.graft(1, partly).added] == [7]
+    receiver.remove(receiver.root.children[5].children[6].children[7])
     assert [node.names for level in receiver.levels() for node in level] == [[(1, 1)], [(1, 2)]]
     receiver.commit([7])
     assert receiver.graft(1, delta) == ([], [])  # they are dead
@@ -177,18 +182,31 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
     assert not receiver.graft(1, old).added
 
 
-def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longer() -> None:
+@pytest.mark.parametrize("sender", [1, 10_000])
+def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longer(sender: int) -> None:
     for age, added in ((ALIAS_SPAN, 1), (ALIAS_SPAN + 1, 0)):
         tree = TokenTree([1])
-        tree.graft(1, chain(TokenTree([1]), [5], 1))
+        tree.graft(sender, chain(TokenTree([1]), [5], 1))
         tree.commit([5])
         text = [step % 7 for step in range(age)]
         for token in text:
             tree.commit([token])
         count = len(text) + 1  # the committed tokens since then, and a new one
         late = Delta(tree.root.position, tree.digest, 2, tuple(range(1, count + 1)), (*text, 99), (-0.5,) * count)
-        assert len(tree.graft(1, late).added) == added
+        assert len(tree.graft(sender, late).added) == added
         tree.check_integrity()
+
+
+def test_what_a_forgotten_drafter_had_committed_expires_when_it_is_back() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain(TokenTree([1]), [5], 1))
+    tree.commit([5])
+    tree.forget(1)
+    tree.graft(1, Delta(tree.root.position, tree.digest, 1, (0,), (6,), (-0.5,)))
+    for _ in range(ALIAS_SPAN + 1):
+        tree.commit([7])
+    assert not tree._aliases
+    tree.check_integrity()
 
 
 def test_a_session_without_tokens_is_refused() -> None:
@@ -232,6 +250,7 @@ def test_a_node_knows_its_depth_and_the_path_to_it_and_begins_without_a_judgemen
     tree = TokenTree([1, 2])
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
     assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
+    assert (tree.root.token, tree.root.position) == (2, 1)
     assert (low.row, low.claim, low.q, low.expanded, low.judged) == (-1, None, None, False, False)
     assert [node.token for node in low.ancestors(tree.root)] == [6, 5]
     assert tree.score(tree.root) == 1.0
@@ -250,6 +269,8 @@ def test_a_node_is_held_until_it_or_one_above_it_is_removed_or_decided_otherwise
     assert not tree.holds(Node(7, 1, tree.root, -0.5))  # another of that token
     tree.commit([7])
     assert [tree.holds(node) for node in (root, other)] == [False, True]
+    tree.commit([8])
+    assert not tree.holds(other)
 
 
 def test_levels_are_siblings_side_by_side() -> None:
@@ -296,6 +317,8 @@ def test_what_a_drafter_claims_counts_for_as_much_as_it_is_judged_to_be_worth() 
         tree.rescore(node, -1.0)
     tree.graft(4, Delta(0, tree.digest, 3, (), (), (), rescored=((2, -0.125),), version=1), lambda edge: 2 * edge)
     assert (grafted.added[1].edge, grafted.added[1].claim) == (-0.25, (4, -0.125))
+    tree.commit([9])
+    assert not tree._sender(4).origins
 
 
 def test_below_a_node_that_the_tree_s_own_model_has_expanded_its_judgement_stands() -> None:
@@ -318,6 +341,44 @@ def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own
     assert [node.token for node in better.added] == [7]
     assert sorted(better.dropped) == [(1, 1), (3, 1)]  # all that had sent it
     tree.check_integrity()
+
+
+def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> None:
+    tree = TokenTree([1], capacity=2)
+    tree.graft(1, Delta(0, tree.digest, 1, (0, 1), (5, 6), (-1.0, 0.0)))
+    assert tree.graft(2, chain(TokenTree([1]), [7], 1, edge=-0.5)).dropped == [(1, 2)]
+    assert set(paths(tree)) == {(5,), (7,)}
+    tree.check_integrity()
+
+
+def test_books_that_are_wrong_are_noticed() -> None:
+    def tree() -> TokenTree:
+        made = TokenTree([1])
+        made.graft(1, chain(TokenTree([1]), [5, 6], 1))
+        made.check_integrity()
+        return made
+
+    for attribute, wrong in (("log_score", -0.6), ("position", 5), ("token", 7), ("parent", None)):
+        broken = tree()
+        setattr(broken.root.children[5].children[6], attribute, wrong)
+        with pytest.raises(AssertionError):
+            broken.check_integrity()
+    broken = tree()
+    broken.size += 1
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).nodes[2] = broken.root
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).nodes[3] = Node(9, 1, None, 0.0)
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).committed[9] = 1
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
 
 
 def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
