@@ -105,6 +105,7 @@ TEXT = torch.tensor([PROMPT + ANSWER])
     ("change", "processors"),
     [
         ({"repetition_penalty": 1.4}, [theirs.RepetitionPenaltyLogitsProcessor(1.4)]),
+        ({"repetition_penalty": 2.0}, [theirs.RepetitionPenaltyLogitsProcessor(2.0)]),
         ({"repetition_penalty": 0.6}, [theirs.RepetitionPenaltyLogitsProcessor(0.6)]),
         ({"logit_bias": {4: 2.5, 9: -3.0}}, [theirs.SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -3.0]])]),
         ({"banned_ids": (1, 6, 8)}, [theirs.SuppressTokensLogitsProcessor([1, 6, 8])]),
@@ -153,7 +154,18 @@ TEXT = torch.tensor([PROMPT + ANSWER])
             ],
         ),
     ],
-    ids=["repetition", "encouraged", "bias", "banned", "allowed", "too short", "long enough", "warpers", "all"],
+    ids=[
+        "repetition",
+        "doubled",
+        "encouraged",
+        "bias",
+        "banned",
+        "allowed",
+        "too short",
+        "long enough",
+        "warpers",
+        "all",
+    ],
 )
 def test_what_transformers_has_says_the_same(change: dict[str, Any], processors: list[Any]) -> None:
     sampler = Sampler(replace(PLAIN, **change), V, PROMPT + ANSWER, len(PROMPT))
@@ -267,6 +279,13 @@ def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_
     assert [*rows] == [6, 7]
 
 
+def test_what_is_chosen_at_a_node_is_chosen_by_its_own_noise() -> None:
+    sampler, flat = Sampler(PLAIN, V, PROMPT, len(PROMPT)), np.zeros(V, np.float32)
+    best = [int(gumbel_row(5, 0, position, V).argmax()) for position in (5, 6, 7)]
+    assert len(set(best)) == 3
+    assert [sampler.choose(flat, path).token for path in ([], [1], [1, 2])] == best
+
+
 def test_log_probabilities_are_of_the_token_that_was_chosen() -> None:
     logits = np.arange(V, dtype=np.float32)
     chosen = Sampler(replace(PLAIN, logprobs=3), V, PROMPT, len(PROMPT)).choose(logits)
@@ -282,9 +301,10 @@ def test_probabilities_sum_to_one_and_at_temperature_0_all_is_the_first_of_the_l
 
 
 def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_needed() -> None:
-    scores = np.zeros(1000)
+    scores = np.where(np.arange(1000) % 3 == 0, -50.0, 0.0)
+    alike = np.flatnonzero(scores == 0.0)
     keep_top_p(scores, 0.5)
-    assert np.flatnonzero(scores == 0.0).tolist() == [*range(500)]
+    assert np.flatnonzero(scores == 0.0).tolist() == alike[:333].tolist()
     both = np.zeros(2)
     keep_top_p(both, 0.9)
     assert both.tolist() == [0.0, 0.0]

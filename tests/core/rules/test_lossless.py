@@ -13,7 +13,7 @@ from outrider.core.digest import PHI, mix64
 from outrider.core.filters import FloatRow
 from outrider.core.rules import Chance, Drawn, Rows, Rule, SeededChance, SparseRow, Walk, rule_of
 from outrider.core.rules.joint import TraversalVerification
-from outrider.core.rules.rejection import RecursiveRejection, without
+from outrider.core.rules.rejection import RecursiveRejection, uncovered, without
 from outrider.core.rules.rule import Judge, accepted
 from outrider.core.sampler import Choice
 from outrider.core.shapes import Shape, chain_shape, size_of
@@ -402,9 +402,33 @@ def test_a_row_is_the_likeliest_tokens_up_to_their_mass_and_at_most_so_many() ->
     assert SparseRow.of(p, mass=0.71).tokens == (1, 2, 3)
     assert SparseRow.of(p, most=1).tokens == (1,)
     assert SparseRow.of(p) == SparseRow((0, 1, 2, 3), (16384, 65535, 32768, 49151))
-    flat = SparseRow.of(np.full(1000, 0.001))
-    assert (flat.tokens, set(flat.weights)) == (tuple(range(512)), {65535})  # of those alike the first
+    alike = [token for token in range(1500) if token % 3]
+    flat = SparseRow.of(np.where(np.isin(np.arange(1500), alike), 0.001, 0.0))
+    assert (flat.tokens, set(flat.weights)) == (tuple(alike[:512]), {65535})  # of those alike the first
     assert SparseRow.of(np.array([1 - 7e-6, 7e-6]), mass=1.0).tokens == (0,)  # a weight of less than a half
+
+
+class Fixed(JudgeOf):
+    """The same p and q after every row."""
+
+    def __init__(self, p: FloatRow, q: FloatRow) -> None:
+        self._p, self._q = p, q
+
+    def p(self, row: int) -> FloatRow:
+        return self._p
+
+    def q(self, row: int) -> FloatRow:
+        return self._q
+
+
+def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_says_something() -> None:
+    q = np.array([0.5, 0.5])
+    p = np.array([0.5, np.nextafter(0.5, 0)])  # nothing of it is beyond q
+    never = Tape([0])  # rejects what has a chance of all but 1
+    walked = rule("traversal-verification").walk(Rows([-1, 0], [-1, 1]), Fixed(p, q), never)
+    assert (walked.path, [choice.token for choice in walked.choices]) == ([], [0])
+    assert uncovered(p, q) is p
+    assert uncovered(q, p).tolist() == [0.0, 1.0]
 
 
 def test_no_more_is_drawn_than_there_is() -> None:
