@@ -586,18 +586,26 @@ async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_the
 async def test_who_was_refused_by_a_verifier_goes_first_be_it_of_a_tenant_that_had_much(
     front: Callable[..., Front],
 ) -> None:
-    door = front(1, queue_per_tenant=0, queue=1)
+    door = front(1)
     door.come("1")
     await turn()
     door.come("2", claim("b"))
     await turn()
+    assert door.admission.waiting == 1
     door.held["1"].spend(said=5000)
-    await door.held["1"].again("all slots are in use")
-    assert door.inside == ["1"]
-    door.places = 0
-    with pytest.raises(Overloaded, match=r"^all slots are in use; all places are taken and 0 of yours wait"):
+    async with asyncio.timeout(1):
         await door.held["1"].again("all slots are in use")
-    with pytest.raises(Overloaded, match=r"^all places are taken and 0 of yours wait"):
+    assert door.inside == ["1"]
+
+
+async def test_who_waits_again_in_vain_is_told_why_it_has_to(front: Callable[..., Front]) -> None:
+    door = front(1, queue=0)
+    door.come("1")
+    await turn()
+    door.places = 0
+    with pytest.raises(Overloaded, match=r"^all slots are in use; all places are taken and 0 wait"):
+        await door.held["1"].again("all slots are in use")
+    with pytest.raises(Overloaded, match=r"^all places are taken and 0 wait"):
         await door.held["1"].take_turn()
 
 

@@ -196,3 +196,5 @@ def test_a_stop_string_is_found_behind_a_beginning_of_it_that_came_to_nothing() 
         ("", False),
         ("", True),
     ]
+    matcher = StopStrings(["abcd"])
+    assert "".join(matcher.feed(character)[0] for character in "aabcd") == "a"
