@@ -406,6 +406,7 @@ def test_a_row_is_the_likeliest_tokens_up_to_their_mass_and_at_most_so_many() ->
     flat = SparseRow.of(np.where(np.isin(np.arange(1500), alike), 0.001, 0.0))
     assert (flat.tokens, set(flat.weights)) == (tuple(alike[:512]), {65535})  # of those alike the first
     assert SparseRow.of(np.array([1 - 7e-6, 7e-6]), mass=1.0).tokens == (0,)  # a weight of less than a half
+    assert SparseRow.of(np.array([1 - 2e-5, 2e-5]), mass=1.0) == SparseRow((0, 1), (65535, 1))
 
 
 class Fixed(JudgeOf):
