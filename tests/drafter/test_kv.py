@@ -158,7 +158,7 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
     rig = Rig()
     other = Attachment("other", "", 1, b"", 2)
     with rig.at_work():
-        rig.open(key=other)
+        rig.open(TEXT[::-1], key=other)
         await rig.rest()
         rig.grower.closed(other)  # its KV stays in a free slot
         rig.open()
@@ -170,7 +170,7 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
         rig.commit([7])
         await rig.rest()
         rig.grower.closed(KEY)
-        rig.open(key=other)
+        rig.open(TEXT[::-1], key=other)
         await rig.rest()
     assert engine.passes > 1
     with suppress(asyncio.CancelledError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file, save_file
 
 from drafter_svc import learning
 from drafter_svc.learning import FIRST_LOOK, Learner, Own
 from outrider.engine.card import weights_digest
 from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.engine.loading import outline
 from outrider.store.client import connect
 from outrider.store.versions import Version, Versions
-from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+
+MODELS = Path(__file__).parents[2] / "models"
 
 
 class Grower:
@@ -41,7 +45,8 @@ class Rig:
         self.folders = folders
         self.versions = versions
         self.grower = Grower()
-        own = Own(folders[0], read_tokenizer_digest(folders[0]), VOCABULARY, CONTEXT, "")
+        shape = outline(folders[0])
+        own = Own(folders[0], read_tokenizer_digest(folders[0]), shape.vocabulary, shape.context, "")
         grower, load = self.grower, lambda folder: folder
         self.learner = Learner(grower, versions, own, load)  # type: ignore[arg-type]
 
@@ -60,8 +65,13 @@ class Rig:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A drafter's own, and two versions of it."""
-    folder = tmp_path_factory.mktemp("versions")
-    return [make_tiny(folder / str(number), layers=1, width=16, astray=0.1 * number) for number in range(3)]
+    folders = [tmp_path_factory.mktemp("versions") / str(number) for number in range(3)]
+    for number, folder in enumerate(folders):
+        shutil.copytree(MODELS / "drafter", folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.norm.weight"] += number
+        save_file(weights, folder / "model.safetensors")
+    return folders
 
 
 @pytest_asyncio.fixture

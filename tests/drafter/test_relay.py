@@ -259,3 +259,15 @@ def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_a
     three.relay.subscribe(three.stream, 1003, Calibration())
     assert len(three.relay._claims) == 1
     three.relay.hold([node], None)  # its pass had begun before it was removed
+
+
+def test_what_was_drafted_before_the_session_began_anew_is_a_replay() -> None:
+    three = Three(seed=0)
+    delta = three.lower.announce([three.lower.tree.add(three.lower.tree.root, token, -0.5) for token in (1, 2)])
+    three.relay.graft(three.subscription, delta, 0.0, passing=False)
+    assert three.session.tree.size == 2
+    three.session = RankedSession(three.session.snapshot(), 0, VOCABULARY, first_id=three.session.next_id)
+    three.relay.renew(three.session)
+    three.relay.graft(three.subscription, delta, 0.0, passing=False)
+    assert three.session.tree.size == 0
+    assert three.relay.grant(three.subscription) > delta.first_id + len(delta.tokens)

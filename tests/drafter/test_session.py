@@ -34,10 +34,10 @@ class Rig:
         self.largest_id = 0
         self._random = np.random.default_rng(seed)
 
-    def level(self, limit: int = 3) -> bool:
+    def level(self, limit: int = 3, context: int = 200) -> bool:
         """Runs what the session wants next. False when it wants nothing: then it tells what it held back."""
         session = self.session
-        chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=200, rows=300)
+        chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=context, rows=300)
         if chosen is None:
             self.deliver(session.rest(self.fit))
             return False
@@ -206,6 +206,11 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
     assert not rig.level()
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=0)
     assert rig.session.next_segment(rig.fit, chunk=9, limit=3, context=len(PROMPT), rows=300) is None
+    context = len(PROMPT) + 2
+    while rig.level(context=context):
+        pass
+    depths = [node.position for level in rig.session.tree.levels() for node in level]
+    assert max(depths) == context - 1
 
 
 def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:

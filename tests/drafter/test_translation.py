@@ -318,3 +318,28 @@ def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own
     sent.clear()
     assert len(every) > 2
     assert proposed(max(every)) == every[: every.index(max(every))]
+
+
+def test_while_a_path_ends_inside_a_character_nothing_is_proposed() -> None:
+    translation = Translation(TARGET, TARGET)
+    translation.extend(TARGET.encode("x = '").ids)
+    smile = TARGET.encode("🙂").ids
+    assert len(smile) > 1
+    assert translation.propose(smile[:-1]) == []
+    assert translation.propose(smile) == smile
+
+
+def test_what_is_translated_keeps_to_the_plan_s_depth(own: Tokenizer) -> None:
+    sent: list[Delta] = []
+    translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=print)
+    loop, key = Loop(translator), Attachment("s", "", 1, b"")
+    text = TARGET.encode(LONG[:600]).ids
+    committed = text[:80]
+    terms = Contract(seed=1, max_tokens=99), Plan(version=1, depth=2, width=4, nodes=16), 300
+    translator.opened(key, Snapshot(tuple(committed), extend(EMPTY, committed), *terms))
+    loop.draft(key, own.encode(TARGET.decode(text)[len(TARGET.decode(committed)) :]).ids[:6])
+    translator.closed(key)
+    tree = TokenTree(committed)
+    for delta in sent:
+        tree.graft(1, delta)
+    assert len([*tree.levels()]) == 2

@@ -179,5 +179,7 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
                     one.detach(attachment)
                 assert one._outgoing.qsize() <= 8
                 await asyncio.sleep(0.005)
+        why = one.refusals.answer(kept.key)
         await one.close()
+    assert why.refused.startswith("does not read what it is sent")
     assert nobody.closed_ >= 2

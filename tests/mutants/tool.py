@@ -37,7 +37,6 @@ from mutmut.utils.format_utils import get_module_from_key, orig_function_and_cla
 from tests.mutants.running import Copy
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
-LEAST_SCORE = 0.9
 SHOWN_LINES = 40  # of the tool's output when it could not run
 
 

@@ -195,7 +195,7 @@ async def test_what_would_miss_its_deadline_is_refused_and_not_kept(front: Calla
     door.come("2")
     await turn()
     with pytest.raises(Overloaded, match="later than you wait"):
-        await door.come("3", claim(deadline=door.clock.now + 3))
+        await asyncio.wait_for(door.come("3", claim(deadline=door.clock.now + 3)), 2)
     door.come("4", claim(deadline=door.clock.now + 5))
     await turn()
     assert door.admission.waiting == 1
@@ -284,7 +284,7 @@ async def test_nobody_waits_where_nobody_serves_or_at_a_router_that_goes_down(fr
     door.admission.close()
     for refused in (waiting, door.come("4")):
         with pytest.raises(Moved):
-            await refused
+            await asyncio.wait_for(refused, 2)
 
 
 async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:

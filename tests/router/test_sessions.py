@@ -368,6 +368,7 @@ async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
         assert finished.reason == (types_pb2.FINISH_REASON_CANCELLED if ended else types_pb2.FINISH_REASON_LENGTH)
         assert "".join(chunk.text for chunk in chunks) == MODEL.tokenizer.decode(said)
         assert [len(start.tokens) - len(prompt) for start in verifier.starts] == ([] if ended else [5])
+        await released(rig, "s")
 
 
 async def test_a_take_over_that_fails_leaves_no_lease(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

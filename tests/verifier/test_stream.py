@@ -48,11 +48,14 @@ async def test_commits_of_one_session_coalesce() -> None:
     outgoing.commit(commit(1, 10, 2))
     second = commit(1, 12)
     second.dropped.append(4)
+    second.digest, second.credit, second.time_price, second.ahead = 12, 40, 2.0, True
     outgoing.commit(second)
     frame = await outgoing.next()
     assert frame is not None
     assert (frame.commit.position, list(frame.commit.tokens)) == (10, [10, 11, 12])
     assert (list(frame.commit.dropped), round(frame.commit.price, 2)) == ([4], 0.12)
+    assert (frame.commit.digest, frame.commit.credit) == (12, 40)
+    assert (frame.commit.time_price, frame.commit.ahead) == (2.0, True)
 
 
 async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_others_do_not() -> None:
@@ -68,7 +71,7 @@ async def test_a_commit_between_two_parts_of_a_snapshot_waits_for_the_last_and_o
 async def test_a_drafter_that_lags_is_snapshotted_anew_as_of_when_it_reads() -> None:
     outgoing = stream()
     position = 0
-    while outgoing.commit(commit(1, position)):
+    while position <= ALIAS_SPAN and outgoing.commit(commit(1, position)):
         position += 1
     assert position == ALIAS_SPAN
     made = []
