@@ -102,7 +102,8 @@ typescript:
 	cd examples/typescript && npm install --no-audit --no-fund && npm run build
 
 clean:
-	rm -rf $(VENV) .lane-2.log build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .lane-2.log build mutants site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

@@ -272,7 +272,7 @@ class Place:
         await self._take(max(self._claim.priority, Priority.INTERACTIVE), "")
 
     async def _take(self, priority: Priority, refused: str) -> None:
-        await self._admission.take(replace(self._claim, priority=priority, tokens=0.0), refused)
+        await self._admission.take(replace(self._claim, priority=priority), refused)  # which costs nothing more
         self._held, self.since = True, self._admission.clock()
 
     def leave(self) -> None:

@@ -45,7 +45,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """The text of whatever is still open; for the end of the answer."""
-        return self._release(self._decode(self._settled + self._open)) if self._open else ""
+        return self._release(self._decode(self._settled + self._open))
 
     def _release(self, text: str) -> str:
         piece = text[len(self._settled_text) :]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import Phase, settings
 
 from outrider.store.embedded import EmbeddedRedis
 from tests.extended import Extended
@@ -14,6 +15,11 @@ from tests.lanes import Durations, Lane
 from tests.skips import NoSkips
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
+
+# For `make mutants`: the same examples for each mutant, no search for the smallest that fails.
+settings.register_profile(
+    "mutants", max_examples=60, derandomize=True, deadline=None, database=None, phases=(Phase.explicit, Phase.generate)
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

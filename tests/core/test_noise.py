@@ -1,5 +1,6 @@
 """The noise and the digest are the same numbers everywhere, and the noise is noise."""
 
+import hashlib
 import itertools
 import math
 
@@ -8,8 +9,17 @@ import pytest
 from scipy import stats
 
 from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64
-from outrider.core.noise import NoiseRows, _gumbel, gumbel_at, gumbel_row, noise_bits, noise_key
+from outrider.core.digest import EMPTY, MASK, PHI, extend, mix64, tokenizer_digest
+from outrider.core.noise import (
+    NoiseRows,
+    _gumbel,
+    generation_base,
+    gumbel_at,
+    gumbel_row,
+    noise_bits,
+    noise_key,
+    noise_keys,
+)
 from outrider.core.sampler import Sampler
 
 
@@ -111,3 +121,32 @@ def test_digest_vectors() -> None:
 def test_the_noise_of_some_tokens_is_that_of_the_row() -> None:
     tokens = np.array([4095, 0, 17, 17])
     np.testing.assert_array_equal(gumbel_at(3, 1, 17, tokens), gumbel_row(3, 1, 17, 4096)[tokens])
+
+
+def test_keys_of_many_positions_are_those_of_each() -> None:
+    seeds, positions = (7, 2**64 - 1, 7), np.array([3, 1_000_000, 0])
+    bases = np.array([generation_base(seed, 2) for seed in seeds], np.uint64)
+    keys = noise_keys(bases, positions)
+    assert keys.tolist() == [noise_key(seed, 2, int(at)) for seed, at in zip(seeds, positions, strict=True)]
+    assert positions.tolist() == [3, 1_000_000, 0]
+
+
+def test_bits_of_a_stretch_of_tokens_are_those_of_each() -> None:
+    key = noise_key(7, 1, 1)
+    assert noise_bits(key, 40, 5).tolist() == [plain_bits(7, 1, 1, token) for token in range(40, 45)]
+
+
+def test_rows_are_kept_from_the_first_position_that_is_not_committed_on() -> None:
+    rows = NoiseRows.of(Contract(seed=5, choice=2, max_tokens=1), 8)
+    first, second = rows.row(3), rows.row(4)
+    np.testing.assert_array_equal(first, gumbel_row(5, 2, 3, 8))
+    rows.forget_below(4)
+    assert rows.row(4) is second
+    assert rows.row(3) is not first
+    assert NoiseRows.of(Contract(seed=5, max_tokens=1, temperature=0.0), 8).row(3) is None
+
+
+def test_a_tokenizer_is_named_by_what_its_file_says_and_not_by_how_it_is_written() -> None:
+    expected = hashlib.sha256('{"a":[1,"é"],"b":2}'.encode()).digest()[:16]
+    assert tokenizer_digest(b'{"b": 2,\n "a": [1, "\\u00e9"]}') == expected
+    assert tokenizer_digest('{"a":[1,"é"],"b":2}'.encode()) == expected

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from outrider.core.contract import Contract
+from outrider.core.filters import keep_top_p
+from outrider.core.logprobs import pack
+from outrider.core.noise import Draw, generation_base, gumbel_row
 from outrider.core.sampler import Sampler
 from outrider.errors import InvalidRequest
 
@@ -102,6 +105,7 @@ TEXT = torch.tensor([PROMPT + ANSWER])
     ("change", "processors"),
     [
         ({"repetition_penalty": 1.4}, [theirs.RepetitionPenaltyLogitsProcessor(1.4)]),
+        ({"repetition_penalty": 2.0}, [theirs.RepetitionPenaltyLogitsProcessor(2.0)]),
         ({"repetition_penalty": 0.6}, [theirs.RepetitionPenaltyLogitsProcessor(0.6)]),
         ({"logit_bias": {4: 2.5, 9: -3.0}}, [theirs.SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -3.0]])]),
         ({"banned_ids": (1, 6, 8)}, [theirs.SuppressTokensLogitsProcessor([1, 6, 8])]),
@@ -150,7 +154,18 @@ TEXT = torch.tensor([PROMPT + ANSWER])
             ],
         ),
     ],
-    ids=["repetition", "encouraged", "bias", "banned", "allowed", "too short", "long enough", "warpers", "all"],
+    ids=[
+        "repetition",
+        "doubled",
+        "encouraged",
+        "bias",
+        "banned",
+        "allowed",
+        "too short",
+        "long enough",
+        "warpers",
+        "all",
+    ],
 )
 def test_what_transformers_has_says_the_same(change: dict[str, Any], processors: list[Any]) -> None:
     sampler = Sampler(replace(PLAIN, **change), V, PROMPT + ANSWER, len(PROMPT))
@@ -221,3 +236,91 @@ def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
     assert np.array_equal(ours.scores(logits, path), plain.scores(padded, path)[:V])
     assert wider.allows_any(V)
     assert not replace(contract, allowed_ids=foreign, banned_ids=(), stop_ids=()).allows_any(V)
+
+
+@pytest.mark.parametrize(
+    ("change", "plain"),
+    [
+        ({}, True),
+        ({"temperature": 0.3}, True),
+        ({"temperature": 0.0, "top_k": 2}, True),  # which no argmax minds
+        ({"top_k": 2}, False),
+        ({"banned_ids": (1,)}, False),
+        ({"temperature": 0.0, "banned_ids": (1,)}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"logprobs": 0}, False),
+    ],
+)
+def test_a_generation_is_drawn_by_a_seed_and_a_temperature_where_nothing_else_counts(
+    change: dict[str, Any], plain: bool
+) -> None:
+    contract = replace(PLAIN, choice=3, **change)
+    expected = Draw(generation_base(5, 3), contract.temperature) if plain else None
+    assert Sampler(contract, V, PROMPT, len(PROMPT)).draw == expected
+
+
+def test_while_an_answer_may_not_end_yet_more_counts_than_a_seed_and_a_temperature() -> None:
+    sampler = Sampler(replace(PLAIN, min_tokens=2, stop_ids=(6,)), V, PROMPT, len(PROMPT))
+    for _ in range(2):
+        assert sampler.draw is None
+        sampler.extend([1])
+    assert sampler.draw is not None
+    assert Sampler(replace(PLAIN, min_tokens=2, stop_ids=(V,)), V, PROMPT, len(PROMPT)).draw is not None
+
+
+def test_noise_is_computed_ahead_where_that_is_asked_for_and_dropped_below_what_is_committed() -> None:
+    sampler = Sampler(PLAIN, V, PROMPT, len(PROMPT))
+    for position in (5, 6, 7):
+        sampler.prepare(position)
+    rows = sampler._noise._rows
+    assert [*rows] == [5, 6, 7]
+    np.testing.assert_array_equal(sampler.scores(np.zeros(V, np.float32), [1]), gumbel_row(5, 0, 6, V))
+    sampler.extend([1])
+    assert [*rows] == [6, 7]
+
+
+def test_what_is_chosen_at_a_node_is_chosen_by_its_own_noise() -> None:
+    sampler, flat = Sampler(PLAIN, V, PROMPT, len(PROMPT)), np.zeros(V, np.float32)
+    best = [int(gumbel_row(5, 0, position, V).argmax()) for position in (5, 6, 7)]
+    assert len(set(best)) == 3
+    assert [sampler.choose(flat, path).token for path in ([], [1], [1, 2])] == best
+
+
+def test_log_probabilities_are_of_the_token_that_was_chosen() -> None:
+    logits = np.arange(V, dtype=np.float32)
+    chosen = Sampler(replace(PLAIN, logprobs=3), V, PROMPT, len(PROMPT)).choose(logits)
+    assert chosen.logprobs == pack(logits, chosen.token, 3)
+    assert Sampler(PLAIN, V, PROMPT, len(PROMPT)).choose(logits).logprobs == b""
+
+
+def test_probabilities_sum_to_one_and_at_temperature_0_all_is_the_first_of_the_likeliest() -> None:
+    logits = np.array([0.0, 2.0, 2.0, 1.0], np.float32)
+    warm = Sampler(replace(PLAIN, banned_ids=(3,)), 4, [0], 1).probabilities(logits)
+    assert warm == pytest.approx(np.array([1.0, math.exp(2), math.exp(2), 0.0]) / (1 + 2 * math.exp(2)))
+    assert Sampler(replace(PLAIN, temperature=0.0), 4, [0], 1).probabilities(logits).tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_probabilities_are_those_at_the_node_and_finite_however_large_the_logits_are() -> None:
+    logits = np.array([800.0, 799.0], np.float32)
+    sampler = Sampler(replace(PLAIN, presence_penalty=1.0), 2, [0], 1)
+    assert sampler.probabilities(logits) == pytest.approx([math.e / (1 + math.e), 1 / (1 + math.e)])
+    assert sampler.probabilities(logits, [0]) == pytest.approx([0.5, 0.5])
+
+
+def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_needed() -> None:
+    scores = np.where(np.arange(1000) % 3 == 0, -50.0, 0.0)
+    alike = np.flatnonzero(scores == 0.0)
+    keep_top_p(scores, 0.5)
+    assert np.flatnonzero(scores == 0.0).tolist() == alike[:333].tolist()
+    both = np.zeros(2)
+    keep_top_p(both, 0.9)
+    assert both.tolist() == [0.0, 0.0]
+    large = np.array([900.0, 0.0, 899.0])  # whose exponentials are not finite
+    keep_top_p(large, 0.9)
+    assert large.tolist() == [900.0, -math.inf, 899.0]
+
+
+def test_a_top_p_of_one_leaves_out_nothing_however_unlikely() -> None:
+    logits = np.array([0.0, -200.0, 3.0], np.float32)
+    assert np.isfinite(Sampler(PLAIN, 3, [0], 1).log_weights(logits)).all()
+    assert np.isfinite(Sampler(replace(PLAIN, top_p=0.99), 3, [0], 1).log_weights(logits)).sum() == 2

@@ -81,6 +81,9 @@ def test_of_two_drafters_judgements_the_larger_counts() -> None:
     five = tree.root.children[5]
     tree.graft(2, chain([], 2, rescored=((1, -2.0),), version=1))
     assert five.edge == -0.5
+    tree.graft(3, chain([5], 1, edge=-1.0))
+    tree.graft(3, chain([], 2, rescored=((1, -0.5),), version=1))
+    assert five.claim == (1, -0.5)  # of two alike the first
     tree.graft(2, chain([], 2, rescored=((1, -0.25),), version=2))
     assert five.edge == -0.25
 

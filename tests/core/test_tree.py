@@ -2,6 +2,7 @@
 
 import math
 from itertools import accumulate
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.core.digest import EMPTY, NOTHING, Prefix, extend
 from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Node, TokenTree, settled
+from outrider.core.tree import ALIAS_SPAN, Delta, Drifted, Hints, Node, TokenTree, settled
 from outrider.errors import InvalidRequest
 
 OWN = 0
@@ -104,6 +105,8 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     sender.name(child, OWN, 4)
     assert receiver.graft(1, delta_for(sender, [child], 4)) == ([], [])
     assert receiver.size == 0
+    receiver.commit([3])
+    assert receiver.graft(1, Delta(receiver.root.position, receiver.digest, 5, (4,), (1,), (0.0,))) == ([], [])
 
 
 def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() -> None:
@@ -134,6 +137,9 @@ def test_a_replayed_delta_changes_nothing() -> None:
     before = paths(receiver)
     assert receiver.graft(1, delta) == ([], [])
     assert paths(receiver) == before
+    partly = Delta(0, receiver.digest, 2, (1, 2), (6, 7), (-0.5, -0.5))  # its first node is known
+    assert [node.token for node in receiver.graft(1, partly).added] == [7]
+    receiver.remove(receiver.root.children[5].children[6].children[7])
     assert [node.names for level in receiver.levels() for node in level] == [[(1, 1)], [(1, 2)]]
     receiver.commit([7])
     assert receiver.graft(1, delta) == ([], [])  # they are dead
@@ -176,9 +182,221 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
     assert not receiver.graft(1, old).added
 
 
-def test_an_empty_session_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="tokens"):
+@pytest.mark.parametrize("sender", [1, 10_000])
+def test_a_late_node_may_hang_on_one_that_was_committed_so_long_ago_and_no_longer(sender: int) -> None:
+    for age, added in ((ALIAS_SPAN, 1), (ALIAS_SPAN + 1, 0)):
+        tree = TokenTree([1])
+        tree.graft(sender, chain(TokenTree([1]), [5], 1))
+        tree.commit([5])
+        text = [step % 7 for step in range(age)]
+        for token in text:
+            tree.commit([token])
+        count = len(text) + 1  # the committed tokens since then, and a new one
+        late = Delta(tree.root.position, tree.digest, 2, tuple(range(1, count + 1)), (*text, 99), (-0.5,) * count)
+        assert len(tree.graft(sender, late).added) == added
+        tree.check_integrity()
+
+
+def test_what_a_forgotten_drafter_had_committed_expires_when_it_is_back() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain(TokenTree([1]), [5], 1))
+    tree.commit([5])
+    tree.forget(1)
+    tree.graft(1, Delta(tree.root.position, tree.digest, 1, (0,), (6,), (-0.5,)))
+    for _ in range(ALIAS_SPAN + 1):
+        tree.commit([7])
+    assert not tree._aliases
+    tree.check_integrity()
+
+
+def test_a_session_without_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
         TokenTree([])
+    assert str(refusal.value) == "tokens: a session needs at least one token before it can be continued"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"root_position": 2}, "root_position: is 2, must be 0 to 1, the last committed"),
+        ({"root_position": -1}, "root_position: is -1, must be 0 to 1, the last committed"),
+        ({"parents": (0, 5)}, "parents: node 5 names parent 5, which is not older"),
+        ({"parents": (-1, 0)}, "parents: node 4 names parent -1, which is not older"),
+        ({"rescored": ((6, -0.5),), "version": 1}, "rescored: names node 6, which was not sent"),
+    ],
+)
+def test_a_delta_that_contradicts_itself_is_refused_and_told_why(change: dict[str, Any], problem: str) -> None:
+    tree = TokenTree([1, 2])
+    fields: dict[str, Any] = {"root_position": 1, "parents": (0, 4), "tokens": (3, 3), "edges": (0.0, 0.0)}
+    with pytest.raises(InvalidRequest) as refusal:
+        tree.graft(1, Delta(root_digest=tree.digest, first_id=4, **fields | change))
+    assert str(refusal.value) == problem
+
+
+def test_nodes_without_a_token_or_an_edge_are_a_fault_of_ours_and_not_cut_off() -> None:
+    tree = TokenTree([1])
+    with pytest.raises(ValueError, match="shorter"):
+        tree.hint(Hints(0, (-1, -1), (5, 6), (-0.5,)))
+    with pytest.raises(ValueError, match="shorter"):
+        tree.graft(1, Delta(0, tree.digest, 1, (0, 0), (5, 6), (-0.5,)))
+
+
+def test_drift_says_where() -> None:
+    with pytest.raises(Drifted, match=r"^at position 1$"):
+        TokenTree([1, 2]).graft(1, Delta(1, 0, 1, (), (), ()))
+
+
+def test_a_node_knows_its_depth_and_the_path_to_it_and_begins_without_a_judgement() -> None:
+    tree = TokenTree([1, 2])
+    low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
+    assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
+    assert (tree.root.token, tree.root.position) == (2, 1)
+    assert (low.row, low.claim, low.q, low.expanded, low.judged) == (-1, None, None, False, False)
+    assert [node.token for node in low.ancestors(tree.root)] == [6, 5]
+    assert tree.score(tree.root) == 1.0
+
+
+def test_a_node_is_held_until_it_or_one_above_it_is_removed_or_decided_otherwise() -> None:
+    tree = TokenTree([1])
+    high = tree.add(tree.root, 5, -1.0)
+    low = tree.add(high, 6, -0.5)
+    other = tree.add(tree.root, 7, -0.5)
+    root = tree.root
+    assert all(map(tree.holds, (root, high, low, other)))
+    tree.remove(high)
+    assert tree.size == 1
+    assert [tree.holds(node) for node in (high, low, other)] == [False, False, True]
+    assert not tree.holds(Node(7, 1, tree.root, -0.5))  # another of that token
+    tree.commit([7])
+    assert [tree.holds(node) for node in (root, other)] == [False, True]
+    tree.commit([8])
+    assert not tree.holds(other)
+
+
+def test_levels_are_siblings_side_by_side() -> None:
+    tree = TokenTree([1])
+    for token in (5, 6):
+        node = tree.add(tree.root, token, -1.0)
+        for below in (7, 8):
+            tree.add(node, below, -1.0)
+    assert [[node.token for node in level] for level in tree.levels()] == [[5, 6], [7, 8, 7, 8]]
+
+
+def test_of_nodes_that_score_alike_the_first_that_came_is_the_better() -> None:
+    tree = TokenTree([1])
+    for token in (9, 3, 6):
+        tree.add(tree.root, token, -1.0)
+    assert [node.token for _, node in tree.best_first(depth=1, width=3)] == [9, 3, 6]
+    assert [node.token for _, node in tree.best_first(depth=1, width=2)] == [9, 3]
+    assert [score for score, _ in tree.best_first(depth=1, width=1)] == [pytest.approx(math.exp(-1.0))]
+
+
+def test_a_child_that_is_added_again_keeps_the_larger_edge_and_so_do_all_below_it() -> None:
+    tree = TokenTree([1])
+    high = tree.add(tree.root, 5, -1.0)
+    low = tree.add(high, 6, -0.5)
+    assert tree.add(tree.root, 5, -2.0) is high
+    assert high.edge == -1.0
+    assert tree.add(tree.root, 5, -0.25) is high
+    assert (high.edge, low.log_score, tree.size) == (-0.25, -0.75, 2)
+    tree.check_integrity()
+
+
+def test_what_a_drafter_claims_counts_for_as_much_as_it_is_judged_to_be_worth() -> None:
+    tree = TokenTree([1])
+    grafted = tree.graft(4, chain(TokenTree([1]), [5, 6], 1), lambda edge: 2 * edge, origin=8)
+    assert [(node.edge, node.claim) for node in grafted.added] == [(-1.0, (4, -0.5))] * 2
+    assert tree.claimants() == {4}
+    tree.graft(3, chain(TokenTree([1]), [5], 1, edge=-2.0))
+    assert grafted.added[0].claim == (4, -0.5)  # the larger one's
+    tree.graft(3, chain(TokenTree([1]), [5, 7], 2, edge=-0.25))
+    assert grafted.added[0].claim == (3, -0.25)
+    assert tree.claimants() == {3, 4}
+    assert tree.origins(grafted.added[0]) == {8, 3}
+    for node in grafted.added:
+        tree.rescore(node, -1.0)
+    tree.graft(4, Delta(0, tree.digest, 3, (), (), (), rescored=((2, -0.125),), version=1), lambda edge: 2 * edge)
+    assert (grafted.added[1].edge, grafted.added[1].claim) == (-0.25, (4, -0.125))
+    tree.commit([9])
+    assert not tree._sender(4).origins
+
+
+def test_below_a_node_that_the_tree_s_own_model_has_expanded_its_judgement_stands() -> None:
+    tree = TokenTree([1])
+    own = tree.add(tree.root, 5, -2.0)
+    tree.root.expanded = True
+    assert tree.graft(4, chain(TokenTree([1]), [5], 1)).added == [own]
+    assert (own.edge, own.claim, own.names) == (-2.0, None, [(4, 1)])
+    new = tree.graft(4, chain(TokenTree([1]), [6], 2)).added[0]
+    assert (new.edge, new.claim) == (-0.5, (4, -0.5))
+
+
+def test_a_full_tree_gives_up_no_leaf_for_one_that_is_not_better_nor_for_its_own_child() -> None:
+    tree = TokenTree([1], capacity=1)
+    tree.graft(1, chain(TokenTree([1]), [5], 1, edge=-1.0))
+    assert tree.graft(2, chain(TokenTree([1]), [6], 1, edge=-1.0)) == ([], [(2, 1)])
+    assert tree.graft(3, Delta(0, tree.digest, 1, (0, 1), (5, 6), (-1.0, 0.0))) == ([], [(3, 2)])
+    assert set(paths(tree)) == {(5,)}
+    better = tree.graft(4, chain(TokenTree([1]), [7], 1, edge=-0.5))
+    assert [node.token for node in better.added] == [7]
+    assert sorted(better.dropped) == [(1, 1), (3, 1)]  # all that had sent it
+    tree.check_integrity()
+
+
+def test_a_full_tree_gives_up_a_leaf_and_not_what_is_as_likely_above_it() -> None:
+    tree = TokenTree([1], capacity=2)
+    tree.graft(1, Delta(0, tree.digest, 1, (0, 1), (5, 6), (-1.0, 0.0)))
+    assert tree.graft(2, chain(TokenTree([1]), [7], 1, edge=-0.5)).dropped == [(1, 2)]
+    assert set(paths(tree)) == {(5,), (7,)}
+    tree.check_integrity()
+
+
+def test_books_that_are_wrong_are_noticed() -> None:
+    def tree() -> TokenTree:
+        made = TokenTree([1])
+        made.graft(1, chain(TokenTree([1]), [5, 6], 1))
+        made.check_integrity()
+        return made
+
+    for attribute, wrong in (("log_score", -0.6), ("position", 5), ("token", 7), ("parent", None)):
+        broken = tree()
+        setattr(broken.root.children[5].children[6], attribute, wrong)
+        with pytest.raises(AssertionError):
+            broken.check_integrity()
+    broken = tree()
+    broken.size += 1
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).nodes[2] = broken.root
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).nodes[3] = Node(9, 1, None, 0.0)
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+    broken = tree()
+    broken._sender(1).committed[9] = 1
+    with pytest.raises(AssertionError):
+        broken.check_integrity()
+
+
+def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain(TokenTree([1]), [5], 1))
+    tree.graft(2, chain(TokenTree([1]), [5], 1))
+    tree.forget(1)
+    tree.forget(7)  # nobody
+    five = tree.root.children[5]
+    assert (five.names, tree.last_id(1), tree.node(1, 1)) == ([(2, 1)], 0, None)
+    assert len(tree.graft(1, chain(TokenTree([1]), [6], 1)).added) == 1
+
+
+@pytest.mark.parametrize("length", [ALIAS_SPAN + 1, ALIAS_SPAN + 2, 1000])
+def test_a_tree_looks_at_as_many_tokens_as_late_nodes_may_turn_out_to_be(length: int) -> None:
+    text = [*range(length)]
+    assert settled(text).length == length - ALIAS_SPAN - 1
+    assert [*TokenTree(text)._tokens.items()] == [(at, at) for at in range(length - ALIAS_SPAN - 1, length)]
 
 
 @given(st.floats(-30, 0))

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 
 from tests.mutants.listing import Mutant, listed
 from tests.mutants.running import PASSED, Copy, Outcome, Result
+from tests.mutants.tool import Verdict, judge
 
 SHOWN_LINES = 30  # of the output of tests that could not run
 
@@ -29,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, object] = {}
     surviving = 0
-    for part in arguments.part or PARTS:
+    for part in arguments.part or (["hand-made"] if arguments.only else PARTS):
         found, more = PARTS[part](arguments)
         figures |= found
         surviving += more
@@ -38,6 +39,13 @@ def main() -> None:
 
 
 Part = Callable[[argparse.Namespace], tuple[dict[str, object], int]]  # its figures, and how many mutants survive
+
+
+def by_tool(arguments: argparse.Namespace) -> tuple[dict[str, object], int]:
+    """Judges the mutants of the tool. What is wrongly listed as equivalent counts as one that survives."""
+    judgement = judge(arguments.jobs)
+    print(*judgement.lines(), sep="\n")
+    return {"tool_score": f"{judgement.score:.3f}"}, judgement.counts[Verdict.SURVIVED] + len(judgement.stale)
 
 
 def hand_made(arguments: argparse.Namespace) -> tuple[dict[str, object], int]:
@@ -59,7 +67,7 @@ def hand_made(arguments: argparse.Namespace) -> tuple[dict[str, object], int]:
     return {"hand_made": len(mutants)}, len(bad)
 
 
-PARTS: dict[str, Part] = {"hand-made": hand_made}
+PARTS: dict[str, Part] = {"tool": by_tool, "hand-made": hand_made}
 
 
 def _check_unmutated(copies: Sequence[Copy], mutants: Sequence[Mutant]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from outrider.config import RouterConfig
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
+from router import fair_queue, rates
 from router.admission import Admission, Answers, Place
 from router.fair_queue import Claim, FairQueue, Priority
 from router.rates import Buckets, Stay
@@ -39,11 +41,15 @@ class Front:
         self.places: int | None = places
         self.clock = Clock()
         config = RouterConfig(models={"model": Path("/m")}, **options)
-        self.admission = Admission(config, lambda model: self.places, clock=self.clock, jitter=lambda low, high: low)
+        self.admission = Admission(config, self._places, clock=self.clock, jitter=lambda low, high: low)
         self.inside: list[str] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._leave: dict[str, asyncio.Event] = {}
         self.held: dict[str, Place] = {}
+
+    def _places(self, model: str) -> int | None:
+        assert model in ("model", "other")
+        return self.places
 
     def come(self, name: str, wanted: Claim | None = None) -> asyncio.Task[None]:
         self._leave[name] = asyncio.Event()
@@ -238,6 +244,16 @@ async def test_a_tenant_has_no_more_at_once_than_it_may(front: Callable[..., Fro
     assert door.inside == ["a1", "b1", "a2"]
 
 
+async def test_each_place_that_a_tenant_gives_back_is_one_that_it_may_have(front: Callable[..., Front]) -> None:
+    door = front(9, tenant_sessions=2)
+    for name in "1234":
+        door.come(name)
+        await turn()
+    assert door.inside == ["1", "2"]
+    await door.go("1")
+    assert door.inside == ["1", "2", "3"]
+
+
 async def test_who_was_refused_by_the_verifiers_waits_before_all_others(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "123":
@@ -279,6 +295,9 @@ async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
         buckets.take("a", 1)
     assert buckets.wait_s("a", 1) == pytest.approx(0.5)
     assert buckets.wait_s("b", 1) == 0
+    clock.now = 0.0
+    assert Buckets(2.0, 4.0, clock).wait_s("a", 4) == 0  # full at first, whatever the time is
+    clock.now = 100.0
     buckets.take("a", 3)  # known only afterwards
     assert buckets.wait_s("a", 1) == pytest.approx(2.0)
     clock.now += 100
@@ -345,6 +364,420 @@ def test_of_one_tenant_who_asks_for_much_is_not_passed_for_ever() -> None:
             break
         passed += 1
     assert passed == 38  # it and one that passes share alike: by about twice as many tokens as it asks for itself
+
+
+async def problem(door: Front, name: str, wanted: Claim) -> tuple[str, float]:
+    """What somebody who is refused is told."""
+    with pytest.raises(Overloaded) as caught:
+        await door.come(name, wanted)
+    return str(caught.value), caught.value.retry_after
+
+
+async def known_stay(door: Front, seconds: float) -> None:
+    """One comes, says something and goes after so long."""
+    door.come("measured", claim("measured"))
+    await turn()
+    door.held["measured"].spend(said=1)
+    door.clock.now += seconds
+    await door.go("measured")
+
+
+async def test_a_refusal_says_what_is_full_why_it_waits_and_when_to_come_back(front: Callable[..., Front]) -> None:
+    door = front(1, queue=2, queue_per_tenant=1)
+    for name, tenant in (("1", "a"), ("2", "a")):
+        door.come(name, claim(tenant))
+        await turn()
+    with pytest.raises(Overloaded) as caught:
+        await door.admission.take(claim(), "all slots are in use")
+    assert str(caught.value) == (
+        "all slots are in use; all places are taken and 1 of yours wait (queue_per_tenant); come back in 1.0 s"
+    )
+    assert caught.value.retry_after == 1.0  # nothing was measured yet
+    door.come("3", claim("b"))
+    await turn()
+    with pytest.raises(Overloaded) as caught:
+        await door.admission.take(claim("c"), "all slots are in use")
+    assert str(caught.value) == "all slots are in use; all places are taken and 2 wait (queue); come back in 1.0 s"
+    assert await problem(door, "4", claim("c")) == ("all places are taken and 2 wait (queue); come back in 1.0 s", 1.0)
+
+
+async def test_a_place_that_is_expected_just_in_time_is_waited_for(front: Callable[..., Front]) -> None:
+    door = front(2, max_sessions=1)  # of two places it may use one
+    await known_stay(door, 4.0)
+    door.come("1")
+    await turn()
+    in_time = door.come("2", claim(deadline=door.clock.now + 4))
+    await turn()
+    assert not in_time.done()
+    with pytest.raises(Overloaded) as caught:
+        await door.admission.take(claim(deadline=door.clock.now + 7.5), "all slots are in use")
+    assert str(caught.value) == (
+        "all slots are in use; a place is expected in 8.0 s, later than you wait; come back in 8.0 s"
+    )
+    door.places = None  # nobody serves it; as many as there may be at all
+    assert (await problem(door, "3", claim(deadline=door.clock.now + 7.5)))[1] == 8.0
+
+
+@pytest.mark.parametrize(("stay", "after"), [(0.01, 0.1), (5.0, 5.0), (100.0, 30.0)])
+async def test_nobody_is_asked_back_too_soon_or_too_late_or_all_at_once(
+    front: Callable[..., Front], stay: float, after: float
+) -> None:
+    door = front(1, queue=0)
+    await known_stay(door, stay)
+    door.come("1")
+    await turn()
+    assert (await problem(door, "2", claim()))[1] == after
+    spread: list[tuple[float, float]] = []
+    door.admission._jitter = lambda low, high: spread.append((low, high)) or high
+    assert (await problem(door, "3", claim()))[1] == 1.5 * after
+    assert spread == [(1.0, 1.5)]
+
+
+async def test_who_waited_in_vain_is_told_for_how_long_or_that_its_time_ran_out(front: Callable[..., Front]) -> None:
+    door = front(1, queue_s=0.05)
+    door.come("1")
+    await turn()
+    assert await problem(door, "2", claim()) == ("no place became free within 0.1 s; come back in 1.0 s", 1.0)
+    late = door.come("3", claim(deadline=door.clock.now + 0.01))
+    await turn()
+    door.clock.now += 0.01
+    with pytest.raises(DeadlineExceeded) as caught:
+        await late
+    assert str(caught.value) == "the call's time ran out while it waited for a place"
+    passed = door.come("4", claim(deadline=door.clock.now - 1))
+    with pytest.raises(DeadlineExceeded):
+        await passed
+    with pytest.raises(Overloaded, match=r"within 0\.1 s"):  # not by the deadline, which is later
+        await door.come("5", claim(deadline=door.clock.now + 9))
+    await door.go("1")
+    await known_stay(door, 0.04)
+    door.come("6")
+    await turn()
+    assert (await problem(door, "7", claim()))[1] == 0.1  # as soon as anybody is asked back
+
+
+async def test_a_router_that_goes_down_says_that_another_one_goes_on(front: Callable[..., Front]) -> None:
+    door = front(0)
+    waiting = [door.come(str(number)) for number in range(2)]
+    await turn()
+    door.admission.close()
+    for refused in (*waiting, door.come("late")):
+        with pytest.raises(Moved) as caught:
+            await refused
+        assert str(caught.value) == "this router is going down; another one goes on"
+
+
+async def test_a_tenant_over_its_rate_is_told_which_and_until_when(front: Callable[..., Front]) -> None:
+    door = front(9, tenant_requests_per_s=0.5)
+    door.come("1")  # a whole one, be the rate below one a second
+    await turn()
+    told = "this tenant is over its rate (tenant_requests_per_s); come back in 2.0 s"
+    assert await problem(door, "2", claim()) == (told, 2.0)
+    door = front(99, tenant_requests_per_s=20.0)
+    for number in range(20):
+        door.come(str(number))
+    await turn()
+    assert len(door.inside) == 20
+    assert (await problem(door, "21", claim()))[1] == 0.1  # no sooner
+    door = front(9, tenant_tokens_per_min=60)
+    for number in range(3):  # the prompt and the answer count, when they are known
+        door.come(str(number))
+    await turn()
+    door.held["0"].spend(read=59)
+    door.come("3")
+    await turn()
+    assert "3" in door.inside
+    door.held["0"].spend(said=1)
+    told = "this tenant is over its rate (tenant_tokens_per_min); come back in 1.0 s"
+    assert await problem(door, "4", claim()) == (told, 1.0)
+
+
+async def test_what_waits_is_counted_by_priority(front: Callable[..., Front]) -> None:
+    door = front(0)
+    for name, priority in enumerate((Priority.INTERACTIVE, Priority.BATCH, Priority.BATCH)):
+        door.come(str(name), claim(priority=priority))
+    await turn()
+    assert door.admission.depths() == {"resumed": 0.0, "interactive": 1.0, "batch": 2.0}
+    assert door.admission.waiting == 3
+
+
+async def test_a_place_is_waited_for_by_those_whom_it_would_help(front: Callable[..., Front]) -> None:
+    door = front(1, max_sessions=2)
+    mine, other = claim(), replace(claim("b"), model="other")
+    door.come("1", mine)
+    await turn()
+    assert not door.admission.waited_for(mine)
+    door.come("2", claim("b"))
+    await turn()
+    assert door.admission.waited_for(mine)
+    assert not door.admission.waited_for(other)  # its place is of no use to those that want this model
+    door.come("3", other)
+    await turn()
+    assert door.inside == ["1", "3"]
+    assert door.admission.waited_for(other)  # now all that there may be are taken
+
+
+async def test_a_place_is_not_waited_for_by_those_who_have_as_many_as_they_may(front: Callable[..., Front]) -> None:
+    door = front(2, tenant_sessions=1)
+    for name, tenant in (("a", "a"), ("b", "b"), ("another a", "a")):
+        door.come(name, claim(tenant))
+        await turn()
+    assert not door.admission.waited_for(claim("b"))
+    assert door.admission.waited_for(claim("a"))
+
+
+async def test_a_tenant_pays_for_what_it_was_read_and_twice_for_what_it_was_said(front: Callable[..., Front]) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    accounts = door.admission._queues["model"]._served
+    assert accounts == {"a": 100}
+    door.held["1"].spend(read=7, said=3)
+    door.held["1"].spend(said=5)
+    await door.go("1")
+    assert accounts == {"a": 7 + 2 * 8}
+    assert not door.admission._tenants
+    gone = door.come("2", claim("b", tokens=50))
+    await turn()
+    gone.cancel()
+    await turn()
+    assert accounts == {"a": 23, "b": pytest.approx(accounts["b"])}
+    assert door.admission.held == 0
+
+
+async def test_one_that_goes_in_the_moment_of_its_turn_pays_nothing(front: Callable[..., Front]) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    gone = door.come("2", claim("b", tokens=70))
+    await turn()
+    accounts = door.admission._queues["model"]._served
+    before = accounts["b"]
+    door._leave["1"].set()
+    await asyncio.sleep(0)
+    assert accounts["b"] == before + 70  # it was given the place
+    gone.cancel()
+    await turn()
+    assert accounts["b"] == before
+    assert (door.admission.held, door.admission.waiting) == (0, 0)
+
+
+async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_then_on(
+    front: Callable[..., Front],
+) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    place, accounts = door.held["1"], door.admission._queues["model"]._served
+    place.spend(read=10, said=5)
+    door.clock.now += 50
+    await place.again("all slots are in use")
+    assert (place.held, place.since, accounts["a"]) == (True, door.clock.now, 20)
+    place.spend(said=1)
+    door.clock.now += 3
+    place.leave()
+    assert accounts["a"] == 22
+    assert door.admission.stays["model"].wait_s(0, 1) == 3.0
+    assert not place.held
+    place.leave()  # it has none
+    assert door.admission.held == 0
+
+
+async def test_who_was_refused_by_a_verifier_goes_first_be_it_of_a_tenant_that_had_much(
+    front: Callable[..., Front],
+) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    door.come("2", claim("b"))
+    await turn()
+    assert door.admission.waiting == 1
+    door.held["1"].spend(said=5000)
+    async with asyncio.timeout(1):
+        await door.held["1"].again("all slots are in use")
+    assert door.inside == ["1"]
+
+
+async def test_who_waits_again_in_vain_is_told_why_it_has_to(front: Callable[..., Front]) -> None:
+    door = front(1, queue=0)
+    door.come("1")
+    await turn()
+    door.places = 0
+    with pytest.raises(Overloaded, match=r"^all slots are in use; all places are taken and 0 wait"):
+        await door.held["1"].again("all slots are in use")
+    with pytest.raises(Overloaded, match=r"^all places are taken and 0 wait"):
+        await door.held["1"].take_turn()
+
+
+async def test_one_that_takes_over_a_place_waits_for_none_and_gives_it_back(front: Callable[..., Front]) -> None:
+    door = front(0)
+    async with door.admission.place(claim(tokens=0), holds_one=True) as place:
+        assert (door.admission.held, place.held) == (1, True)
+    assert (door.admission.held, place.held) == (0, False)
+
+
+async def test_how_long_a_place_is_kept_is_known_once_something_was_said_in_it(front: Callable[..., Front]) -> None:
+    door = front(2)
+    for name in "12":
+        door.come(name)
+    await turn()
+    door.held["1"].spend(said=5)
+    await door.held["1"].again("all slots are in use")
+    door.held["1"].spend(read=9)  # that alone since it has the place
+    door.clock.now += 7
+    door.held["1"].leave()
+    assert door.admission.stays["model"].wait_s(0, 1) is None
+    door.held["2"].spend(said=1)
+    door.held["2"].spend(read=9)
+    door.held["2"].leave()
+    assert door.admission.stays["model"].wait_s(0, 1) == 7.0
+
+
+async def test_a_place_where_nothing_was_said_tells_nothing_of_how_long_they_are_kept(
+    front: Callable[..., Front],
+) -> None:
+    door = front(1)
+    door.come("1")
+    await turn()
+    door.held["1"].spend(read=10)
+    door.clock.now += 50
+    await door.go("1")
+    assert door.admission.stays["model"].wait_s(0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "before"), [(Priority.RESUMED, ["waiting", "resumed"]), (Priority.BATCH, ["waiting", "resumed", "batch"])]
+)
+async def test_who_left_its_place_waits_its_turn_among_others(
+    front: Callable[..., Front], own: Priority, before: list[str]
+) -> None:
+    door = front(1)
+    door.come("1", claim("left", priority=own))
+    await turn()
+    place = door.held["1"]
+    door.come("waiting", claim("b"))
+    await turn()
+    place.leave()
+    await turn()
+    for name, priority in (("batch", Priority.BATCH), ("resumed", Priority.RESUMED)):
+        door.come(name, claim(name, priority=priority))
+        await turn()
+    back = asyncio.create_task(place.take_turn())
+    await turn()
+    for name in before:
+        assert (door.inside[-1], back.done()) == (name, False)
+        await door.go(name)
+    assert (back.done(), place.held) == (True, True)
+    place.leave()
+
+
+def test_how_many_go_before_counts_classes_tenants_and_what_is_asked_for() -> None:
+    queue = FairQueue[str]()
+    for number in range(3):
+        queue.push(claim("a"), f"a {number}")
+    queue.push(claim("b"), "b")
+    queue.push(claim("c", priority=Priority.BATCH), "c")
+    assert queue.ahead(claim("a")) == 3 + 1
+    assert queue.ahead(claim("a", tokens=99)) == 0 + 1
+    assert queue.ahead(claim("b")) == 1 + 2
+    assert queue.ahead(claim("new")) == 1 + 1
+    assert queue.ahead(claim("new", priority=Priority.BATCH)) == 4 + 1
+    assert queue.ahead(claim("new", priority=Priority.RESUMED)) == 0
+    assert (len(queue), queue.waiting(Priority.INTERACTIVE), queue.waiting(Priority.INTERACTIVE, "a")) == (5, 4, 3)
+    assert queue.waiting(Priority.BATCH, "a") == 0
+
+
+def test_who_may_not_go_is_passed_over_and_keeps_its_turn() -> None:
+    queue = FairQueue[str]()
+    queue.push(claim("a"), "a")
+    assert queue.pop(lambda one: one.tenant != "a") is None
+    assert not queue.any(lambda one: one.tenant != "a")
+    assert queue.any(lambda one: one.tenant == "a")
+    queue.push(claim("b"), "b")
+    queue.push(claim("c", priority=Priority.BATCH), "c")
+    assert queue.pop(lambda one: one.priority is Priority.BATCH) == "c"
+    assert queue.pop(lambda one: one.tenant == "b") == "b"
+    assert queue.pop(lambda _: True) == "a"
+    assert queue.pop(lambda _: True) is None
+
+
+def test_one_that_does_not_wait_any_more_leaves_the_others_in_their_order() -> None:
+    queue = FairQueue[str]()
+    for name in ("first", "second", "third"):
+        queue.push(claim(), name)
+    queue.remove(claim(), "second")
+    assert served(queue, 2) == ["first", "third"]
+    queue.push(claim(), "last")
+    queue.remove(claim(), "last")
+    assert (len(queue), queue.pop(lambda _: True)) == (0, None)
+    assert not queue.any(lambda _: True)
+
+
+def test_who_comes_back_is_lifted_to_the_lowest_that_waits_or_to_who_was_taken_last() -> None:
+    queue = FairQueue[str]()
+    for tenant in "ab":
+        queue.push(claim(tenant), tenant)
+    queue.charge("a", 500.0)
+    queue.charge("b", 300.0)
+    queue.push(claim("new"), "new")
+    assert queue._served == {"a": 500.0, "b": 300.0, "new": 300.0}
+    queue.push(claim("new"), "more")  # it waits already
+    queue.push(claim("a", priority=Priority.BATCH), "more")
+    assert queue._served == {"a": 500.0, "b": 300.0, "new": 300.0}
+    while queue:
+        queue.pop(lambda _: True)
+    assert queue._floor == 600.0  # of a, when its second one was taken
+    queue.push(claim("later"), "later")
+    assert queue._served["later"] == 600.0
+    queue.push(claim("a"), "a")
+    assert queue._served["a"] == 700.0  # more than the floor
+    queue.charge("never seen", 5.0)
+    assert queue._served["never seen"] == 605.0
+
+
+def test_of_tenants_that_do_not_wait_those_that_had_least_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "REMEMBERED", 3)
+    queue = FairQueue[str]()
+    queue.push(claim("waiting"), "waiting")
+    for tenant, tokens in (("a", 30.0), ("b", 10.0), ("c", 20.0)):
+        queue.charge(tenant, tokens)
+    assert set(queue._served) == {"waiting", "a", "c"}
+    for number in range(3):
+        queue.push(claim(str(number)), str(number))
+    queue.charge("0", 1.0)
+    assert {"waiting", "0", "1", "2"} <= set(queue._served)
+
+
+def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
+    stay = Stay()
+    stay.observe(8.0)
+    stay.observe(18.0)
+    assert stay.wait_s(0, 1) == pytest.approx(9.0)
+    assert stay.wait_s(0, 0) == pytest.approx(9.0)
+
+
+def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rates, "TENANTS", 2)
+    clock = Clock()
+    buckets = Buckets(2.0, 4.0, clock)
+    buckets.take("a", -9)
+    assert buckets.wait_s("a", 4) == 0
+    buckets.take("b", 1)
+    assert set(buckets._levels) == {"a", "b"}  # as many as there may be
+    buckets.take("b", -1)
+    buckets.take("a", 4)
+    assert buckets.wait_s("a", 1) == pytest.approx(0.5)
+    buckets.take("b", 4)
+    clock.now += 1
+    assert buckets.wait_s("a", 4) == pytest.approx(1.0)
+    buckets.take("a", 1)
+    clock.now += 1
+    assert set(buckets._levels) == {"a", "b"}
+    buckets.take("c", 0)  # one too many, and that of b is full by now, as is the new one
+    assert set(buckets._levels) == {"a"}
+    assert buckets.wait_s("a", 4) == pytest.approx(0.5)
 
 
 async def test_a_place_is_given_back_once_however_often_it_is_left(front: Callable[..., Front]) -> None:

@@ -145,3 +145,56 @@ def test_endless_broken_bytes_are_not_held_for_ever() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     half = TOKENIZER.encode("🙂").ids[0]
     assert any(detokenizer.feed(half) for _ in range(100))
+
+
+def test_what_may_still_become_a_character_is_held_for_64_tokens() -> None:
+    detokenizer = Detokenizer(TOKENIZER)
+    half = TOKENIZER.encode("🙂").ids[0]
+    pieces = [detokenizer.feed(half) for _ in range(64)]
+    assert pieces[:-1] == [""] * 63
+    assert set(pieces[-1]) == {"\N{REPLACEMENT CHARACTER}"}
+    assert detokenizer.flush() == ""
+
+
+def test_what_comes_together_is_one_text_and_what_is_held_comes_at_the_end() -> None:
+    answer = _answer(["abc"])
+    taken = answer.feed(TOKENIZER.encode("x ab").ids)
+    assert (taken.text, taken.stopped) == ("x ", False)
+    assert answer.flush() == "ab"
+    assert answer.flush() == ""
+    assert StopStrings([]).feed("abc") == ("abc", False)
+
+
+def test_a_stop_string_that_the_last_held_character_completes_ends_the_text() -> None:
+    ids = TOKENIZER.encode("🙂").ids
+    answer = _answer(["\N{REPLACEMENT CHARACTER}"])
+    assert answer.feed([*TOKENIZER.encode("a").ids, *ids[:-1]]).text == "a"
+    assert answer.flush() == ""  # half a character, which is the stop string
+
+
+@pytest.mark.parametrize("unstopped", [0, 1, 2])
+def test_a_stop_string_counts_in_the_text_of_later_tokens_than_those_that_must_come(unstopped: int) -> None:
+    ids = [token for word in ("ab", "ab", "ab") for token in TOKENIZER.encode(word).ids]
+    each = len(ids) // 3
+    answer = AnswerText(Detokenizer(TOKENIZER), ["ab"], unstopped=unstopped * each)
+    taken = answer.feed(ids)
+    assert taken == (TOKENIZER.decode(ids[: unstopped * each]), (unstopped + 1) * each, True)
+
+
+def test_the_first_of_several_stop_strings_ends_the_text() -> None:
+    assert StopStrings(["cd", "bc", "x"]).feed("abcd") == ("a", True)
+    matcher = StopStrings(["aab"])
+    assert [matcher.feed(character) for character in "aaab"] == [("", False), ("", False), ("a", False), ("", True)]
+
+
+def test_a_stop_string_is_found_behind_a_beginning_of_it_that_came_to_nothing() -> None:
+    matcher = StopStrings(["aaba"])
+    assert [matcher.feed(character) for character in "aaaba"] == [
+        ("", False),
+        ("", False),
+        ("a", False),
+        ("", False),
+        ("", True),
+    ]
+    matcher = StopStrings(["abcd"])
+    assert "".join(matcher.feed(character)[0] for character in "aabcd") == "a"

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from outrider.core.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.edges import edge_from_code
-from outrider.core.tree import Delta
+from outrider.core.rules import SparseRow
+from outrider.core.tree import Delta, Hints
 from outrider.errors import InvalidRequest
 from outrider.rpc import codec
+from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2 as pb
+from outrider.v1 import types_pb2
 
 contracts = st.builds(
     Contract,
@@ -69,6 +72,15 @@ def deltas(draw: st.DrawFn) -> Delta:
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Contract, types_pb2.Contract), (Plan, types_pb2.Plan), (StepReport, types_pb2.StepReport)],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_value_has_the_fields_of_its_message(kind: Any, message: Any) -> None:
+    assert set(codec._names(kind)) == {field.name for field in message.DESCRIPTOR.fields}
+
+
 @given(contracts, plans, reports)
 def test_contracts_plans_and_reports_round_trip(contract: Contract, plan: Plan, report: StepReport) -> None:
     assert codec.contract_from_pb(codec.contract_to_pb(contract)) == contract
@@ -91,29 +103,183 @@ def test_a_node_costs_about_four_bytes() -> None:
     assert (size(100) - size(20)) / 80 <= 4.1
 
 
+FULL = Delta(
+    5,
+    6,
+    4,
+    (0, 4),
+    (7, 8),
+    (-1 / 16, -0.5),
+    drawn=(SparseRow((3, 8), (1, 65535)),),
+    origin="d2",
+    rescored=((2, -0.25), (3, -2.0)),
+    version=9,
+    span=b"s" * SPAN_BYTES,
+)
+
+
+def test_a_delta_s_message_has_every_field_of_it_and_whose_it_is() -> None:
+    message = codec.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3, exhausted=True)
+    assert message == pb.TreeDelta(
+        attachment=2,
+        epoch=1,
+        root_position=5,
+        root_digest=6,
+        first_id=4,
+        parents=[0, 1],
+        tokens=[7, 8],
+        edges=b"\x01\x08",
+        drawn=[pb.DrawnFrom(tokens=[3, 8], weights=[1, 65535])],
+        plan_version=3,
+        exhausted=True,
+        origin="d2",
+        rescored=[2, 3],
+        rescored_edges=b"\x04\x20",
+        rescore_version=9,
+        span=b"s" * SPAN_BYTES,
+    )
+    assert codec.delta_from_pb(message, 9) == FULL
+    assert not codec.delta_to_pb(FULL, attachment=2, epoch=1, plan_version=3).exhausted
+
+
 def good() -> dict[str, Any]:
     return {"attachment": 1, "first_id": 4, "parents": [0, 1], "tokens": [7, 8], "edges": b"\x01\x02"}
 
 
-def test_the_well_formed_delta_of_the_next_test_is_accepted() -> None:
-    assert codec.delta_from_pb(pb.TreeDelta(**good()), 10).parents == (0, 4)
+def many(count: int) -> dict[str, Any]:
+    return {"tokens": [1] * count, "parents": [0] * count, "edges": b"\0" * count}
+
+
+ROW = {"tokens": [7, 9], "weights": [1, 65535]}
+
+
+def drawn(**change: Any) -> dict[str, Any]:
+    return {"drawn": [pb.DrawnFrom(**ROW | change)]}
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    "change",
     [
-        ({"tokens": [1] * 1025, "parents": [0] * 1025, "edges": b"\0" * 1025}, "tokens"),
-        ({"tokens": [7, 10]}, "tokens"),
-        ({"parents": [0]}, "parents"),
-        ({"edges": b"\x01"}, "parents"),
-        ({"parents": [4, 0]}, "parents"),
-        ({"first_id": 0, "parents": [0, 0]}, "first_id"),
+        {},
+        many(1024),
+        {"first_id": 1, "parents": [0, 1]},
+        {"parents": [3, 4]},  # down to the first id of all
+        {"drawn": [pb.DrawnFrom(**ROW)] * 2},
+        drawn(tokens=[0], weights=[65535]),
+        {"rescored": [1] * 1024, "rescored_edges": b"\0" * 1024},
+        {"origin": "x" * 64},
+        {"span": b"x" * SPAN_BYTES},
     ],
 )
-def test_a_malformed_delta_is_refused_by_its_field(change: dict[str, Any], field: str) -> None:
+def test_what_is_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> None:
+    message = pb.TreeDelta(**(good() | change))
+    delta = codec.delta_from_pb(message, 10)
+    assert codec.delta_to_pb(delta, attachment=1, epoch=0, plan_version=0) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (many(1025), "tokens: a delta has 1025 nodes, must have at most 1024"),
+        ({"tokens": [7, 10]}, "tokens: token id 10 is outside the vocabulary (0 to 9)"),
+        ({"parents": [0]}, "parents: 1 parents and 2 edges for 2 tokens"),
+        ({"edges": b"\x01"}, "parents: 2 parents and 1 edges for 2 tokens"),
+        ({"parents": [4, 0]}, "parents: node 4 names a parent 4 ids before it"),
+        ({"first_id": 0, "parents": [0, 0]}, "first_id: must be at least 1: id 0 is the root"),
+        ({"drawn": [pb.DrawnFrom(**ROW)] * 3}, "drawn: has 3 rows for 2 nodes"),
+        ({"rescored": [1]}, "rescored: 1 ids, 0 edges; at most 1024"),
+        (
+            {"rescored": [1] * 1025, "rescored_edges": b"\0" * 1025},
+            "rescored: 1025 ids, 1025 edges; at most 1024",
+        ),
+        ({"origin": "x" * 65}, "origin: has 65 characters, must have at most 64"),
+        ({"span": b"x"}, f"span: has 1 bytes, must have none or {SPAN_BYTES}"),
+        (drawn(tokens=[7, 10]), "drawn: token id 10 is outside the vocabulary (0 to 9)"),
+        (drawn(tokens=[7, 7]), "drawn: a row must have 1 to 512 tokens, ascending, and a weight for each"),
+        (drawn(tokens=[], weights=[]), "drawn: a row must have 1 to 512 tokens, ascending, and a weight for each"),
+        (drawn(weights=[1]), "drawn: a row must have 1 to 512 tokens, ascending, and a weight for each"),
+        (drawn(weights=[0, 9]), "drawn: a weight must be 1 to 65535"),
+        (drawn(weights=[1, 65536]), "drawn: a weight must be 1 to 65535"),
+    ],
+)
+def test_a_malformed_delta_is_refused_and_told_why(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         codec.delta_from_pb(pb.TreeDelta(**(good() | change)), 10)
-    assert refusal.value.field == field
+    assert str(refusal.value) == problem
+    assert refusal.value.field == problem.partition(":")[0]
+
+
+def test_a_drawn_row_has_at_most_512_tokens() -> None:
+    def row(count: int) -> pb.TreeDelta:
+        return pb.TreeDelta(**good() | {"drawn": [pb.DrawnFrom(tokens=range(count), weights=[1] * count)]})
+
+    assert codec.delta_from_pb(row(512), 1000).drawn == (SparseRow((*range(512),), (1,) * 512),)
+    with pytest.raises(InvalidRequest, match="512"):
+        codec.delta_from_pb(row(513), 1000)
+
+
+HINTS = Hints(5, (-1, 0, 1, -1), (7, 8, 9, 0), (-1 / 16, -0.5, -0.25, -2.0))
+
+
+def test_hints_survive_the_wire_and_say_whose_they_are() -> None:
+    message = codec.hints_to_pb(HINTS, attachment=2, epoch=1)
+    assert message == pb.Hints(
+        attachment=2, epoch=1, root_position=5, parents=[0, 1, 1, 0], tokens=[7, 8, 9, 0], edges=b"\x01\x08\x04\x20"
+    )
+    assert codec.hints_from_pb(message, 10) == HINTS
+
+
+def test_there_may_be_as_many_hints_as_a_delta_has_nodes() -> None:
+    assert len(codec.hints_from_pb(pb.Hints(**many(1024)), 10).tokens) == 1024
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (pb.Hints(**many(1025)), "tokens: 1025 hints, must be at most 1024"),
+        (pb.Hints(**many(2) | {"parents": [0]}), "parents: 1, and 2 edges, for 2 tokens"),
+        (pb.Hints(**many(2) | {"edges": b"\0"}), "parents: 2, and 1 edges, for 2 tokens"),
+        (pb.Hints(**many(2) | {"parents": [0, 2]}), "parents: one lies before the first hint"),
+        (pb.Hints(**many(2) | {"tokens": [1, 10]}), "tokens: token id 10 is outside the vocabulary (0 to 9)"),
+    ],
+)
+def test_malformed_hints_are_refused_and_told_why(message: pb.Hints, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        codec.hints_from_pb(message, 10)
+    assert str(refusal.value) == problem
+
+
+def test_features_are_rows_of_finite_little_endian_bfloat16() -> None:
+    rows = codec.features_from_pb(b"\x01\x00\x02\x01\x7f\x7f\x80\x3f", 2)  # 0x7F7F is the largest finite one
+    assert rows.tolist() == [[0x0001, 0x0102], [0x7F7F, 0x3F80]]
+    assert codec.features_from_pb(b"", 2).shape == (0, 2)
+    assert codec.features_from_pb(b"", 0).size == 0
+    assert codec.features_from_pb(b"\x80\x3f" * 3, 1).shape == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "width", "problem"),
+    [
+        (b"\0\0", 0, "features: were not asked for"),
+        (b"\0" * 6, 2, "features: 6 bytes are no rows of 2 numbers of two bytes"),
+        (b"\0", 1, "features: 1 bytes are no rows of 1 numbers of two bytes"),
+        (b"\0\0\x80\x7f", 2, "features: must be finite"),  # infinity
+        (b"\0\0\x80\xff", 2, "features: must be finite"),
+        (b"\xc0\x7f", 1, "features: must be finite"),  # not a number
+    ],
+)
+def test_what_are_no_features_is_refused_and_told_why(data: bytes, width: int, problem: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        codec.features_from_pb(data, width)
+    assert str(refusal.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens"),
+    [(0, 4096), (1, 4096), (128, 4096), (129, 4064), (256, 2048), (2**18, 2), (2**19, 1), (2**20, 1)],
+)
+def test_a_part_of_a_snapshot_has_a_mebibyte_of_features_and_at_least_a_token(width: int, tokens: int) -> None:
+    assert codec.tokens_in_part(width) == tokens
 
 
 @given(st.binary(max_size=200))
@@ -170,3 +336,10 @@ def test_an_absurd_plan_is_refused_by_its_field() -> None:
     message.depth = 65
     with pytest.raises(InvalidRequest, match=r"plan\.depth"):
         codec.plan_from_pb(message)
+
+
+@pytest.mark.parametrize("field", ["accepted", "verified_depth"])
+def test_a_report_of_a_step_deeper_than_a_tree_can_be_is_refused(field: str) -> None:
+    assert getattr(codec.report_from_pb(types_pb2.StepReport(**{field: 1024})), field) == 1024
+    with pytest.raises(InvalidRequest, match=r"^report: accepts \d+ nodes, at most 1024 can be$"):
+        codec.report_from_pb(types_pb2.StepReport(**{field: 1025}))

@@ -38,6 +38,31 @@ def test_an_expired_one_says_so() -> None:
         check(KEY, sign(KEY, PERMIT, valid_s=-0.1), PERMIT)
 
 
+def test_it_is_good_for_as_long_as_it_was_signed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    usual, brief = sign(KEY, PERMIT), sign(KEY, PERMIT, valid_s=0.25)
+    for ticket, last in ((usual, 1060.0), (brief, 1000.25)):
+        monkeypatch.setattr("time.time", lambda last=last: last)
+        check(KEY, ticket, PERMIT)
+        monkeypatch.setattr("time.time", lambda last=last: last + 0.001)
+        with pytest.raises(Forbidden, match="expired"):
+            check(KEY, ticket, PERMIT)
+
+
+def test_who_is_refused_is_told_what_to_do() -> None:
+    wrong = {
+        b"\xff": "malformed ticket",
+        sign(b"another key", PERMIT): "forged ticket: the router and this upstream must use one Redis",
+        sign(KEY, replace(PERMIT, epoch=4)): "foreign ticket: it is for another session, tenant, drafter, upstream or "
+        "epoch",
+        sign(KEY, PERMIT, valid_s=-0.1): "expired ticket: the router gives a fresh one with its next Attach",
+    }
+    for ticket, problem in wrong.items():
+        with pytest.raises(Forbidden) as refusal:
+            check(KEY, ticket, PERMIT)
+        assert str(refusal.value) == problem
+
+
 def test_a_longer_life_cannot_be_written_into_one() -> None:
     signed = types_pb2.SignedTicket.FromString(sign(KEY, PERMIT, valid_s=-0.1))
     inner = types_pb2.Ticket.FromString(signed.ticket)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from outrider.core.contract import LOSSY, RULES, Contract
+from outrider.core.digest import PHI, mix64
 from outrider.core.filters import FloatRow
-from outrider.core.rules import Chance, Drawn, Rows, Rule, SparseRow, Walk, rule_of
+from outrider.core.rules import Chance, Drawn, Rows, Rule, SeededChance, SparseRow, Walk, rule_of
 from outrider.core.rules.joint import TraversalVerification
-from outrider.core.rules.rejection import RecursiveRejection, without
+from outrider.core.rules.rejection import RecursiveRejection, uncovered, without
 from outrider.core.rules.rule import Judge, accepted
+from outrider.core.sampler import Choice
 from outrider.core.shapes import Shape, chain_shape, size_of
 from tests.core.rules.enumeration import (
     JudgeOf,
@@ -314,6 +316,126 @@ def test_typical_acceptance_takes_the_longest_path_of_what_is_likely_enough_and_
     for _, walked in outcomes(lambda chance: typical.walk(tree.rows, JudgeOf(language, tree), chance)):
         assert len(walked.path) == longest
     assert distance(law_of(typical, language, 2, lambda _: tree), language.law(2)) > 0.05
+
+
+class Noted(JudgeOf):
+    """Notes what is said after which row."""
+
+    def __init__(self, language: Language, tree: Tree) -> None:
+        super().__init__(language, tree)
+        self.after: list[tuple[int, int]] = []
+
+    def said(self, row: int, token: int) -> Choice:
+        self.after.append((row, token))
+        return super().said(row, token)
+
+
+def test_a_walk_commits_each_token_after_the_row_that_it_follows() -> None:
+    tree = Tree([(), (0,), (1,), (1, 2), (1, 2, 0)], [-1, 0, 0, 2, 3])
+    judge = Noted(Language(3, PLAIN), tree)
+    walked = accepted(tree.rows, judge, [2, 3], 7)
+    assert judge.after == [(0, 1), (2, 2), (3, 7)]
+    assert (walked.path, [choice.token for choice in walked.choices]) == ([2, 3], [1, 2, 7])
+    judge.after.clear()
+    assert accepted(tree.rows, judge, [], 5).path == []
+    assert judge.after == [(0, 5)]
+    judge.after.clear()
+    rule("target-match").walk(tree.rows, judge, Tape([1, 2, 1]))
+    assert judge.after == [(0, 1), (2, 2), (3, 1)]
+
+
+def test_of_the_longest_typical_paths_the_likeliest_counts() -> None:
+    language = Language(3, PLAIN)
+    rows = {(): [0.5, 0.3, 0.2], (0,): [0.2, 0.6, 0.2], (1,): [0.1, 0.1, 0.8], (2,): [0.5, 0.3, 0.2]}
+    language.p = lambda path: np.array(rows.get(path, [0.0, 0.0, 1.0]))  # type: ignore[method-assign]
+    paths: list[Path] = [(), (2,), (0,), (1,), (2, 0), (0, 1), (1, 2), (0, 0)]
+    tree = Tree(paths, [-1, *(paths.index(path[:-1]) for path in paths[1:])])
+    low = rule_of(Contract(seed=0, max_tokens=1, rule="typical-acceptance", typical_epsilon=0.01, typical_delta=0.01))
+    walked = low.walk(tree.rows, JudgeOf(language, tree), Tape([]))
+    assert [paths[row] for row in walked.path] == [(0,), (0, 1)]  # 0.3, against 0.24 and 0.1
+    assert [choice.token for choice in walked.choices] == [0, 1, 2]
+    # Exactly as likely as the threshold is not likely enough.
+    strict = rule_of(Contract(seed=0, max_tokens=1, rule="typical-acceptance", typical_epsilon=0.5, typical_delta=1.0))
+    rows = {(): [0.5, 0.5, 0.0]}
+    walked = strict.walk(tree.rows, JudgeOf(language, tree), Tape([]))
+    assert (walked.path, [choice.token for choice in walked.choices]) == ([], [0])
+
+
+def test_typical_acceptance_asks_for_less_where_the_target_is_unsure() -> None:
+    language = Language(4, PLAIN)
+    tree = Tree([(), (1,)], [-1, 0])
+    typical = rule_of(Contract(seed=0, max_tokens=1, rule="typical-acceptance", typical_epsilon=0.9, typical_delta=0.5))
+    for p, taken in (([0.4, 0.2, 0.2, 0.2], True), ([0.8, 0.2, 0.0, 0.0], False)):
+        language.p = lambda path, p=p: np.array(p)  # type: ignore[method-assign, misc]
+        threshold = min(0.9, 0.5 * np.exp(sum(x * np.log(x) for x in p if x)))
+        assert (threshold < 0.2) == taken
+        assert bool(typical.walk(tree.rows, JudgeOf(language, tree), Tape([])).path) == taken
+
+
+def test_chance_is_drawn_from_its_key_in_53_bits() -> None:
+    key = mix64(mix64(mix64(8 * PHI) + 1 * PHI) + 3 * PHI)  # of 7, 0 and 2
+    numbers = [(mix64(key + turn * PHI) >> 11) / 2**53 for turn in range(1, 5)]
+    again = SeededChance(7, 0, 2)
+    assert [again._uniform() for _ in numbers] == numbers
+    chance = SeededChance(7, 0, 2)
+    assert chance.happens(np.nextafter(numbers[0], 1))
+    assert not chance.happens(numbers[1])
+    assert chance.pick(np.array([numbers[2], 1 - numbers[2]])) == 1  # at the edge: the next one's
+    assert chance.pick(np.array([2 * np.nextafter(numbers[3], 1), 0.0, 2 * (1 - numbers[3])])) == 0
+    weights = np.array([1.0, 0.0, 3.0])
+    picked = [SeededChance(seed).pick(weights) for seed in range(2000)]
+    assert set(picked) == {0, 2}
+    assert picked.count(2) / 2000 == pytest.approx(0.75, abs=4 * np.sqrt(0.75 * 0.25 / 2000))
+
+
+def test_rounding_never_picks_what_has_no_weight() -> None:
+    class Late(SeededChance):
+        def _uniform(self) -> float:
+            return 0.75  # of the smallest number that there is, which rounds to all of it
+
+    assert Late().pick(np.array([0.0, 5e-324, 0.0])) == 1
+
+
+def test_a_row_is_the_likeliest_tokens_up_to_their_mass_and_at_most_so_many() -> None:
+    p = np.array([0.1, 0.4, 0.2, 0.3])
+    assert SparseRow.of(p, mass=0.69).tokens == (1, 3)
+    assert SparseRow.of(p, mass=0.71).tokens == (1, 2, 3)
+    assert SparseRow.of(p, most=1).tokens == (1,)
+    assert SparseRow.of(p) == SparseRow((0, 1, 2, 3), (16384, 65535, 32768, 49151))
+    alike = [token for token in range(1500) if token % 3]
+    flat = SparseRow.of(np.where(np.isin(np.arange(1500), alike), 0.001, 0.0))
+    assert (flat.tokens, set(flat.weights)) == (tuple(alike[:512]), {65535})  # of those alike the first
+    assert SparseRow.of(np.array([1 - 7e-6, 7e-6]), mass=1.0).tokens == (0,)  # a weight of less than a half
+    assert SparseRow.of(np.array([1 - 2e-5, 2e-5]), mass=1.0) == SparseRow((0, 1), (65535, 1))
+
+
+class Fixed(JudgeOf):
+    """The same p and q after every row."""
+
+    def __init__(self, p: FloatRow, q: FloatRow) -> None:
+        self._p, self._q = p, q
+
+    def p(self, row: int) -> FloatRow:
+        return self._p
+
+    def q(self, row: int) -> FloatRow:
+        return self._q
+
+
+def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_says_something() -> None:
+    q = np.array([0.5, 0.5])
+    p = np.array([0.5, np.nextafter(0.5, 0)])  # nothing of it is beyond q
+    never = Tape([0])  # rejects what has a chance of all but 1
+    walked = rule("traversal-verification").walk(Rows([-1, 0], [-1, 1]), Fixed(p, q), never)
+    assert (walked.path, [choice.token for choice in walked.choices]) == ([], [0])
+    assert uncovered(p, q) is p
+    assert uncovered(q, p).tolist() == [0.0, 1.0]
+
+
+def test_no_more_is_drawn_than_there_is() -> None:
+    row = SparseRow((3, 5), (1, 2))
+    assert sorted(row.draw(9, SeededChance(1))) == [3, 5]
+    assert row.draw(0, SeededChance(1)) == []
 
 
 def test_what_is_drawn_from_is_what_is_shipped() -> None:
