@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from outrider.store.embedded import EmbeddedRedis
 from tests.extended import Extended
 from tests.lanes import Durations, Lane
 from tests.skips import NoSkips
+
+# What a shell runs in the background ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # what is no folder must not be asked of the real hub
 

@@ -76,6 +76,7 @@ def test_a_skip_that_nobody_has_allowed_fails_the_run(reason: str, status: int, 
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
         capture_output=True,
         text=True,
         timeout=60,
