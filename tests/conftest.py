@@ -3,13 +3,15 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
+import redis.asyncio
 from hypothesis import Phase, settings
 
+from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
 from tests.extended import Extended
 from tests.lanes import Durations, Lane
@@ -62,3 +64,12 @@ def redis_url(redis_server: EmbeddedRedis) -> str:
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
     return redis_server.url
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    """A connection to the emptied server."""
+    client = connect(redis_url)
+    assert isinstance(client, redis.asyncio.Redis)
+    yield client
+    await client.aclose()

@@ -299,23 +299,35 @@ def test_that_all_is_drafted_goes_up_even_where_the_text_has_become_other_tokens
     assert (delta.tokens, done) == ((), True)
 
 
+class Proposing:
+    """A session whose drafter goes on exactly as the target's text does."""
+
+    def __init__(self, own: Tokenizer) -> None:
+        self._sent: list[Delta] = []
+        self._translator = Translator(TARGET, own, send=lambda key, delta, *_: self._sent.append(delta), resync=print)
+        self._loop = Loop(self._translator)
+        text = TARGET.encode(LONG[:600]).ids
+        self.committed = text[:80]
+        self._drafted = own.encode(TARGET.decode(text)[len(TARGET.decode(self.committed)) :]).ids[:6]
+
+    def proposed(self, depth: int, **more: int) -> list[Delta]:
+        """What goes up for a snapshot with a plan of that depth; `more`: further fields of it."""
+        self._sent.clear()
+        key, contract = Attachment("s", "", 1, b""), Contract(seed=1, max_tokens=99)
+        digest, plan = extend(EMPTY, self.committed), Plan(version=1, depth=depth, width=4, nodes=16)
+        self._translator.opened(key, Snapshot(tuple(self.committed), digest, contract, plan, 300, **more))
+        self._loop.draft(key, self._drafted)
+        self._translator.closed(key)
+        return self._sent
+
+
 def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own: Tokenizer) -> None:
-    sent: list[Delta] = []
-    translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=print)
-    loop, key = Loop(translator), Attachment("s", "", 1, b"")
-    text = TARGET.encode(LONG[:600]).ids
-    committed = text[:80]
-    behind = TARGET.decode(text)[len(TARGET.decode(committed)) :]
+    case = Proposing(own)
 
     def proposed(vocabulary: int) -> list[int]:
-        terms = Contract(seed=1, max_tokens=99), Plan(version=1, depth=8, width=4, nodes=16), 300
-        translator.opened(key, Snapshot(tuple(committed), extend(EMPTY, committed), *terms, sayable=vocabulary))
-        loop.draft(key, own.encode(behind).ids[:6])
-        translator.closed(key)
-        return [token for delta in sent for token in delta.tokens]
+        return [token for delta in case.proposed(depth=8, sayable=vocabulary) for token in delta.tokens]
 
     every = proposed(4096)
-    sent.clear()
     assert len(every) > 2
     assert proposed(max(every)) == every[: every.index(max(every))]
 
@@ -330,16 +342,8 @@ def test_while_a_path_ends_inside_a_character_nothing_is_proposed() -> None:
 
 
 def test_what_is_translated_keeps_to_the_plan_s_depth(own: Tokenizer) -> None:
-    sent: list[Delta] = []
-    translator = Translator(TARGET, own, send=lambda key, delta, version, done: sent.append(delta), resync=print)
-    loop, key = Loop(translator), Attachment("s", "", 1, b"")
-    text = TARGET.encode(LONG[:600]).ids
-    committed = text[:80]
-    terms = Contract(seed=1, max_tokens=99), Plan(version=1, depth=2, width=4, nodes=16), 300
-    translator.opened(key, Snapshot(tuple(committed), extend(EMPTY, committed), *terms))
-    loop.draft(key, own.encode(TARGET.decode(text)[len(TARGET.decode(committed)) :]).ids[:6])
-    translator.closed(key)
-    tree = TokenTree(committed)
-    for delta in sent:
+    case = Proposing(own)
+    tree = TokenTree(case.committed)
+    for delta in case.proposed(depth=2):
         tree.graft(1, delta)
     assert len([*tree.levels()]) == 2

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from redis.asyncio import Redis
 
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
-from outrider.store.client import connect
 from outrider.store.records import SessionRecord, dump
 from outrider.store.sessions import Sessions, Turn
 from router import chores
@@ -17,14 +14,6 @@ from router import chores
 INDEX = "outrider:{leases}"
 IDLE = 10_000
 TURN = Turn(Contract(seed=1, max_tokens=9), (), answer_position=2, deadline=None)
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    assert isinstance(client, Redis)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
