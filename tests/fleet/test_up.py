@@ -112,28 +112,36 @@ async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
     file = tmp_path / "cluster.toml"
     file.write_text(FILE + DRAFTERS.replace("COUNT", "1"), encoding="utf-8")
     up = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider.cli", "up", "--ray", ray_address, str(file)),
+        *(sys.executable, "-X", "faulthandler", "-m", "outrider.cli", "up", "--ray", ray_address, str(file)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
     assert up.stdout is not None
-    printed = ""
+    printed = bytearray()
     try:
-        async with asyncio.timeout(90):
-            while "Try: " not in printed:
-                line = await up.stdout.readline()
-                assert line, printed
-                printed += line.decode()
-        (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed))
+        await asyncio.wait_for(_read(up.stdout, printed, until=b"Try: "), 60)
+        (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed.decode()))
         assert_same(await say(address), expected)
-    finally:
         up.send_signal(signal.SIGINT)
-        printed += (await up.stdout.read()).decode()
-        status = await asyncio.wait_for(up.wait(), 30)
-    assert status in (0, 130), printed
+        await asyncio.wait_for(_read(up.stdout, printed), 30)
+    finally:
+        if not up.stdout.at_eof():
+            up.send_signal(signal.SIGABRT)  # it prints where each of its threads is
+            await asyncio.wait_for(_read(up.stdout, printed), 10)
+        status = await up.wait()
+        print(printed.decode())
+    assert status in (0, 130)
     with pytest.raises(Unavailable):
         async with outrider.AsyncClient(address, retries=0) as client:
             await client.models()
+
+
+async def _read(stream: asyncio.StreamReader, printed: bytearray, *, until: bytes | None = None) -> None:
+    """Adds what is printed up to a line that has `until`, or to the end."""
+    async for line in stream:
+        printed += line
+        if until is not None and until in line:
+            return
 
 
 async def _talk(address: str, expected: list[outrider.Generation]) -> None:
