@@ -106,6 +106,7 @@ async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions
         assert_same(await say(cluster.router_address), expected)
 
 
+@pytest.mark.timeout(240)  # more than all that is waited for below, so that what was printed is shown
 async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
     ray_address: str, tmp_path: Path, expected: list[outrider.Generation]
 ) -> None:
@@ -119,9 +120,10 @@ async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
     assert up.stdout is not None
     printed = bytearray()
     try:
-        await asyncio.wait_for(_read(up.stdout, printed, until=b"Try: "), 60)
-        (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed.decode()))
-        assert_same(await say(address), expected)
+        async with asyncio.timeout(90):
+            await _read(up.stdout, printed, until=b"Try: ")
+            (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed.decode()))
+            assert_same(await say(address), expected)
         up.send_signal(signal.SIGINT)
         await asyncio.wait_for(_read(up.stdout, printed), 30)
     finally:
