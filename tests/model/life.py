@@ -93,6 +93,14 @@ class Life(RuleBasedStateMachine):
     def cut(self, pick: int, caller: Any, server: Any) -> None:
         self.world.cut(pick % len(self.world.links), caller, server)
 
+    @rule(pick=seeds)
+    def hold(self, pick: int) -> None:
+        self.world.hold(pick)
+
+    @rule()
+    def let_go(self) -> None:
+        self.world.let_go()
+
     @rule()
     def notice(self) -> None:
         self.world.notice()

@@ -31,6 +31,7 @@ class Wire:
         self.hear = hear
         self.moved: Callable[[], None] | None = None  # is told when there is room again
         self.open = True  # the receiver listens, and the sender's words reach it
+        self.held = False  # the network delivers nothing for a while
 
     def __str__(self) -> str:
         return f"{self.name} {' '.join(str(self.items[0]).split()) if self.items else ''}"

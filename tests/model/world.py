@@ -18,7 +18,7 @@ from tests.model.loop import Clock
 from tests.model.redis import LEASE_S, RESUME_TTL_S, Outcome, Redis, Request, Violation
 from tests.model.routing import Fleet, Note, Router
 from tests.model.verifying import Verifier
-from tests.model.wires import Link, Notice
+from tests.model.wires import Link, Notice, Wire
 from tests.store import reference
 
 WINDOW = 3
@@ -77,8 +77,7 @@ class World:
     def events(self) -> list[Event]:
         """Everything that can happen next without anything going wrong."""
         self.links = [entry for entry in self.links if not entry[0].over]
-        wires = [wire for link, _, _ in self.links for wire in (link.forth, link.back)]
-        found: list[Event] = [wire.deliver for wire in wires if wire.items]
+        found: list[Event] = [wire.deliver for wire in self.wires() if wire.items and not wire.held]
         found += [partial(self.answer, request) for request in self.redis.requests]
         for verifier in self.verifiers:
             if verifier.passing:
@@ -89,6 +88,10 @@ class World:
         found += [drafter.connect for drafter in self.drafters if drafter.cut_off]
         found += [client.call_again for client in self.clients if client.idle]
         return found
+
+    def wires(self) -> list[Wire]:
+        """Both directions of every stream."""
+        return [wire for link, _, _ in self.links for wire in (link.forth, link.back)]
 
     def happen(self, event: Event) -> None:
         """One event, and what must hold after it."""
@@ -172,6 +175,17 @@ class World:
         self.links[index][0].cut(caller=caller, server=server)
         self.check()
 
+    def hold(self, pick: int) -> None:
+        """The network is slow: what is on a wire, and what is put behind it, stays there for now."""
+        full = [wire for wire in self.wires() if wire.items]
+        if full:
+            full[pick % len(full)].held = True
+
+    def let_go(self) -> None:
+        """The network is as quick as before."""
+        for wire in self.wires():
+            wire.held = False
+
     def notice(self) -> None:
         """Whoever has not noticed yet that a stream broke does."""
         for link, _, _ in list(self.links):
@@ -237,6 +251,7 @@ class World:
     def settle(self) -> None:
         """Nothing goes wrong any more: everything comes to its end, and nothing is left."""
         self.redis.away = False
+        self.let_go()
         for request in list(self.redis.late):
             self.redis.run_late(request)
         self.notice()
