@@ -27,6 +27,8 @@ SETTINGS = {  # in the environment, where it does not say otherwise
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_enable_pipe_based_agent_to_parent_health_check": "1",  # Ray's agents end with it at once
+}
+OWN = {  # the same for a cluster of our own
     "RAY_gcs_server_port_wait_time_s": "120",  # that it takes at most to start: longer than Ray's own on a busy machine
 }
 START_S = 120.0  # for a node to join a cluster of our own, for which Ray has 30 and no setting
@@ -44,22 +46,32 @@ def on_ray(address: str | None, *, cpus: float = 0.0) -> Iterator[None]:
     None starts a cluster on this machine that has `cpus` at least, and ends it with the block. Raises ConfigError where
     Ray is not installed, Unavailable where the cluster cannot be reached.
     """
+    with _environment(own=address is None):
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("Ray is not installed; `pip install 'outrider[ray]'`") from None
+        folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-") if address is None else None
+        try:
+            _connect(address, folder, cpus)
+            yield
+        finally:
+            ray.shutdown()
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _environment(*, own: bool) -> Iterator[None]:
+    """Within, Ray finds our settings, some already when it is imported, and for a cluster of our `own` a new token."""
     before = dict(os.environ)
-    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
-    if address is None:  # Ray listens on all of the machine's addresses: nobody else may use this cluster
+    settings = SETTINGS | OWN if own else SETTINGS
+    os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
+    if own:  # Ray listens on all of the machine's addresses: nobody else may use this cluster
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     try:
-        import ray
-    except ImportError:
-        raise ConfigError("Ray is not installed; `pip install 'outrider[ray]'`") from None
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-") if address is None else None
-    try:
-        _connect(address, folder, cpus)
         yield
     finally:
-        ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
         os.environ.clear()
         os.environ.update(before)
 
@@ -82,7 +94,7 @@ def _connect(address: str | None, folder: str | None, cpus: float) -> None:
         else:
             _probe(address)
             ray.init(address=address, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         told = str(error).strip().splitlines()
         where = "none could be started here" if address is None else f"no cluster at {address}"
         raise Unavailable(f"ray: {where}: {told[0] if told else type(error).__name__}") from None
@@ -117,10 +129,16 @@ def _patience() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Ray itself tries for minutes. Raises OSError when nobody listens there."""
+    """Ray itself tries for minutes. Raises OSError when nobody listens there, RayError when that is no Ray, or one that
+    demands another token."""
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stubs leave it out
+
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
         socket.create_connection((host, int(port)), PROBE_S).close()
+        ensure_token_if_auth_enabled(create_token_if_missing=False)  # the client would end the process
+        GcsClient(address=address)
 
 
 def _sweep() -> None:

@@ -138,8 +138,10 @@ async def test_ranks_wait_for_nodes_that_are_still_joining(ray_address: str, red
 
 async def test_a_missing_ray_is_named_with_what_to_install(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
+    before = dict(os.environ)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[ray\]'"):
         await ranks.run("verifier", config(ranks=2).verifier[0], redis_url, announce=lambda address: None)
+    assert dict(os.environ) == before
 
 
 async def test_a_ray_cluster_that_is_not_there_is_named(redis_url: str) -> None:

@@ -138,6 +138,21 @@ async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
             await client.models()
 
 
+@pytest.mark.parametrize("token", ["another" * 8, ""], ids=["another", "none"])
+async def test_a_ray_that_demands_another_token_is_named_at_once(ray_address: str, tmp_path: Path, token: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE, encoding="utf-8")
+    up = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "outrider.cli", "up", "--ray", ray_address, str(file)),
+        stderr=subprocess.PIPE,
+        env={**os.environ, "RAY_AUTH_TOKEN": token, "HOME": str(tmp_path)},
+    )
+    _, printed = await asyncio.wait_for(up.communicate(), 60)
+    assert up.returncode == 2
+    assert f"no cluster at {ray_address}" in printed.decode()
+    assert "token" in printed.decode().splitlines()[-1]
+
+
 async def _read(stream: asyncio.StreamReader, printed: bytearray, *, until: bytes | None = None) -> None:
     """Adds what is printed up to a line that has `until`, or to the end."""
     async for line in stream:
