@@ -505,7 +505,7 @@ class TwoCopies(RuleBasedStateMachine):
         self.books_are_right()
 
 
-TwoCopies.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TwoCopies.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestTwoCopies = TwoCopies.TestCase
 
 

@@ -20,7 +20,7 @@ PLAN = Plan(depth=4, width=3, nodes=8)
 
 
 @pytest.mark.parametrize("name", CONSTRUCTIONS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 1000), MOVES, st.sampled_from([400, 40]))
 def test_rows_masks_and_both_trees_stay_in_step(
     name: str, seed: int, moves: list[int | tuple[int, int]], credit: int

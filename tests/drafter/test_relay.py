@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_svc.ranked import RankedSession
@@ -154,7 +154,6 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
     target=st.sampled_from([VOCABULARY - 5, VOCABULARY, VOCABULARY + 5]),
     acts=st.lists(st.sampled_from(["below", "judge", "commit on", "commit off", "drop", "renew"]), max_size=30),
 )
-@settings(deadline=None)
 def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: list[str]) -> None:
     """Whether the one between has as many ids as the target, fewer or more."""
     three = Three(seed, credit, target=target)

@@ -129,7 +129,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1000), st.booleans(), MOVES, st.sampled_from([400, 40]))
 def test_rows_masks_and_both_trees_stay_in_step(
     seed: int, ahead: bool, moves: list[int | tuple[int, int]], credit: int

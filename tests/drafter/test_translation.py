@@ -49,7 +49,6 @@ texts = st.text(alphabet="abcdef ()_:\n é🙂'", max_size=60) | st.integers(0, 
 )
 
 
-@settings(deadline=None)
 @given(texts, st.lists(st.integers(1, 40), max_size=12))
 def test_the_text_is_the_same_in_both_vocabularies_however_it_comes(own: Tokenizer, text: str, cuts: list[int]) -> None:
     tokens, translation, done = TARGET.encode(text).ids, Translation(TARGET, own), 0
@@ -72,7 +71,7 @@ class Reference(Translation):
                 return 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, len(LONG) - 3000), st.lists(st.integers(1, 300), max_size=5))
 def test_it_is_as_the_reference_has_it_and_tells_what_has_stayed(own: Tokenizer, start: int, cuts: list[int]) -> None:
     """What comes at once is translated as if it had come in pieces."""
@@ -116,7 +115,6 @@ def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer
     assert longest <= MOST_OPEN
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(LONG) - 300), st.integers(1, 30))
 def test_what_is_proposed_says_the_path_s_text(own: Tokenizer, start: int, count: int) -> None:
     translation = Translation(TARGET, own)

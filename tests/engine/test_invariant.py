@@ -144,7 +144,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(1)  # the number is the process's, and other engines count on theirs
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     length=st.integers(1, TEXT),

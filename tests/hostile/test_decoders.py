@@ -205,7 +205,7 @@ def test_a_decoder_gives_a_value_or_says_what_is_wrong(name: str, count: int, ca
     for number in range(max(1, count // RUN)):
 
         @seed(number)
-        @settings(max_examples=min(count, RUN), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=min(count, RUN), database=None, suppress_health_check=list(HealthCheck))
         @given(inputs)
         def some(blob: Any) -> None:
             with suppress(*refusals):

@@ -87,7 +87,6 @@ def fuzz(kind: st.SearchStrategy[Any], count: int) -> Any:
     """
     everything = settings(
         max_examples=max(1, min(count, RUN) // BATCH),
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

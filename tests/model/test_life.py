@@ -12,7 +12,6 @@ from tests.model.routing import stand_in
 QUICK = settings(
     max_examples=120,
     stateful_step_count=45,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -33,7 +33,6 @@ Break = Callable[[pytest.MonkeyPatch], None]
 ENOUGH = settings(
     max_examples=20_000,  # it stops at the first that is found out; the rarest takes some two thousand
     stateful_step_count=45,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],

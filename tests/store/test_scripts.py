@@ -408,7 +408,6 @@ def test_the_scripts_agree_with_the_reference(redis_url: str, monkeypatch: pytes
         settings=settings(
             max_examples=35,
             stateful_step_count=40,
-            deadline=None,
             report_multiple_bugs=False,
             phases=set(Phase) - {Phase.explain},  # it traces every line
             suppress_health_check=list(HealthCheck),
