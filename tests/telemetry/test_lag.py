@@ -16,7 +16,6 @@ from _pytest.outcomes import Failed
 from outrider.telemetry.lag import LONG_S, STALL_S, LoopLag
 from tests.loops import no_stall
 
-
 on_linux = pytest.mark.skipif(
     not os.path.exists("/proc/thread-self/schedstat"), reason="Linux tells how long threads wait"
 )
