@@ -71,6 +71,12 @@ class RawDrafter:
         attachment = await self.subscribe(session, epoch=epoch)
         return await self.inbox.take("snapshot", attachment)
 
+    async def committed(self) -> pb.Commit:
+        """The next commit that has tokens; one without may come before it, which means that the step has begun."""
+        while not (commit := await self.inbox.take("commit")).tokens:
+            assert not commit.dropped
+        return commit
+
     async def heard_all(self, session: str) -> None:
         """Waits until all it said was dealt with: the frame behind it is refused, which counts as one refusal."""
         attachment = await self.subscribe(session, signed=b"none")

@@ -50,7 +50,7 @@ async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> N
         drafter.say(**delta(text.whole, root, text.answer[4:6]))
         await drafter.heard_all(router.session)
         await router.acknowledge(4)
-        commit = await drafter.inbox.take("commit")
+        commit = await drafter.committed()
         assert (commit.attachment, commit.epoch, commit.position) == (1, 1, root + 1)
         assert 2 <= len(commit.tokens) <= 3  # one node at least, and the token after it
         assert list(commit.tokens) == text.answer[4:][: len(commit.tokens)]
