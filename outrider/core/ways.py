@@ -114,11 +114,13 @@ class Rivals(Contest[Way]):
     @property
     def rates(self) -> tuple[float, float]:
         """Work a second while drafters rest, and in the faster of the ways in which they work; 0: not measured here, or
-        resting is not what was found to be fastest."""
+        resting is not what was found to be fastest, or it has become slower since: then it is tried again when it is
+        due, and until then the figures show nothing."""
         if self._kept is not Way.REST:
             return 0.0, 0.0
         resting = self._speeds[Way.REST].per_second
-        return resting, max(speed.per_second for way, speed in self._speeds.items() if way is not Way.REST)
+        working = max(speed.per_second for way, speed in self._speeds.items() if way is not Way.REST)
+        return (resting, working) if resting >= working else (0.0, 0.0)
 
     def inherited(self) -> Self:
         """For other circumstances: the same is kept, and as long until the others are tried."""

@@ -82,5 +82,10 @@ def test_both_speeds_are_told_once_resting_was_found_to_be_faster_and_not_while_
     run_rivals(rivals, 5.0, speeds)
     assert rivals.rates == (pytest.approx(100.0), pytest.approx(80.0))
     assert rivals.inherited().rates == (0.0, 0.0)  # with other sessions it may be otherwise
+    while rivals.way is not Way.REST:
+        run_rivals(rivals, 0.01, speeds)
+    run_rivals(rivals, 0.5, {**speeds, Way.REST: 50.0})
+    assert rivals.way is Way.REST
+    assert rivals.rates == (0.0, 0.0)  # what was measured of the others is from when it was faster
     run_rivals(rivals, 60.0, {**speeds, Way.TURNS: 200.0})
     assert rivals.rates == (0.0, 0.0)
