@@ -246,13 +246,17 @@ async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_
         for session in (far_off, nearby):
             await drafter.subscribe(session)
         async with (
-            decoding(verifier, session_id=far_off, window=ALIAS_SPAN + 200, **opening) as far,
-            decoding(verifier, session_id=nearby, window=160, **opening) as near,
+            decoding(verifier, session_id=far_off, window=76, **opening) as far,
+            decoding(verifier, session_id=nearby, window=80, **opening) as near,
         ):
             for attachment in (1, 2):
                 await drafter.inbox.take("snapshot", attachment)
             drafter.reads.clear()
-            await far.said(ALIAS_SPAN + 200)
+            await near.acknowledge(80)
+            await near.said(160)
+            for window in range(1, 6):
+                await far.acknowledge(76 * window)
+            assert len(await far.said(6 * 76)) > ALIAS_SPAN + 76  # at most a window was read before
             near.say(plan=plan_to_pb(Plan(version=7, depth=3)))
             await drafter.subscribe(near.session, attachment=9, signed=b"none")
             await asyncio.sleep(0.3)  # until nothing moves any more
