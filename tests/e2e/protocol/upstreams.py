@@ -23,6 +23,9 @@ from tests.e2e.mini_router import SPECULATE
 from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 
 
+_known: set[str] = set()  # where drafters have been: there they would go on to number their subscriptions
+
+
 class Stream:
     """What one drafter said on one Draft stream, and what it is told. Greets and sends heartbeats by itself."""
 
@@ -112,7 +115,9 @@ async def upstream_of(drafter: str) -> AsyncIterator[Attached]:
         return []
 
     async with AsyncExitStack() as stack:
-        upstream.address = await stack.enter_async_context(serving("127.0.0.1:0", register, drain_s=0))
+        while not upstream.address or upstream.address in _known:
+            upstream.address = await stack.enter_async_context(serving("127.0.0.1:0", register, drain_s=0))
+        _known.add(upstream.address)
         stub = DrafterStub(await stack.enter_async_context(open_channel(drafter)))
         session = new_name()
         await stub.Attach(pb.AttachRequest(session_id=session, epoch=1, upstream=upstream.address, ticket=b"a ticket"))
