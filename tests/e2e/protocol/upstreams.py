@@ -22,7 +22,6 @@ from outrider.v1.drafter_pb2_grpc import DrafterStub, TreeSinkServicer, add_Tree
 from tests.e2e.mini_router import SPECULATE
 from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 
-
 _known: set[str] = set()  # where drafters have been: there they would go on to number their subscriptions
 
 
