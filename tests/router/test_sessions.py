@@ -335,7 +335,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
             await drain(call, events)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         await released(rig, session)
-        assert verifier.open == 0
+        await until(lambda: verifier.open == 0)
         assert len(events) == 2
         monkeypatch.setattr(service, "_send", real)
         last = events[-1].chunk
