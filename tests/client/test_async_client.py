@@ -177,6 +177,19 @@ async def test_an_unknown_option_is_a_type_error(router: ScriptedRouter) -> None
             client.stream("hello", top_q=1)  # type: ignore[call-arg]
 
 
+async def reading(stream: outrider.AsyncStream) -> asyncio.Task[None]:
+    """A task that reads a stream, once it has read the beginning: who asked knows the session by then."""
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async for _ in stream:
+            begun.set()
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(begun.wait(), 5)
+    return task
+
+
 async def test_a_timeout_raises_deadline_exceeded_and_ends_the_call_on_the_server(
     router: ScriptedRouter,
 ) -> None:
@@ -206,13 +219,7 @@ async def test_leaving_a_with_block_cancels_on_the_server_before_it_returns(rout
 async def test_cancel_from_another_task_ends_the_reader_with_cancelled(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         stream = client.stream("endless")
-
-        async def read() -> None:
-            async for _ in stream:
-                pass
-
-        reader = asyncio.create_task(read())
-        assert await asyncio.to_thread(router.under_way.wait, 5)
+        reader = await reading(stream)
         await stream.cancel()
         with pytest.raises(errors.Cancelled):
             await asyncio.wait_for(reader, 5)
@@ -233,8 +240,7 @@ async def test_who_waits_for_the_end_may_be_cancelled_too_and_the_server_still_h
     router: ScriptedRouter,
 ) -> None:
     async with outrider.AsyncClient(router.address) as client:
-        task = asyncio.create_task(client.generate("endless"))
-        assert await asyncio.to_thread(router.under_way.wait, 5)
+        task = await reading(client.stream("endless"))
         for _ in range(5):
             task.cancel()
             await asyncio.sleep(0)
@@ -246,8 +252,7 @@ async def test_who_waits_for_the_end_may_be_cancelled_too_and_the_server_still_h
 
 async def test_a_cancelled_task_stays_cancelled_and_the_server_hears_of_it(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
-        task = asyncio.create_task(client.generate("endless"))
-        assert await asyncio.to_thread(router.under_way.wait, 5)
+        task = await reading(client.stream("endless"))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
