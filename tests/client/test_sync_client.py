@@ -77,10 +77,11 @@ def test_cancel_from_another_thread_ends_the_reader(router: ScriptedRouter) -> N
 
 
 def interrupt(after: threading.Event) -> threading.Thread:
-    """Presses Ctrl-C once."""
+    """Presses Ctrl-C once, when what was sent by then has been read, too."""
 
     def press() -> None:
         assert after.wait(5)
+        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
