@@ -67,7 +67,7 @@ def _environment(*, own: bool) -> Iterator[None]:
     before = dict(os.environ)
     settings = SETTINGS | OWN if own else SETTINGS
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
-    if own:  # Ray listens on all of the machine's addresses: nobody else may use this cluster
+    if own:  # Ray listens on all of the machine's addresses: without the token nobody may use the cluster
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     try:
         yield
@@ -129,13 +129,15 @@ def _patience() -> Iterator[None]:
 
 
 def _probe(address: str) -> None:
-    """Ray itself tries for minutes. Raises OSError when nobody listens there, RayError when that is no Ray, or one that
-    demands another token."""
-    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stubs leave it out
+    """Connects once; `ray.init` would try for minutes.
 
+    Raises OSError where nothing listens at `address`, RayError where no cluster answers there or our token is wrong.
+    """
     host, _, port = address.rpartition(":")
     if port.isdigit() and "/" not in host:
+        from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]  # its stubs leave it out
+
         socket.create_connection((host, int(port)), PROBE_S).close()
         ensure_token_if_auth_enabled(create_token_if_missing=False)  # the client would end the process
         GcsClient(address=address)
