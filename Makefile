@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations coverage chaos chaos-quick bench bench-quick \
+.PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
 	bench-trees bench-drafters bench-gpu docs lint manifests proto typescript clean
 
 demo: $(STAMP)
@@ -23,16 +23,22 @@ test-all: $(STAMP)
 
 # Two halves of the chosen tests at once; the second is shown when it is done.
 lane-1: $(STAMP)
-	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 1/2
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 1/2 $(MEASURED:%=--write-table %/1.txt)
 
 lane-2: $(STAMP)
-	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 2/2 -p no:cacheprovider --color=no > .lane-2.log 2>&1; \
+	$(BIN)/pytest -m '$(TESTS)' --table $(TABLE) --lane 2/2 $(MEASURED:%=--write-table %/2.txt) -p no:cacheprovider \
+		--color=no > .lane-2.log 2>&1; \
 		status=$$?; cat .lane-2.log; exit $$status
 
-# How long each file takes: what lanes are made from, and where the slowest are to be read.
+# How long each file takes while both halves run: what they are made from, and where the slowest are to be read.
 durations: $(STAMP)
-	$(BIN)/pytest -m '$(QUICK)' --write-table tests/durations/quick.txt
-	$(BIN)/pytest -m '$(REST)' --write-table tests/durations/rest.txt
+	$(MAKE) --no-print-directory measured TESTS='$(QUICK)' TABLE=tests/durations/quick.txt
+	$(MAKE) --no-print-directory measured TESTS='$(REST)' TABLE=tests/durations/rest.txt
+
+measured:
+	mkdir -p build/durations
+	$(MAKE) --no-print-directory --jobs=2 lane-1 lane-2 MEASURED=build/durations
+	sort --key=1,1nr --key=2 build/durations/1.txt build/durations/2.txt > $(TABLE)
 
 # Lines and branches that `make test` and `make test-all` run, in the processes that they start too. An hour.
 coverage: $(STAMP)
