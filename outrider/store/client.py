@@ -21,6 +21,7 @@ from outrider.errors import ConfigError, InternalError, InvalidRequest, Unavaila
 TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
 CONNECTIONS = 32  # of one process; more callers than that take turns
 _CLUSTER = "+cluster://"
+_NO_TURN = "No connection available."  # how redis-py puts it that all connections are in use
 _MISREAD = (  # what decoding foreign bytes raises
     ArithmeticError,
     AttributeError,
@@ -163,6 +164,8 @@ def _diagnosis(error: Exception) -> str:
         return "is a cluster that misses a part; start its missing nodes"
     if isinstance(error, RedisClusterException):
         return f"cannot be used as a cluster ({text.splitlines()[0]}); start its nodes, or correct REDIS_URL"
+    if text == _NO_TURN:
+        return f"answers too slowly: in {TIMEOUT_S:g} s none of {CONNECTIONS} connections was free; its log says more"
     if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
         cause = chain[1] if len(chain) > 1 else error
         reason = getattr(cause, "strerror", None) or type(cause).__name__

@@ -4,12 +4,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 from redis.asyncio import Redis
 
 from outrider.core.contract import Contract
 from outrider.core.digest import EMPTY, extend
 from outrider.errors import Conflict, Superseded, Unavailable
-from outrider.store.client import connect
+from outrider.store import client as store
+from outrider.store.client import connect, ping
 from outrider.store.sessions import OwnedSession, Sessions, Turn
 from tests.store.server import Server
 
@@ -125,6 +127,20 @@ async def test_a_lost_server_is_told_to_all_and_all_go_on_when_it_is_back(tmp_pa
         server.start()
         assert await asyncio.gather(*(append(one, 4, 0) for one in owned)) == [5] * MANY
         await client.aclose()
+
+
+async def test_a_server_that_answers_too_slowly_is_not_called_one_that_is_not_there(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "TIMEOUT_S", 0.1)
+    client = connect(redis_url)
+    assert isinstance(client, Redis)
+    busy = [await client.connection_pool.get_connection() for _ in range(store.CONNECTIONS)]
+    with pytest.raises(Unavailable, match=r"answers too slowly: in 0\.1 s none of 32 connections was free"):
+        await ping(client)
+    await client.connection_pool.release(busy[0])
+    await ping(client)
+    await client.aclose()
 
 
 async def test_a_server_that_dies_in_the_middle_of_writes_loses_and_doubles_none(tmp_path: Path) -> None:
