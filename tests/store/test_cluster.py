@@ -38,7 +38,7 @@ async def client(ports: list[int]) -> AsyncIterator[RedisCluster]:
 
 async def _live(sessions: Sessions, session_id: str) -> Log:
     """The whole life of a session, its loss by Redis included."""
-    assert await sessions.create(session_id, "tenant", "target", b"digest")
+    await sessions.create(session_id, "tenant", "target", b"digest")  # False where the first reply was lost
     owned = await sessions.begin(session_id, 0, "r1", TURN, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]))
     assert await owned.append(4, [1], extend(EMPTY, TOKENS[:5]), logprobs=b"a") == 5
     await owned.renew()
