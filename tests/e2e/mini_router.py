@@ -22,7 +22,6 @@ from outrider.v1.verifier_pb2_grpc import VerifierStub
 KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was told of
 # With overlap time has no price: drafters draft however fast the target is.
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
-LONGEST_S = 0.3  # for a drafter that has to share its processor with several others
 _names = itertools.count(1)
 
 
@@ -68,12 +67,11 @@ async def decode(
     """Runs one generation. `each` hears of every commit and may answer with a new plan.
 
     With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
-    seconds before all of it is acknowledged, and twice as many once they had nothing in time.
+    seconds before all of it is acknowledged.
     """
     session = session or f"exact-{next(_names)}"
     answer = Answer()
     durable, window = len(prompt), plan.depth + 1 if pace else 64
-    late = True  # whether drafters had nothing in time since then
     commands: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
 
     async with open_channel(verifier) as channel:
@@ -110,12 +108,9 @@ async def decode(
             answer.gaps += commit.gaps
             answer.digest = commit.digest
             answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
-            report = report_from_pb(commit.report)
-            answer.reports.append(report)
+            answer.reports.append(report_from_pb(commit.report))
             length = commit.position + len(commit.tokens)
-            late = late and report.drafters > 0 and report.verified == 0
             if not pace or length == durable + window:
-                pace, late = min(2 * pace, LONGEST_S) if late else pace, True
                 await asyncio.sleep(pace)
                 durable = length
                 commands.put_nowait(verifier_pb2.DecodeRequest(durable=durable))
