@@ -34,35 +34,45 @@ class Standby:
         self._tenant = tenant
         self._read = 0  # tokens that it has read
         self._again_at = 0.0
+        self._serving: Worker  # where the session is
         self._work: asyncio.Task[None] | None = None
 
     def follow(self, tokens: Sequence[int], serving: Worker) -> None:
-        """The session has so many tokens, on that verifier."""
+        """The session has these tokens, which grow with it, on that verifier."""
+        self._serving = serving
         moved, gone = serving.worker_id == self.holder, not self._cluster.fleet.lists(self.holder)
         if moved or gone:
             self.holder, self._read = "", 0
-        behind = len(tokens) - self._read
-        if behind < max(LEAST, len(tokens) * SHARE) or time.monotonic() < self._again_at:
+        if not self._behind(tokens) or time.monotonic() < self._again_at:
             return
         if (self._work is None or self._work.done()) and self._somebody_else(serving):
-            self._work = self._cluster.background.spawn(self._warm(tuple(tokens), serving))
+            self._work = self._cluster.background.spawn(self._catch_up(tokens))
 
-    async def _warm(self, tokens: tuple[int, ...], serving: Worker) -> None:
-        self._again_at = time.monotonic() + RETRY_S
-        try:
-            worker = self._chosen(await suitable(self._cluster, self._model), serving)
-            if worker is None:
+    def _behind(self, tokens: Sequence[int]) -> bool:
+        return len(tokens) - self._read >= max(LEAST, len(tokens) * SHARE)
+
+    async def _catch_up(self, tokens: Sequence[int]) -> None:
+        """Has it read until little is missing: the session may have gone on meanwhile, or wait for its client now."""
+        while self._behind(tokens):
+            self._again_at = time.monotonic() + RETRY_S
+            try:
+                worker = self._chosen(await suitable(self._cluster, self._model), self._serving)
+                if worker is None:
+                    return
+                await self._read_on(worker, tuple(tokens))
+            except (OutriderError, grpc.aio.AioRpcError) as error:
+                self.holder, self._read = "", 0
+                known = error if isinstance(error, OutriderError) else from_rpc_error(error)
+                log.debug("no other verifier keeps a session's KV: %s", known)
                 return
-            model = self._model
-            request = verifier_pb2.WarmRequest(
-                model=model.name, tokenizer_digest=model.digest, tokens=tokens, tenant=self._tenant
-            )
-            await VerifierStub(self._cluster.fleet.channel(worker)).Warm(request, timeout=ANSWER_S)
-            self.holder, self._read, self._again_at = worker.worker_id, len(tokens), 0.0
-        except (OutriderError, grpc.aio.AioRpcError) as error:
-            self.holder, self._read = "", 0
-            known = error if isinstance(error, OutriderError) else from_rpc_error(error)
-            log.debug("no other verifier keeps a session's KV: %s", known)
+
+    async def _read_on(self, worker: Worker, tokens: tuple[int, ...]) -> None:
+        model = self._model
+        request = verifier_pb2.WarmRequest(
+            model=model.name, tokenizer_digest=model.digest, tokens=tokens, tenant=self._tenant
+        )
+        await VerifierStub(self._cluster.fleet.channel(worker)).Warm(request, timeout=ANSWER_S)
+        self.holder, self._read, self._again_at = worker.worker_id, len(tokens), 0.0
 
     def _somebody_else(self, serving: Worker) -> bool:
         """Whether another verifier of the model is listed: one that has just started is asked at once."""

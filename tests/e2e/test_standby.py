@@ -15,6 +15,7 @@ from outrider.fleet.process import Process
 from outrider.store.embedded import EmbeddedRedis
 from router.standby import LEAST
 from tests.e2e.conftest import MODELS
+from tests.e2e.mini_router import described
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120)]
 
@@ -58,6 +59,8 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
                 seen = [asyncio.Event() for _ in range(SESSIONS)]
                 speaking = [asyncio.create_task(speak(number, seen[number])) for number in range(SESSIONS)]
                 await asyncio.gather(*(event.wait() for event in seen))
+                os.kill(verifiers[0].pid, signal.SIGSTOP)
+                await at_rest(verifiers[1].address)  # it has read what was said, however slow the machine is
                 os.kill(verifiers[0].pid, signal.SIGKILL)
                 assert await asyncio.gather(*speaking) == alone
         finally:
@@ -65,3 +68,11 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
     again = list(map(int, WENT_ON.findall("\n".join(lines))))
     assert again, "no session was at the verifier that died"
     assert max(again) <= LEAST + routing.window, again
+
+
+async def at_rest(verifier: str) -> None:
+    """Waits until it has nothing to do."""
+    steps = -1
+    while (now := (await described(verifier)).steps) > steps:
+        steps = now
+        await asyncio.sleep(0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -51,6 +51,7 @@ class FakeVerifier(VerifierServicer):
         self.dies_at_the_end = False  # before it says that the generation has ended
         self.heartbeats = 0  # that routers sent
         self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
+        self.reading: Callable[[], None] = lambda: None  # happens while they are read
 
     async def Decode(
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -81,6 +82,7 @@ class FakeVerifier(VerifierServicer):
         self, request: verifier_pb2.WarmRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> verifier_pb2.WarmResponse:
         self.warmed.append((request.tenant, len(request.tokens)))
+        self.reading()
         return verifier_pb2.WarmResponse(cached=len(request.tokens))
 
     async def _listen(self, session_id: str, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
