@@ -1,8 +1,9 @@
 """How late an event loop runs what is due: its lag, and the stalls that it causes itself.
 
-Lag is wall-clock time: it also grows when the machine is too busy to run the process. A stall is the loop's own fault,
-one callback that took too long, or another thread that kept the interpreter's lock: the time for which the operating
-system had the loop's thread wait for a core is taken off, so that a busy machine alone never makes one.
+Lag is wall-clock time: it also grows when the machine is too busy to run the process. A stall is the process's own
+fault, one callback that took too long, or another thread that kept the interpreter's lock. So the time for which the
+operating system had threads of the process wait for a core is taken off: the loop's, and others, which may have had the
+lock then. What the loop's thread itself has computed is a stall in any case.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from outrider.telemetry.metrics import histogram, watch
 
 BEAT_S = 0.025  # that the loop is asked to sleep
+LIST_S = 1.0  # between two looks at which threads there are
 LONG_S = 1.0  # of a stall that is worth a line in the log; peers take a server that is silent for 2.5 s for dead
 STALL_S = 0.1  # for longer no event loop of ours may stand still
 
@@ -82,35 +84,53 @@ class LoopLag:
 
 
 class _ThreadClock:
-    """What this thread gets of the machine."""
+    """What the threads of this process get of the machine. `own` is asked by the thread that has called `start`."""
 
     def __init__(self) -> None:
-        self._file: int | None = None  # None: the system does not tell how long threads wait for a core
-        self._waited_s = self._ran_s = 0.0
+        self._files: dict[str, int] = {}  # by thread; none: the system does not tell how long threads wait for a core
+        self._listed_at = -LIST_S
+        self._waited_s: dict[int, float] = {}
+        self._ran_s = 0.0
 
     def __enter__(self) -> _ThreadClock:
-        with suppress(OSError):
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            os.close(self._file)
+        for file in self._files.values():
+            os.close(file)
 
     def start(self) -> None:
         """What `own` says is counted from here."""
+        if (now := time.monotonic()) >= self._listed_at + LIST_S:
+            self._list()
+            self._listed_at = now
         self._waited_s, self._ran_s = self._waited(), time.thread_time()
 
     def own(self, lag_s: float) -> float:
-        """How much of a lag the process made itself: less what the thread waited for a core. Where that is not known,
-        no more than the thread has run."""
-        if self._file is None:
-            return min(lag_s, time.thread_time() - self._ran_s)
-        return max(0.0, lag_s - (self._waited() - self._waited_s))
+        """How much of a lag the process made itself."""
+        ran_s = min(lag_s, time.thread_time() - self._ran_s)
+        if not self._files:
+            return ran_s
+        waited_s = sum(after_s - self._waited_s[file] for file, after_s in self._waited().items())
+        return max(ran_s, lag_s - waited_s)
 
-    def _waited(self) -> float:
-        """Seconds that the thread has waited for a core, in all."""
-        return 0.0 if self._file is None else int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+    def _waited(self) -> dict[int, float]:
+        """Seconds that each thread has waited for a core, in all. Those that have ended are left out."""
+        waited_s = {}
+        for file in self._files.values():
+            with suppress(OSError):
+                waited_s[file] = int(os.pread(file, 128, 0).split()[1]) / 1e9
+        return waited_s
+
+    def _list(self) -> None:
+        """Looks which threads there are."""
+        with suppress(OSError):
+            present = set(os.listdir("/proc/self/task"))
+            for ended in self._files.keys() - present:
+                os.close(self._files.pop(ended))
+            for thread in present - self._files.keys():
+                with suppress(OSError):  # it has ended meanwhile, or the system does not tell
+                    self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
 
 
 def loop_lag(
