@@ -93,22 +93,22 @@ async def test_a_thread_that_waits_for_a_core_with_the_interpreters_lock_makes_n
             json.loads(text)
 
     recorded: list[float] = []
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(time.sleep, 0.0).result()
-        lag = LoopLag(recorded.append, beat_s=0.005)
-        measuring = asyncio.create_task(lag.run())
-        await asyncio.sleep(0.02)
-        neighbours = [multiprocessing.get_context("fork").Process(target=_share, args=(core, 1.5)) for _ in range(8)]
-        for neighbour in neighbours:
-            neighbour.start()
-        try:
+    neighbours = [multiprocessing.get_context("fork").Process(target=_share, args=(core, 60.0)) for _ in range(8)]
+    for neighbour in neighbours:
+        neighbour.start()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(time.sleep, 0.0).result()
+            lag = LoopLag(recorded.append, beat_s=0.005)
+            measuring = asyncio.create_task(lag.run())
+            await asyncio.sleep(0.02)
             await asyncio.get_running_loop().run_in_executor(thread, work)
             await asyncio.sleep(0.05)
-        finally:
             measuring.cancel()
-            for neighbour in neighbours:
-                neighbour.kill()
-                neighbour.join()
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.join()
     assert max(recorded) > STALL_S
     assert lag.stalls == 0, lag.longest_s
 
