@@ -62,6 +62,7 @@ class _Places:
 
     def __enter__(self) -> _Places:
         self._before = signal.signal(signal.SIGPROF, self._note)
+        signal.setitimer(signal.ITIMER_PROF, self._after_s)
         return self
 
     def __exit__(self, *_: object) -> None:
