@@ -51,7 +51,8 @@ async def no_stall(limit_s: float = STALL_S) -> AsyncIterator[LoopLag]:
 class _Places:
     """Where the main thread is when the process has computed for `after_s` without a beat.
 
-    A timer of processor time and a signal: a thread that looked would itself hold up a loop on a busy machine.
+    A timer of processor time and a signal: a thread that looked would itself hold up a loop on a busy machine. Systems
+    look at such timers only when their clock ticks, so on a busy machine a place may stay unknown.
     """
 
     def __init__(self, after_s: float) -> None:
