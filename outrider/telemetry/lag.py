@@ -2,8 +2,8 @@
 
 Lag is wall-clock time: it also grows when the machine is too busy to run the process. A stall is the process's own
 fault, one callback that took too long, or another thread that kept the interpreter's lock. So the time for which the
-operating system had threads of the process wait for a core is taken off: the loop's, and others, which may have had the
-lock then. What the loop's thread itself has computed is a stall in any case.
+operating system had the loop's thread wait for a core is taken off, and that for which others waited, which may have
+had the lock then; but what any one thread has computed meanwhile stays.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from outrider.telemetry.metrics import histogram, watch
 
@@ -74,6 +76,8 @@ class LoopLag:
 
     def _take(self, lag_s: float, clock: _ThreadClock) -> None:
         stood_s = clock.own(lag_s)
+        if stood_s > STALL_S:
+            stood_s = clock.own(lag_s, anew=True)
         self._record(lag_s)
         self.longest_s = max(self.longest_s, stood_s)
         if stood_s > STALL_S:
@@ -83,13 +87,24 @@ class LoopLag:
             log.log(level, "the event loop stood still for %.3f s", stood_s)
 
 
+class _Spent(NamedTuple):
+    """What a thread got of the machine, in seconds."""
+
+    ran_s: float
+    waited_s: float  # for a core
+
+    def since(self, before: _Spent) -> _Spent:
+        return _Spent(self.ran_s - before.ran_s, self.waited_s - before.waited_s)
+
+
 class _ThreadClock:
-    """What the threads of this process get of the machine. `own` is asked by the thread that has called `start`."""
+    """What the threads of this process get of the machine, for the thread that asks."""
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}  # by thread; none: the system does not tell how long threads wait for a core
+        self._own = str(threading.get_native_id())
         self._listed_at = -LIST_S
-        self._waited_s: dict[int, float] = {}
+        self._before: dict[str, _Spent] = {}
         self._ran_s = 0.0
 
     def __enter__(self) -> _ThreadClock:
@@ -101,29 +116,39 @@ class _ThreadClock:
 
     def start(self) -> None:
         """What `own` says is counted from here."""
-        if (now := time.monotonic()) >= self._listed_at + LIST_S:
+        if time.monotonic() >= self._listed_at + LIST_S:
             self._list()
-            self._listed_at = now
-        self._waited_s, self._ran_s = self._waited(), time.thread_time()
+        self._before, self._ran_s = self._read(), time.thread_time()
 
-    def own(self, lag_s: float) -> float:
-        """How much of a lag the process made itself."""
+    def own(self, lag_s: float, *, anew: bool = False) -> float:
+        """How much of a lag the process made itself. `anew`: threads that have been started since it last looked which
+        there are count, too."""
+        if anew:
+            self._list()
         ran_s = min(lag_s, time.thread_time() - self._ran_s)
-        if not self._files:
+        since = {
+            thread: spent.since(self._before.get(thread, _Spent(0.0, 0.0))) for thread, spent in self._read().items()
+        }
+        mine = since.pop(self._own, None)
+        if mine is None:
             return ran_s
-        waited_s = sum(after_s - self._waited_s[file] for file, after_s in self._waited().items())
-        return max(ran_s, lag_s - waited_s)
+        left_s = lag_s - mine.waited_s
+        others_waited_s = sum(other.waited_s for other in since.values())
+        most_ran_s = max((other.ran_s for other in since.values()), default=0.0)
+        return max(ran_s, min(left_s, max(left_s - others_waited_s, most_ran_s)))
 
-    def _waited(self) -> dict[int, float]:
-        """Seconds that each thread has waited for a core, in all. Those that have ended are left out."""
-        waited_s = {}
-        for file in self._files.values():
+    def _read(self) -> dict[str, _Spent]:
+        """Of each thread since it began. Those that have ended are left out."""
+        found = {}
+        for thread, file in self._files.items():
             with suppress(OSError):
-                waited_s[file] = int(os.pread(file, 128, 0).split()[1]) / 1e9
-        return waited_s
+                ran, waited, _ = os.pread(file, 128, 0).split()
+                found[thread] = _Spent(int(ran) / 1e9, int(waited) / 1e9)
+        return found
 
     def _list(self) -> None:
         """Looks which threads there are."""
+        self._listed_at = time.monotonic()
         with suppress(OSError):
             present = set(os.listdir("/proc/self/task"))
             for ended in self._files.keys() - present:
