@@ -75,10 +75,10 @@ class LoopLag:
                 waiting.cancel()
 
     def _take(self, lag_s: float, clock: _ThreadClock) -> None:
-        stood_s = clock.own(lag_s)
-        if stood_s > STALL_S:
-            stood_s = clock.own(lag_s, anew=True)
         self._record(lag_s)
+        if lag_s <= min(STALL_S, self.longest_s):  # so is the stall, which changes nothing then
+            return
+        stood_s = clock.own(lag_s)
         self.longest_s = max(self.longest_s, stood_s)
         if stood_s > STALL_S:
             self.stalls += 1
@@ -120,11 +120,9 @@ class _ThreadClock:
             self._list()
         self._before, self._ran_s = self._read(), time.thread_time()
 
-    def own(self, lag_s: float, *, anew: bool = False) -> float:
-        """How much of a lag the process made itself. `anew`: threads that have been started since it last looked which
-        there are count, too."""
-        if anew:
-            self._list()
+    def own(self, lag_s: float) -> float:
+        """How much of a lag the process made itself."""
+        self._list()  # those that have been started since count, too
         ran_s = min(lag_s, time.thread_time() - self._ran_s)
         since = {
             thread: spent.since(self._before.get(thread, _Spent(0.0, 0.0))) for thread, spent in self._read().items()

@@ -50,9 +50,7 @@ async def test_a_callback_that_takes_long_is_a_stall(caplog: pytest.LogCaptureFi
 async def test_a_test_whose_loop_stands_still_fails_and_names_the_place() -> None:
     with pytest.raises(Failed, match=r"stood still(?s:.*)in keep_busy"):
         async with no_stall():
-            keep_busy(
-                0.8
-            )  # the system looks at processor time so seldom that 0.2 s beside other processes may escape it
+            keep_busy(0.8)  # beside other processes less may escape a timer of processor time
 
 
 async def test_many_short_callbacks_are_none() -> None:
