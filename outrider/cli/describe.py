@@ -101,6 +101,7 @@ def _describe_folder(
 
     from outrider.engine.checkpoint import read_config
     from outrider.engine.depth import kept_layers
+    from outrider.engine.loading import load_engine
     from outrider.engine.native import NativeEngine
 
     config = read_config(folder)
@@ -109,8 +110,9 @@ def _describe_folder(
     columns = TextColumn("{task.description}"), BarColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         loading = progress.add_task(f"loading {folder}", total=1.0)
-        fast = NativeEngine.load(
+        engine = load_engine(
             folder,
+            backend="native",
             dtype=dtype,
             layers=layers,
             skip=skip,
@@ -123,16 +125,17 @@ def _describe_folder(
         _print_facts(
             screen,
             _engine(
-                fast,
+                engine,
                 config.model_type,
                 ("layers", f"{depth} of width {config.width}, feed-forward {config.ffn}"),
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
             ),
         )
-        invariant = fast.with_numerics("invariant")
+        # Numerics that are invariant by themselves are measured once.
+        engines = [engine, engine.with_numerics("invariant")] if isinstance(engine, NativeEngine) else [engine]
         measuring = progress.add_task("measuring passes", total=ROUNDS)
-        costs = _measure((fast, invariant), heard=lambda: progress.advance(measuring))
-    _print_costs(screen, costs[0], costs[1], f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
+        costs = _measure(engines, heard=lambda: progress.advance(measuring))
+    _print_costs(screen, costs, f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
     print(last_line(*costs), flush=True)
 
 
@@ -177,6 +180,7 @@ def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
         ("tokenizer digest", it.tokenizer_digest.hex()),
         ("weights", it.dtype),
         ("weights a pass reads", f"{it.weight_bytes / 1e6:.1f} MB"),
+        *((("computed by", it.computed_by),) if it.computed_by else ()),
     ]
 
 
@@ -191,12 +195,16 @@ def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs
     return fastest
 
 
-def last_line(fast: Costs, invariant: Costs) -> str:
-    """The line for scripts."""
-    return (
-        f"describe: invariant_over_fast_decode={invariant[DECODE] / fast[DECODE]:.2f} "
-        f"invariant_over_fast_32={invariant[32] / fast[32]:.2f}"
+def last_line(costs: Costs, invariant: Costs | None = None) -> str:
+    """The line for scripts. `invariant`: of numerics that are other ones than the engine's own."""
+    line = f"describe: trees=yes decode_ms={costs[DECODE] * 1e3:.2f}"
+    if invariant is None:
+        return line
+    ratios = (
+        f"invariant_over_fast_{name}={invariant[tokens] / costs[tokens]:.2f}"
+        for name, tokens in (("decode", DECODE), ("32", 32))
     )
+    return " ".join((line, *ratios))
 
 
 def _print_facts(screen: Console, facts: Rows) -> None:
@@ -209,16 +217,19 @@ def _print_facts(screen: Console, facts: Rows) -> None:
     screen.print(table)
 
 
-def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> None:
+def _print_costs(screen: Console, costs: Sequence[Costs], how: str) -> None:
+    """Of one engine, whose numerics are invariant; or of fast numerics and of invariant ones."""
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False)
-    for heading in ("tokens\na pass", "fast\nms", "invariant\nms", "invariant\n/ fast"):
+    headings = ("fast\nms", "invariant\nms", "invariant\n/ fast") if len(costs) > 1 else ("invariant\nms",)
+    for heading in ("tokens\na pass", *headings):
         table.add_column(heading, justify="right", no_wrap=True)
-    for tokens in fast:
-        seconds = fast[tokens], invariant[tokens]
-        table.add_row(str(tokens), *(f"{each * 1e3:.2f}" for each in seconds), f"{seconds[1] / seconds[0]:.2f}")
+    for tokens in costs[0]:
+        seconds = [each[tokens] for each in costs]
+        ratio = [f"{seconds[1] / seconds[0]:.2f}"] if len(seconds) > 1 else []
+        table.add_row(str(tokens), *(f"{each * 1e3:.2f}" for each in seconds), *ratio)
     screen.print()
     screen.print(table)
     screen.print(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
+from outrider.engine.engine import Engine
 from outrider.engine.invariant import BLOCK, MOST_ROWS, invariant_silu
 from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
@@ -30,6 +31,7 @@ from tests.engine.checkpoints import (
     prompt,
     random_tokens,
 )
+from tests.engine.conftest import EngineClass
 
 REFERENCE, SESSION, SCRATCH = 0, 3, 6  # slots; the others belong to neighbours
 SLOTS = 7
@@ -38,16 +40,16 @@ Bits = NDArray[np.float32]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def load(folder: Path, dtype: Dtype, threads: int = 1) -> NativeEngine:
-    return NativeEngine.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
+def load(engine_class: EngineClass, folder: Path, dtype: Dtype, threads: int = 1) -> Engine:
+    return engine_class.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
 
 
 class Bench:
     """An engine, and the logits of one text, decoded token by token in a slot that nothing else writes to."""
 
-    def __init__(self, folder: Path, dtype: Dtype, threads: int = 1) -> None:
+    def __init__(self, engine_class: EngineClass, folder: Path, dtype: Dtype) -> None:
         self.folder, self.dtype = folder, dtype
-        self.engine = load(folder, dtype, threads)
+        self.engine = load(engine_class, folder, dtype)
         self.text = random_tokens(self.engine, np.random.default_rng(11), TEXT)
         rows = [self.engine.forward([prompt(REFERENCE, self.text[at : at + 1], at)])[0] for at in range(TEXT)]
         self.logits: Bits = np.array(rows)
@@ -128,14 +130,14 @@ VARIANTS += [("grouped", "bfloat16"), ("qwen3", "float32")]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids="-".join)
-def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(request: pytest.FixtureRequest, engine_class: EngineClass, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     shape, dtype = request.param
-    return Bench(make_checkpoint(tmp_path_factory.mktemp(shape), shape), dtype)
+    return Bench(engine_class, make_checkpoint(tmp_path_factory.mktemp(shape), shape), dtype)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(make_checkpoint(tmp_path_factory.mktemp("plain")), "float32")
+def plain(engine_class: EngineClass, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(engine_class, make_checkpoint(tmp_path_factory.mktemp("plain")), "float32")
 
 
 @pytest.fixture
@@ -190,9 +192,11 @@ def test_a_tree_over_more_rows_than_one_product_takes_has_the_same_bits(plain: B
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(dtype: Dtype, two_threads: None) -> None:
+def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(
+    dtype: Dtype, engine_class: EngineClass, two_threads: None
+) -> None:
     """Threads cut large tensors where it suits them, in the middle of a row too."""
-    engine = load(MODELS / "drafter", dtype, threads=2)
+    engine = load(engine_class, MODELS / "drafter", dtype, threads=2)
     random = np.random.default_rng(22)
     texts = [random_tokens(engine, random, count) for count in (120, 90, 100)]
     together = engine.forward([prompt(slot, text) for slot, text in enumerate(texts)])
@@ -224,4 +228,4 @@ def test_a_machine_that_cannot_keep_the_promise_is_refused(monkeypatch: pytest.M
     """Without prepacked linears, two rows are computed differently from many."""
     monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda dtype: False)
     with pytest.raises(ConfigError, match=r"invariant is not possible here: .* projection .* use fast"):
-        load(MODELS / "drafter", "float32")
+        load(NativeEngine, MODELS / "drafter", "float32")
