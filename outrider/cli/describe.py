@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
@@ -63,7 +63,7 @@ def describe(
     cert: Cert = None,
     key: PrivateKey = None,
 ) -> None:
-    """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine.
+    """Say what a checkpoint or a running server is; for a checkpoint, measure its passes on this machine.
 
     A model that runs through transformers has fast numerics only, and cannot always verify trees.
     """
@@ -102,7 +102,6 @@ def _describe_folder(
     from outrider.engine.checkpoint import read_config
     from outrider.engine.depth import kept_layers
     from outrider.engine.loading import load_engine
-    from outrider.engine.native import NativeEngine
 
     config = read_config(folder)
     kept = len(kept_layers(config.layers, layers, skip))
@@ -131,12 +130,10 @@ def _describe_folder(
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
             ),
         )
-        # Numerics that are invariant by themselves are measured once.
-        engines = [engine, engine.with_numerics("invariant")] if isinstance(engine, NativeEngine) else [engine]
         measuring = progress.add_task("measuring passes", total=ROUNDS)
-        costs = _measure(engines, heard=lambda: progress.advance(measuring))
+        costs = _measure(engine, heard=lambda: progress.advance(measuring))
     _print_costs(screen, costs, f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
-    print(last_line(*costs), flush=True)
+    print(last_line(engine, costs), flush=True)
 
 
 def _describe_any(
@@ -157,7 +154,7 @@ def _describe_any(
             rows=CONTEXT + TOKENS[-1] + 1,
             threads=threads,
         )
-        costs = _measure((engine,), heard=lambda: None)[0]
+        costs = _measure(engine, heard=lambda: None)
     _print_facts(
         screen,
         [
@@ -166,7 +163,7 @@ def _describe_any(
             ("pass over n tokens", ", ".join(f"{tokens}: {cost * 1e3:.2f} ms" for tokens, cost in costs.items())),
         ],
     )
-    print(f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}", flush=True)
+    print(last_line(engine, costs), flush=True)
 
 
 def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
@@ -179,32 +176,25 @@ def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
         ("context", f"{it.context:,} tokens"),
         ("tokenizer digest", it.tokenizer_digest.hex()),
         ("weights", it.dtype),
+        ("numerics", it.numerics),
         ("weights a pass reads", f"{it.weight_bytes / 1e6:.1f} MB"),
         *((("computed by", it.computed_by),) if it.computed_by else ()),
     ]
 
 
-def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:
-    """The fastest pass of each engine over each number of tokens. They take turns, so that a busy moment hits both."""
-    fastest: list[Costs] = [{} for _ in engines]
+def _measure(engine: Engine, heard: Callable[[], None]) -> Costs:
+    """The fastest pass over each number of tokens, of several rounds."""
+    fastest: Costs = {}
     for _ in range(ROUNDS):
-        for engine, best in zip(engines, fastest, strict=True):
-            for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
-                best[tokens] = min(best.get(tokens, seconds), seconds)
+        for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
+            fastest[tokens] = min(fastest.get(tokens, seconds), seconds)
         heard()
     return fastest
 
 
-def last_line(costs: Costs, invariant: Costs | None = None) -> str:
-    """The line for scripts. `invariant`: of numerics that are other ones than the engine's own."""
-    line = f"describe: trees=yes decode_ms={costs[DECODE] * 1e3:.2f}"
-    if invariant is None:
-        return line
-    ratios = (
-        f"invariant_over_fast_{name}={invariant[tokens] / costs[tokens]:.2f}"
-        for name, tokens in (("decode", DECODE), ("32", 32))
-    )
-    return " ".join((line, *ratios))
+def last_line(engine: Engine, costs: Costs) -> str:
+    """The line for scripts."""
+    return f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}"
 
 
 def _print_facts(screen: Console, facts: Rows) -> None:
@@ -217,19 +207,15 @@ def _print_facts(screen: Console, facts: Rows) -> None:
     screen.print(table)
 
 
-def _print_costs(screen: Console, costs: Sequence[Costs], how: str) -> None:
-    """Of one engine, whose numerics are invariant; or of fast numerics and of invariant ones."""
+def _print_costs(screen: Console, costs: Costs, how: str) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False)
-    headings = ("fast\nms", "invariant\nms", "invariant\n/ fast") if len(costs) > 1 else ("invariant\nms",)
-    for heading in ("tokens\na pass", *headings):
+    for heading in ("tokens\na pass", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for tokens in costs[0]:
-        seconds = [each[tokens] for each in costs]
-        ratio = [f"{seconds[1] / seconds[0]:.2f}"] if len(seconds) > 1 else []
-        table.add_row(str(tokens), *(f"{each * 1e3:.2f}" for each in seconds), *ratio)
+    for tokens, seconds in costs.items():
+        table.add_row(str(tokens), f"{seconds * 1e3:.2f}")
     screen.print()
     screen.print(table)
     screen.print(

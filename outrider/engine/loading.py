@@ -70,6 +70,9 @@ def load_engine(
 ) -> Engine:
     """Loads a checkpoint folder, or a rank's part of it, with the backend; the rest is as for `NativeEngine.load`.
 
+    `numerics`: "invariant" demands that a token's logits are the same bits however it was computed, which those of the
+    compiled kernels are in any case.
+
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
     """
     native = chosen_backend(path, backend) == "native"
@@ -99,20 +102,20 @@ def load_engine(
                 dtype=dtype,
                 layers=layers,
                 skip=skip,
-                numerics=numerics,
                 slots=slots,
                 rows=rows,
                 threads=threads,
                 features=features,
                 progress=progress,
             )
+        elif numerics == "invariant":
+            raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
         else:
             engine = NativeEngine.load(
                 path,
                 dtype=dtype,
                 layers=layers,
                 skip=skip,
-                numerics=numerics,
                 slots=slots,
                 rows=rows,
                 threads=threads,

@@ -20,7 +20,7 @@ from tests.engine.checkpoints import LLAMA3, Reference, assert_same, make_checkp
 
 
 def load(folder: Path) -> Engine:
-    return load_engine(folder, dtype="float32", slots=1, threads=1)
+    return load_engine(folder, backend="native", dtype="float32", slots=1, threads=1)
 
 
 def configure(**changes: Any) -> Callable[[Path], None]:

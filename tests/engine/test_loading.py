@@ -13,6 +13,7 @@ import pytest
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.hugging_face import TransformersEngine
 from outrider.engine.loading import chosen_backend, load_engine, outline
+from outrider.engine.native import NativeEngine
 from outrider.engine.plain import PlainEngine
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import make_checkpoint
@@ -48,6 +49,15 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
 def test_torch_serves_where_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
     assert load(make_checkpoint(tmp_path)).computed_by.endswith("OUTRIDER_ENGINE=torch is set")
+
+
+def test_invariant_numerics_are_for_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path)
+    assert load(folder).numerics == load(folder, numerics="invariant").numerics == "invariant"
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    assert load(folder).numerics == "fast"
+    with pytest.raises(ConfigError, match="numerics: invariant is for the compiled kernels alone, and OUTRIDER_ENGINE"):
+        load(folder, numerics="invariant")
 
 
 def test_a_checkpoint_says_what_it_is_without_being_loaded(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Each sum is taken in one order, whatever else is in the pass: a linear's over its inputs, attention's over the keys of a
 path in the order of positions. So a token's logits and KV are the same bits in every batch, tree and chunk and with any
-number of threads, on one kind of processor; `numerics` makes no difference. KV is float32, in pages of 16 rows, which
-slots share where one was copied from another.
+number of threads, on one kind of processor. KV is float32, in pages of 16 rows, which slots share where one was copied
+from another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import load_layers
 from outrider.engine.depth import kept_layers
-from outrider.engine.engine import Engine, Numerics, Traits
+from outrider.engine.engine import Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.logits import Best, Logits
 from outrider.engine.model import Dtype
@@ -48,7 +48,6 @@ class CpuEngine(Engine):
         digest: bytes,
         *,
         dtype: Dtype,
-        numerics: Numerics,
         slots: int,
         rows: int,
         parameters: int,
@@ -65,7 +64,7 @@ class CpuEngine(Engine):
                 slots=slots,
                 parameters=parameters,
                 dtype=dtype,
-                numerics=numerics,
+                numerics="invariant",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
@@ -89,7 +88,6 @@ class CpuEngine(Engine):
         dtype: Dtype,
         layers: int | None = None,
         skip: Collection[int] = (),
-        numerics: Numerics = "fast",
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
@@ -120,7 +118,6 @@ class CpuEngine(Engine):
             replace(config, layers=len(kept)),
             digest,
             dtype=dtype,
-            numerics=numerics,
             slots=slots,
             rows=rows,
             parameters=parameters,
