@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
@@ -63,7 +63,7 @@ def describe(
     cert: Cert = None,
     key: PrivateKey = None,
 ) -> None:
-    """Say what a checkpoint or a running server is; for a checkpoint, measure both numerics on this machine.
+    """Say what a checkpoint or a running server is; for a checkpoint, measure its passes on this machine.
 
     A model that runs through transformers has fast numerics only, and cannot always verify trees.
     """
@@ -101,7 +101,7 @@ def _describe_folder(
 
     from outrider.engine.checkpoint import read_config
     from outrider.engine.depth import kept_layers
-    from outrider.engine.native import NativeEngine
+    from outrider.engine.loading import load_engine
 
     config = read_config(folder)
     kept = len(kept_layers(config.layers, layers, skip))
@@ -109,8 +109,9 @@ def _describe_folder(
     columns = TextColumn("{task.description}"), BarColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         loading = progress.add_task(f"loading {folder}", total=1.0)
-        fast = NativeEngine.load(
+        engine = load_engine(
             folder,
+            backend="native",
             dtype=dtype,
             layers=layers,
             skip=skip,
@@ -123,17 +124,16 @@ def _describe_folder(
         _print_facts(
             screen,
             _engine(
-                fast,
+                engine,
                 config.model_type,
                 ("layers", f"{depth} of width {config.width}, feed-forward {config.ffn}"),
                 ("heads", f"{config.heads} of {config.head_dim} dimensions, {config.kv_heads} with keys and values"),
             ),
         )
-        invariant = fast.with_numerics("invariant")
         measuring = progress.add_task("measuring passes", total=ROUNDS)
-        costs = _measure((fast, invariant), heard=lambda: progress.advance(measuring))
-    _print_costs(screen, costs[0], costs[1], f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
-    print(last_line(*costs), flush=True)
+        costs = _measure(engine, heard=lambda: progress.advance(measuring))
+    _print_costs(screen, costs, f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
+    print(last_line(engine, costs), flush=True)
 
 
 def _describe_any(
@@ -154,7 +154,7 @@ def _describe_any(
             rows=CONTEXT + TOKENS[-1] + 1,
             threads=threads,
         )
-        costs = _measure((engine,), heard=lambda: None)[0]
+        costs = _measure(engine, heard=lambda: None)
     _print_facts(
         screen,
         [
@@ -163,7 +163,7 @@ def _describe_any(
             ("pass over n tokens", ", ".join(f"{tokens}: {cost * 1e3:.2f} ms" for tokens, cost in costs.items())),
         ],
     )
-    print(f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}", flush=True)
+    print(last_line(engine, costs), flush=True)
 
 
 def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
@@ -176,27 +176,25 @@ def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
         ("context", f"{it.context:,} tokens"),
         ("tokenizer digest", it.tokenizer_digest.hex()),
         ("weights", it.dtype),
+        ("numerics", it.numerics),
         ("weights a pass reads", f"{it.weight_bytes / 1e6:.1f} MB"),
+        *((("computed by", it.computed_by),) if it.computed_by else ()),
     ]
 
 
-def _measure(engines: Sequence[Engine], heard: Callable[[], None]) -> list[Costs]:
-    """The fastest pass of each engine over each number of tokens. They take turns, so that a busy moment hits both."""
-    fastest: list[Costs] = [{} for _ in engines]
+def _measure(engine: Engine, heard: Callable[[], None]) -> Costs:
+    """The fastest pass over each number of tokens, of several rounds."""
+    fastest: Costs = {}
     for _ in range(ROUNDS):
-        for engine, best in zip(engines, fastest, strict=True):
-            for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
-                best[tokens] = min(best.get(tokens, seconds), seconds)
+        for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
+            fastest[tokens] = min(fastest.get(tokens, seconds), seconds)
         heard()
     return fastest
 
 
-def last_line(fast: Costs, invariant: Costs) -> str:
+def last_line(engine: Engine, costs: Costs) -> str:
     """The line for scripts."""
-    return (
-        f"describe: invariant_over_fast_decode={invariant[DECODE] / fast[DECODE]:.2f} "
-        f"invariant_over_fast_32={invariant[32] / fast[32]:.2f}"
-    )
+    return f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}"
 
 
 def _print_facts(screen: Console, facts: Rows) -> None:
@@ -209,16 +207,15 @@ def _print_facts(screen: Console, facts: Rows) -> None:
     screen.print(table)
 
 
-def _print_costs(screen: Console, fast: Costs, invariant: Costs, how: str) -> None:
+def _print_costs(screen: Console, costs: Costs, how: str) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
     table = Table(box=SIMPLE, show_edge=False)
-    for heading in ("tokens\na pass", "fast\nms", "invariant\nms", "invariant\n/ fast"):
+    for heading in ("tokens\na pass", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for tokens in fast:
-        seconds = fast[tokens], invariant[tokens]
-        table.add_row(str(tokens), *(f"{each * 1e3:.2f}" for each in seconds), f"{seconds[1] / seconds[0]:.2f}")
+    for tokens, seconds in costs.items():
+        table.add_row(str(tokens), f"{seconds * 1e3:.2f}")
     screen.print()
     screen.print(table)
     screen.print(

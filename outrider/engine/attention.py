@@ -1,10 +1,9 @@
-"""How the queries of a run meet its keys: the seam between the two numerics, and the fast one."""
+"""How the queries of a run meet its keys, on torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.engine.batch import Segment
 from outrider.engine.packing import Packed, Run
 
 # Added to the score of a hidden key. Finite: a block of keys that are all hidden must not become NaN.
@@ -23,31 +21,15 @@ HIDDEN = np.float32(-1e30)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Attention(Protocol):
-    """A way to compute attention."""
-
-    key_tile: int  # runs read a multiple of so many cache rows
-
-    def kind(self, segment: Segment) -> tuple[int, ...]:
-        """Segments of one kind, in neighbouring slots, may share a run."""
-
-    def prepare(self, run: Run) -> Attend:
-        """What all layers of a pass share for a run."""
-
-
 class FastAttention:
     """One call of torch's fused attention a run. A row's last bits depend on what else the run holds."""
-
-    key_tile = 1
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         self._kv_heads = kv_heads
         self._group = heads // kv_heads
 
-    def kind(self, segment: Segment) -> tuple[int, ...]:
-        return length_class(segment)
-
     def prepare(self, run: Run) -> Attend:
+        """What all layers of a pass share for a run."""
         mask = None if _all_visible(run) else fold_mask(score_mask(run), self._group)
 
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -71,11 +53,6 @@ def attend_runs(
         results.append(attend(part, keys, values))
     attended = results[0] if len(results) == 1 else torch.cat(results)
     return attended if packed.scatter is None else attended.index_select(0, packed.scatter)
-
-
-def length_class(segment: Segment) -> tuple[int, ...]:
-    """Segments of one class may share an attention call: padding costs them at most a factor."""
-    return ((len(segment.tokens) - 1) >> 3).bit_length(), ((segment.prefix + segment.span - 1) >> 8).bit_length()
 
 
 def score_mask(run: Run) -> NDArray[np.float32]:

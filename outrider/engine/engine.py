@@ -42,6 +42,7 @@ class Traits:
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
     beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
     features: Features | None = None  # that passes give beside logits; None: none
+    computed_by: str = ""  # what runs its passes, and where that is the slower way, why
     fed: int = 0  # width of the target's fused features, which it must be fed; 0: it needs none
 
 

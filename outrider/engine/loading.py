@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,8 @@ from typing import Literal
 import torch
 
 from outrider.engine.checkpoint import SAYABLE, SUPPORTED, Outline, read_config, read_json, read_outline
+from outrider.engine.cpu import missing
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine, Numerics
 from outrider.engine.features import Features
@@ -22,6 +25,8 @@ from outrider.errors import CheckpointError, ConfigError
 # Bytes of weights up to which a model is tried in float32 first, where a mistake shows that bfloat16's rounding hides.
 PRECISE = 4 << 30
 
+log = logging.getLogger(__name__)
+
 Backend = Literal["auto", "native", "transformers"]
 
 
@@ -30,6 +35,13 @@ def chosen_backend(folder: Path, backend: Backend) -> Literal["native", "transfo
     if backend != "auto":
         return backend
     return "native" if read_outline(folder).model_type in SUPPORTED else "transformers"
+
+
+def why_on_torch(ranks: int) -> str:
+    """Why the native backend runs a model on a CPU through torch; empty: the compiled engine does."""
+    if ranks > 1:
+        return f"the model is shared by {ranks} ranks"
+    return missing()
 
 
 def outline(folder: Path, backend: Backend = "auto") -> Outline:
@@ -58,6 +70,9 @@ def load_engine(
 ) -> Engine:
     """Loads a checkpoint folder, or a rank's part of it, with the backend; the rest is as for `NativeEngine.load`.
 
+    `numerics`: "invariant" demands that a token's logits are the same bits however it was computed, which those of the
+    compiled kernels are in any case.
+
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
     """
     native = chosen_backend(path, backend) == "native"
@@ -80,19 +95,37 @@ def load_engine(
                 group=group,
                 progress=progress,
             )
-        return NativeEngine.load(
-            path,
-            dtype=dtype,
-            layers=layers,
-            skip=skip,
-            numerics=numerics,
-            slots=slots,
-            rows=rows,
-            threads=threads,
-            group=group,
-            features=features,
-            progress=progress,
-        )
+        engine: Engine
+        if not (reason := why_on_torch(group.shard.of)):
+            engine = CpuEngine.load(
+                path,
+                dtype=dtype,
+                layers=layers,
+                skip=skip,
+                slots=slots,
+                rows=rows,
+                threads=threads,
+                features=features,
+                progress=progress,
+            )
+        elif numerics == "invariant":
+            raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
+        else:
+            engine = NativeEngine.load(
+                path,
+                dtype=dtype,
+                layers=layers,
+                skip=skip,
+                slots=slots,
+                rows=rows,
+                threads=threads,
+                group=group,
+                features=features,
+                progress=progress,
+            )
+            engine.computed_by = f"torch, not by the compiled kernels: {reason}"
+        log.info("%s is computed by %s", path, engine.computed_by)
+        return engine
     if layers is not None or skip:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
     if device != "cpu":

@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from outrider.engine.attention import Attention, FastAttention, attend_runs
+from outrider.engine.attention import FastAttention, attend_runs
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
-from outrider.engine.engine import Engine, Numerics, Traits
+from outrider.engine.engine import Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
-from outrider.engine.invariant import InvariantAttention, invariant_silu
-from outrider.engine.machine import check_machine
 from outrider.engine.model import Dtype, Layer, Model, load_model
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.quantized import check_quantized
@@ -35,10 +33,8 @@ class NativeEngine(Engine):
 
     The linears of the layers are float32, bfloat16, int8 or int4, the head float32 or, where they are quantized, int8;
     the embedding is as the checkpoint stores it. All else is float32: residual stream, norms, attention, KV, logits.
-    With fast numerics a row's linears give the same bits in every pass, and its attention may differ in the
-    last bits with the pass's shape. With invariant numerics a token's logits and KV are the same bits however it was
-    computed (`outrider.engine.invariant`): on one kind of machine and with one number of threads, they depend on
-    the tokens of its path alone. The logits are on rank 0 alone; the others get none.
+    A row's linears give the same bits in every pass, and its attention may differ in the
+    last bits with the pass's shape. The logits are on rank 0 alone; the others get none.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class NativeEngine(Engine):
         digest: bytes,
         *,
         dtype: Dtype,
-        numerics: Numerics,
         slots: int,
         rows: int,
         threads: int,
@@ -56,11 +51,8 @@ class NativeEngine(Engine):
         features: Features | None = None,
     ) -> None:
         """`config`: the shape of this rank's part."""
-        if numerics == "invariant":
-            check_machine(model, config)
-        self._attention, self._activate = _ways(numerics, config)
-        tiled = -(-rows // self._attention.key_tile) * self._attention.key_tile
-        self._cache = KVCache(config.layers, slots, config.kv_heads, tiled, config.head_dim)
+        self._attention = FastAttention(config.heads, config.kv_heads)
+        self._cache = KVCache(config.layers, slots, config.kv_heads, rows, config.head_dim)
         super().__init__(
             Traits(
                 vocabulary=config.vocabulary,
@@ -70,7 +62,7 @@ class NativeEngine(Engine):
                 slots=slots,
                 parameters=model.parameters,
                 dtype=dtype,
-                numerics=numerics,
+                numerics="fast",
                 tokenizer_digest=digest,
                 eos_ids=config.eos_ids,
                 weight_bytes=model.bytes_of_a_pass,
@@ -95,7 +87,6 @@ class NativeEngine(Engine):
         dtype: Dtype,
         layers: int | None = None,
         skip: Collection[int] = (),
-        numerics: Numerics = "fast",
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
@@ -113,7 +104,7 @@ class NativeEngine(Engine):
         share the model, this one among them; `features`: that passes give beside logits; `progress` hears the fraction
         done, 0 to 1.
         Raises CheckpointError for a checkpoint that is missing, corrupt or not supported: it names the file and says
-        what to do. Raises ConfigError where this machine's libraries cannot do invariant numerics or `dtype`, for
+        what to do. Raises ConfigError where this machine's libraries cannot do `dtype`, for
         layers that the checkpoint does not have, and for ranks that cannot share it.
         """
         if slots < 1 or (rows is not None and rows < 2):
@@ -137,7 +128,6 @@ class NativeEngine(Engine):
                 model,
                 digest,
                 dtype=dtype,
-                numerics=numerics,
                 slots=slots,
                 rows=config.context + SCRATCH if rows is None else rows,
                 threads=torch.get_num_threads(),
@@ -145,27 +135,11 @@ class NativeEngine(Engine):
                 features=features,
             )
 
-    def with_numerics(self, numerics: Numerics) -> NativeEngine:
-        """An engine of the same shape over the same weights, with KV of its own. Raises ConfigError as `load` does."""
-        with torch.inference_mode():
-            return NativeEngine(
-                self._config,
-                self._model,
-                self.tokenizer_digest,
-                dtype=self._dtype,
-                numerics=numerics,
-                slots=self.slots,
-                rows=self.rows,
-                threads=self._threads.count,
-                group=self._group,
-                features=self.features,
-            )
-
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self.check_segments(segments)
         self._threads.prepare()
         with torch.inference_mode():
-            packed = pack(segments, self._attention.kind, self._attention.key_tile)
+            packed = pack(segments)
             hidden = self._run_layers(packed, segments)
             if not packed.outputs_used:
                 return np.empty((0, self.vocabulary), np.float32)
@@ -213,7 +187,7 @@ class NativeEngine(Engine):
             hidden.add_(self._group.sum(layer.output(attended)))
             gate_up = layer.gate_up(layer.ffn_norm(hidden))
             gate, up = gate_up[:, : self._config.ffn], gate_up[:, self._config.ffn :]
-            hidden.add_(self._group.sum(layer.down(self._activate(gate).mul_(up))))
+            hidden.add_(self._group.sum(layer.down(silu(gate).mul_(up))))
             if wanted is not None and index + 1 in wanted.layers:
                 taken[index + 1] = hidden.clone()
         normed = self._model.norm(hidden)
@@ -245,10 +219,3 @@ def _features(
         return found.index_select(0, rows_of(packed, segments))
     chosen = found.index_select(0, packed.outputs) if taken and packed.outputs is not None else found
     return chosen[: packed.outputs_used]
-
-
-def _ways(numerics: Numerics, config: ModelConfig) -> tuple[Attention, Callable[[Tensor], Tensor]]:
-    """How attention and the feed-forward's activation are computed."""
-    if numerics == "invariant":
-        return InvariantAttention(config.heads, config.kv_heads, config.head_dim), invariant_silu
-    return FastAttention(config.heads, config.kv_heads), silu

@@ -6,7 +6,7 @@ neighbours form a *run*, which is one attention call over a view of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,6 @@ from outrider.engine.batch import Segment
 
 EXACT_ROWS = 32  # passes of up to this many rows run at their own size
 ROW_TILE = 8  # larger ones at multiples of this, because oneDNN compiles a kernel for every size it meets
-
-Kind = Callable[[Segment], tuple[int, ...]]  # segments of one kind may share a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,9 @@ def padded_size(rows: int) -> int:
     return max(2, rows if rows <= EXACT_ROWS else -(-rows // ROW_TILE) * ROW_TILE)
 
 
-def pack(segments: Sequence[Segment], kind: Kind, key_tile: int) -> Packed:
-    """Lays out a pass. Runs read a multiple of `key_tile` cache rows, and hold segments of one kind."""
-    members = [[segments[0]]] if len(segments) == 1 else _runs_of(segments, kind)
+def pack(segments: Sequence[Segment]) -> Packed:
+    """Lays out a pass."""
+    members = [[segments[0]]] if len(segments) == 1 else _runs_of(segments)
     used = sum(len(segment.tokens) for segment in segments)
     rows = padded_size(used)
     tokens, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
@@ -104,7 +102,7 @@ def pack(segments: Sequence[Segment], kind: Kind, key_tile: int) -> Packed:
             scatter[row : row + length] = np.arange(query + at * width, query + at * width + length)
             row += count
         keys = max(segment.prefix + segment.span for segment in run)
-        runs.append(Run(first, slots, -(-keys // key_tile) * key_tile, width, query, tuple(run)))
+        runs.append(Run(first, slots, keys, width, query, tuple(run)))
         gather.append(sources.reshape(-1))
         query += slots * width
     same = query == rows and bool((scatter == np.arange(rows)).all())
@@ -137,16 +135,21 @@ def rows_of(packed: Packed, segments: Sequence[Segment]) -> Tensor:
     return torch.from_numpy(np.concatenate([starts[it.slot] + np.arange(len(it.tokens)) for it in segments]))
 
 
-def _runs_of(segments: Sequence[Segment], kind_of: Kind) -> list[list[Segment]]:
-    """Groups segments of one kind and neighbouring slots; one unused slot between two is cheaper than a call."""
+def _length_class(segment: Segment) -> tuple[int, ...]:
+    """Segments of one class may share an attention call: padding costs them at most a factor."""
+    return ((len(segment.tokens) - 1) >> 3).bit_length(), ((segment.prefix + segment.span - 1) >> 8).bit_length()
+
+
+def _runs_of(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Groups segments of one class and neighbouring slots; one unused slot between two is cheaper than a call."""
     runs: list[list[Segment]] = []
     last: tuple[int, ...] | None = None
-    for kind, segment in sorted(((kind_of(s), s) for s in segments), key=lambda item: (item[0], item[1].slot)):
-        if kind == last and segment.slot - runs[-1][-1].slot <= 2:
+    for length, segment in sorted(((_length_class(s), s) for s in segments), key=lambda item: (item[0], item[1].slot)):
+        if length == last and segment.slot - runs[-1][-1].slot <= 2:
             runs[-1].append(segment)
         else:
             runs.append([segment])
-        last = kind
+        last = length
     return runs
 
 

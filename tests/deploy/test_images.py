@@ -15,6 +15,7 @@ from tests.deploy.manifests import DEMO_IMAGE, OVERLAYS, ROLES, ROOT, rendered, 
 
 IGNORED = DOCKERFILE.with_suffix(".dockerignore")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SOURCES = ROOT / "outrider" / "engine" / "cpu" / "src"
 TARGETS = {*ROLES, "demo"}
 
 
@@ -62,6 +63,7 @@ def test_what_is_copied_is_sent_to_the_builder_and_nothing_else_is() -> None:
 
 def test_the_wheel_that_images_install_has_everything_of_our_packages() -> None:
     how = PROJECT["tool"]["setuptools"]
+    (compiled,) = how["ext-modules"]
     packages = {name.removesuffix("*") for name in how["packages"]["find"]["include"]}
     assert packages < {*copied("wheel")}
     for package in packages:
@@ -70,7 +72,9 @@ def test_the_wheel_that_images_install_has_everything_of_our_packages() -> None:
             name = str(file.relative_to(ROOT))
             if file.suffix == ".py":
                 assert (file.parent / "__init__.py").exists(), name  # a folder without is no package, and left out
-            elif file.is_file() and file.suffix not in (".pyc", ".pyi"):  # stubs are always taken along
+            elif file.is_relative_to(SOURCES):
+                assert name in (*compiled["sources"], *compiled["depends"])
+            elif file.is_file() and file.suffix not in (".pyc", ".pyi", ".so"):  # stubs are always taken along
                 assert any(fnmatch(name, pattern) for pattern in kept), name
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.native import NativeEngine
 from tests.engine.checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8
+EngineClass = type[CpuEngine] | type[NativeEngine]
+Pair = tuple[CpuEngine | NativeEngine, Reference]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,20 +21,27 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", params=[CpuEngine, NativeEngine], ids=["compiled", "torch"])
+def engine_class(request: pytest.FixtureRequest) -> EngineClass:
+    """Both engines for CPUs."""
+    chosen: EngineClass = request.param
+    return chosen
+
+
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[NativeEngine, Reference]:
+def small(engine_class: EngineClass, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = make_checkpoint(tmp_path_factory.mktemp("small"))
-    return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return engine_class.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
 
 
 @pytest.fixture(scope="session")
-def target() -> tuple[NativeEngine, Reference]:
+def target(engine_class: EngineClass) -> Pair:
     folder: Path = MODELS / "target"
-    return NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
+    return engine_class.load(folder, dtype="float32", slots=SLOTS, threads=1), Reference.load(folder)
 
 
 @pytest.fixture(params=["small", "target"])
-def pair(request: pytest.FixtureRequest) -> tuple[NativeEngine, Reference]:
+def pair(request: pytest.FixtureRequest, engine_class: EngineClass) -> Pair:
     """An engine and its reference: a random checkpoint with odd sizes, and the reference target."""
-    chosen: tuple[NativeEngine, Reference] = request.getfixturevalue(request.param)
+    chosen: Pair = request.getfixturevalue(request.param)
     return chosen

@@ -13,13 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoint import read_config
-from outrider.engine.native import NativeEngine
+from outrider.engine.engine import Engine
+from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError
 from tests.engine.checkpoints import LLAMA3, Reference, assert_same, make_checkpoint, prompt
 
 
-def load(folder: Path) -> NativeEngine:
-    return NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
+def load(folder: Path) -> Engine:
+    return load_engine(folder, backend="native", dtype="float32", slots=1, threads=1)
 
 
 def configure(**changes: Any) -> Callable[[Path], None]:

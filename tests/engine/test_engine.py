@@ -15,9 +15,9 @@ from outrider.core.digest import tokenizer_digest
 from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.native import NativeEngine
-from tests.engine.checkpoints import MODELS, Reference, prompt, random_tokens
+from tests.engine.checkpoints import MODELS, prompt, random_tokens
+from tests.engine.conftest import Pair
 
-Pair = tuple[NativeEngine, Reference]
 GOOD = prompt(0, np.array([1, 2, 3]))
 
 

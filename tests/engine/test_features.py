@@ -13,6 +13,7 @@ from outrider.engine.loading import load_engine
 from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, Reference, Tree, prompt
+from tests.engine.conftest import EngineClass
 from tests.engine.ranked import ranked
 
 TARGET = MODELS / "target"
@@ -24,8 +25,8 @@ def reference() -> Reference:
     return Reference.load(TARGET)
 
 
-def engine_of(features: Features) -> NativeEngine:
-    return NativeEngine.load(TARGET, dtype="float32", slots=8, threads=1, features=features)
+def engine_of(engine_class: EngineClass, features: Features) -> Engine:
+    return engine_class.load(TARGET, dtype="float32", slots=8, threads=1, features=features)
 
 
 def hidden_states(reference: Reference, features: Features, tokens: np.ndarray) -> np.ndarray:
@@ -53,8 +54,10 @@ def mixed(engine: Engine, texts: list[np.ndarray], tree: Tree) -> tuple[list[Seg
 
 
 @pytest.mark.parametrize("features", [HEAD, ALL, LAYERS])
-def test_features_are_the_hidden_states_of_transformers(features: Features, reference: Reference) -> None:
-    engine, random = engine_of(features), np.random.default_rng(3)
+def test_features_are_the_hidden_states_of_transformers(
+    features: Features, engine_class: EngineClass, reference: Reference
+) -> None:
+    engine, random = engine_of(engine_class, features), np.random.default_rng(3)
     texts = [random.integers(1, engine.vocabulary, size) for size in (40, 12, 5)]
     segments, chains = mixed(engine, texts, Tree.random(engine, random, 9))
     logits = engine.forward(segments)
@@ -63,13 +66,13 @@ def test_features_are_the_hidden_states_of_transformers(features: Features, refe
     ]
     expected = np.stack([hidden_states(reference, features, text)[-1] for rows in kept for text in rows])
     assert np.abs(engine.hidden().numpy() - expected).max() < 1e-4 * np.abs(expected).max()
-    plain = NativeEngine.load(TARGET, dtype="float32", slots=8, threads=1)
+    plain = engine_class.load(TARGET, dtype="float32", slots=8, threads=1)
     mixed(plain, texts, Tree.random(plain, np.random.default_rng(4), 3))
     assert np.abs(plain.forward(segments) - logits).max() < 1e-4
 
 
 def test_rank_0_of_two_gives_the_features_of_one() -> None:
-    alone, segment = engine_of(ALL), prompt(0, np.arange(1, 20), wanted=1)
+    alone, segment = engine_of(NativeEngine, ALL), prompt(0, np.arange(1, 20), wanted=1)
     alone.forward([segment])
     with ranked(2, TARGET, features=ALL) as ranks, ranks.lead(TARGET) as leader:
         assert leader.features == ALL
@@ -77,9 +80,9 @@ def test_rank_0_of_two_gives_the_features_of_one() -> None:
         assert (leader.hidden() - alone.hidden()).abs().max() < 1e-4
 
 
-def test_what_an_engine_cannot_give_is_refused() -> None:
+def test_what_an_engine_cannot_give_is_refused(engine_class: EngineClass) -> None:
     with pytest.raises(ConfigError, match="output of layer 6, and the target's layers below its last one are 1 to 5"):
-        engine_of(Features((2, 6), every=True))
+        engine_of(engine_class, Features((2, 6), every=True))
     for options in ({"backend": "transformers"}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="only the native backend on a CPU"):
             load_engine(TARGET, dtype="float32", slots=1, features=HEAD, **options)  # type: ignore[arg-type]

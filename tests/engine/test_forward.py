@@ -20,14 +20,15 @@ from tests.engine.checkpoints import (
     prompt,
     random_tokens,
 )
-
-Pair = tuple[NativeEngine, Reference]
+from tests.engine.conftest import EngineClass, Pair
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_those_of_transformers_for_every_shape(shape: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_for_every_shape(
+    shape: str, engine_class: EngineClass, tmp_path: Path
+) -> None:
     folder = make_checkpoint(tmp_path, shape)
-    engine = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
+    engine = engine_class.load(folder, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(1), 150)
     assert_same(engine.forward([prompt(0, tokens)]), Reference.load(folder).logits(tokens))
 
@@ -44,8 +45,8 @@ def test_a_machine_without_prepacked_linears_gets_the_same_logits(
 
 
 @pytest.mark.parametrize("name", ["target", "drafter"])
-def test_a_real_model_errs_no_more_than_transformers_does(name: str) -> None:
-    engine = NativeEngine.load(MODELS / name, dtype="float32", slots=1, threads=1)
+def test_a_real_model_errs_no_more_than_transformers_does(name: str, engine_class: EngineClass) -> None:
+    engine = engine_class.load(MODELS / name, dtype="float32", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(2), 120)
     exact = Reference.load(MODELS / name, torch.float64).logits(tokens)
     reference = Reference.load(MODELS / name).logits(tokens)
@@ -172,13 +173,13 @@ def test_a_session_never_sees_what_a_slot_held_before(small: Pair) -> None:
     assert_same(together[30:], fresh[:7])
 
 
-def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only() -> None:
+def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only(engine_class: EngineClass) -> None:
     """bfloat16 has 8 bits: each of a layer's four matrix products rounds its inputs by up to 2**-9.
 
     Our residual stream is float32, so we must be closer to float32 than transformers in bfloat16 is, and within
     the 0.125 by which bfloat16 passes of different shapes were seen to differ there.
     """
-    engine = NativeEngine.load(MODELS / "target", dtype="bfloat16", slots=1, threads=1)
+    engine = engine_class.load(MODELS / "target", dtype="bfloat16", slots=1, threads=1)
     tokens = random_tokens(engine, np.random.default_rng(8), 120)
     exact = Reference.load(MODELS / "target").logits(tokens)
     rounded = Reference.load(MODELS / "target", torch.bfloat16).logits(tokens)
@@ -188,9 +189,11 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only() 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(dtype: str) -> None:
+def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(
+    dtype: str, engine_class: EngineClass
+) -> None:
     """Linears are bitwise invariant, a single row included; attention over one key is exact."""
-    engine = NativeEngine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+    engine = engine_class.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
     alone = engine.forward([prompt(0, np.array([65]))])
     for rows in (2, 3, 7, 8, 31, 33, 64, 130):
         tokens = np.arange(rows) * 3

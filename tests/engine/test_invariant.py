@@ -1,4 +1,4 @@
-"""Invariant numerics: the same bits, whatever the pass held beside a token and however its KV came to be there.
+"""The compiled engine: the same bits, whatever the pass held beside a token and however its KV came to be there.
 
 The reference is the engine itself, one token at a time in a slot of its own.
 """
@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
-from outrider.engine.invariant import BLOCK, MOST_ROWS, invariant_silu
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.native import NativeEngine
-from outrider.errors import ConfigError
 from tests.engine.checkpoints import (
     MODELS,
     SHAPES,
@@ -33,21 +32,21 @@ from tests.engine.checkpoints import (
 
 REFERENCE, SESSION, SCRATCH = 0, 3, 6  # slots; the others belong to neighbours
 SLOTS = 7
-TEXT = 2 * BLOCK - 30  # tokens of the reference text: paths behind it reach into the third block
+TEXT = 226  # tokens of the reference text
 Bits = NDArray[np.float32]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def load(folder: Path, dtype: Dtype, threads: int = 1) -> NativeEngine:
-    return NativeEngine.load(folder, dtype=dtype, numerics="invariant", slots=SLOTS, rows=TEXT + 300, threads=threads)
+def load(folder: Path, dtype: Dtype, threads: int = 1) -> CpuEngine:
+    return CpuEngine.load(folder, dtype=dtype, slots=SLOTS, rows=TEXT + 300, threads=threads)
 
 
 class Bench:
     """An engine, and the logits of one text, decoded token by token in a slot that nothing else writes to."""
 
-    def __init__(self, folder: Path, dtype: Dtype, threads: int = 1) -> None:
+    def __init__(self, folder: Path, dtype: Dtype) -> None:
         self.folder, self.dtype = folder, dtype
-        self.engine = load(folder, dtype, threads)
+        self.engine = load(folder, dtype)
         self.text = random_tokens(self.engine, np.random.default_rng(11), TEXT)
         rows = [self.engine.forward([prompt(REFERENCE, self.text[at : at + 1], at)])[0] for at in range(TEXT)]
         self.logits: Bits = np.array(rows)
@@ -179,13 +178,12 @@ def test_a_tokens_bits_do_not_depend_on_batch_tree_chunks_or_rows(
 @pytest.mark.parametrize("depth", [0.0, 0.6, 0.98])
 def test_a_tree_over_more_rows_than_one_product_takes_has_the_same_bits(plain: Bench, depth: float) -> None:
     random = np.random.default_rng(21)
-    length = BLOCK - 20  # the deep tree's paths go on into the next two blocks
+    length = 108
     plain.engine.copy(REFERENCE, SESSION, length)
     tree = grown(plain.engine, random, 150, depth)
     expected = plain.path_logits(tree, length)
     assert np.array_equal(plain.forward(tree.segment(SESSION, length), random), expected)
-    logits, rows = tree_in_levels(plain, tree, length, random)
-    assert rows[-1] > MOST_ROWS
+    logits, _ = tree_in_levels(plain, tree, length, random)
     assert np.array_equal(logits, expected)
 
 
@@ -205,23 +203,11 @@ def test_hundreds_of_rows_on_two_threads_have_the_bits_of_few(dtype: Dtype, two_
 
 
 def test_invariant_logits_are_those_of_transformers(bench: Bench) -> None:
+    """In bfloat16 they are no further from them than torch's products of bfloat16, whose results are rounded, too."""
+    expected = Reference.load(bench.folder).logits(bench.text)
     if bench.dtype == "float32":
-        assert_same(bench.logits, Reference.load(bench.folder).logits(bench.text))
+        assert_same(bench.logits, expected)
     else:
-        fast = NativeEngine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
-        assert np.abs(bench.logits - fast).max() < 0.125  # what roundings to bfloat16 were seen to add up to
-
-
-def test_torchs_silu_of_bfloat16_is_the_same_in_a_vector_and_in_a_remainder() -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    every = every[every.isfinite()]
-    vectors = invariant_silu(every.repeat_interleave(64)).view(-1, 64)
-    assert torch.equal(vectors, vectors[:, :1].expand(-1, 64))
-    assert torch.equal(torch.cat([invariant_silu(part.clone()) for part in every.split(7)]), vectors[:, 0])
-
-
-def test_a_machine_that_cannot_keep_the_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without prepacked linears, two rows are computed differently from many."""
-    monkeypatch.setattr("outrider.engine.linear.can_prepack", lambda dtype: False)
-    with pytest.raises(ConfigError, match=r"invariant is not possible here: .* projection .* use fast"):
-        load(MODELS / "drafter", "float32")
+        torchs = NativeEngine.load(bench.folder, dtype=bench.dtype, slots=1, threads=1).forward([prompt(0, bench.text)])
+        ours, usual = (np.sqrt(np.mean((logits - expected) ** 2)) for logits in (bench.logits, torchs))
+        assert ours <= 1.1 * usual

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.hugging_face import TransformersEngine
 from outrider.engine.loading import chosen_backend, load_engine, outline
 from outrider.engine.native import NativeEngine
@@ -25,12 +26,38 @@ def load(folder: Path, **changes: Any) -> Any:
 
 def test_a_family_that_the_native_engine_knows_gets_it_unless_told_otherwise(tmp_path: Path) -> None:
     native, other = make_checkpoint(tmp_path / "llama"), make_family(tmp_path / "gpt2", "gpt2")
-    assert type(load(native)) is NativeEngine
+    assert type(load(native)) is CpuEngine
     assert type(load(native, backend="transformers")) is TransformersEngine
     assert type(load(other)) is TransformersEngine
     assert type(load(make_family(tmp_path / "mamba", "mamba"))) is PlainEngine
     with pytest.raises(CheckpointError, match="model_type is 'gpt2', must be one of llama"):
         load(other, backend="native")
+
+
+def test_torch_serves_where_the_compiled_kernels_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    monkeypatch.setitem(sys.modules, "outrider._native", None)  # as if it had not been built
+    with caplog.at_level("INFO", "outrider"):
+        engine = load(folder)
+    assert type(engine) is NativeEngine
+    assert "was not built when Outrider was installed, which needs a C++ compiler" in engine.computed_by
+    assert f"{folder} is computed by torch, not by the compiled kernels: it was not built" in caplog.text
+
+
+def test_torch_serves_where_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    assert load(make_checkpoint(tmp_path)).computed_by.endswith("OUTRIDER_ENGINE=torch is set")
+
+
+def test_invariant_numerics_are_for_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path)
+    assert load(folder).numerics == load(folder, numerics="invariant").numerics == "invariant"
+    monkeypatch.setenv("OUTRIDER_ENGINE", "torch")
+    assert load(folder).numerics == "fast"
+    with pytest.raises(ConfigError, match="numerics: invariant is for the compiled kernels alone, and OUTRIDER_ENGINE"):
+        load(folder, numerics="invariant")
 
 
 def test_a_checkpoint_says_what_it_is_without_being_loaded(tmp_path: Path) -> None:

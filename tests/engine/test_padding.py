@@ -12,7 +12,7 @@ from outrider.core.contract import Contract
 from outrider.core.sampler import Sampler
 from outrider.engine.checkpoint import Weights, read_config
 from outrider.engine.device import DeviceEngine
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine
 from outrider.engine.padding import PaddedWeights, choose_shape, count_parameters, known_shape, pad_checkpoint
 from outrider.errors import CheckpointError
 from tests.engine.checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
@@ -21,7 +21,7 @@ TOKENS = np.random.default_rng(1).integers(0, 50, 90)
 
 
 def logits(folder: Path, dtype: str = "float32") -> np.ndarray:
-    engine = NativeEngine.load(folder, dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+    engine = load_engine(folder, dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
     return engine.forward([prompt(0, TOKENS)])
 
 
@@ -114,7 +114,7 @@ def test_a_checkpoint_in_a_known_shape_says_the_same_tokens(shaped: Path, temper
     contract = Contract(seed=3, max_tokens=40, temperature=temperature)
     texts = []
     for folder in (MODELS / "target", shaped):
-        engine = NativeEngine.load(folder, dtype="float32", slots=1, threads=1)
+        engine = load_engine(folder, dtype="float32", slots=1, threads=1)
         text = [5, 6, 7]
         sampler = Sampler(contract, engine.vocabulary, text, 3)
         row = engine.forward([prompt(0, np.array(text))])[-1]

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from outrider.engine.checkpoint import read_config
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.native import NativeEngine
 from outrider.engine.padding import pad_checkpoint
 from outrider.engine.quantized import GROUP, PIECE, int4_linear, int8_linear, quantize_int4, quantize_int8
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, SHAPES, Tree, make_checkpoint, prompt, random_tokens
+from tests.engine.conftest import EngineClass
 
 Matrix = NDArray[np.float64]
 Quantized = Literal["int8", "int4"]
@@ -135,7 +137,7 @@ def test_an_int4_linear_is_the_product_with_the_dequantized_weights(shape: tuple
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
-    shape: str, dtype: Quantized, tmp_path: Path
+    shape: str, dtype: Quantized, engine_class: EngineClass, tmp_path: Path
 ) -> None:
     """Rounding to a step s errs by s / sqrt(12) (root mean square), relative to what is rounded.
 
@@ -143,7 +145,7 @@ def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
     in squares, in logits as in what goes before; twice that leaves room for what amplifies them on the way.
     """
     folder = make_checkpoint(tmp_path, shape, ffn=96)
-    original, copy = (NativeEngine.load(folder, dtype=kind, slots=1, threads=1) for kind in ("float32", dtype))
+    original, copy = (engine_class.load(folder, dtype=kind, slots=1, threads=1) for kind in ("float32", dtype))
     tokens = random_tokens(original, np.random.default_rng(1), 100)
     exact, quantized = (engine.forward([prompt(0, tokens)]) for engine in (original, copy))
     noise = 0.0
@@ -158,7 +160,7 @@ def test_a_quantized_copys_logits_differ_by_what_the_steps_account_for(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_quantized_copy_keeps_invariant_numerics(dtype: Quantized) -> None:
-    engine = NativeEngine.load(MODELS / "drafter", dtype=dtype, numerics="invariant", slots=2, rows=200, threads=1)
+    engine = CpuEngine.load(MODELS / "drafter", dtype=dtype, slots=2, rows=200, threads=1)
     random = np.random.default_rng(4)
     history, tree = random_tokens(engine, random, 40), Tree.random(engine, random, 20)
     engine.forward([prompt(0, history, wanted=0)])
@@ -179,7 +181,7 @@ def test_two_threads_give_the_bits_of_one(dtype: Quantized, two_threads: None) -
     assert torch.equal(linear(x), alone)
 
 
-def test_the_bytes_of_a_pass_are_those_of_codes_and_scales() -> None:
+def test_the_bytes_of_a_pass_are_those_of_codes_and_scales(engine_class: EngineClass) -> None:
     config = read_config(MODELS / "target")
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears = [  # outputs and inputs
@@ -192,13 +194,13 @@ def test_the_bytes_of_a_pass_are_those_of_codes_and_scales() -> None:
     in_4 = [outputs * (inputs // 2 + inputs // GROUP * 4) for outputs, inputs in linears]
     head = config.vocabulary * (config.width + 4)
     for dtype, layer in (("int8", in_8), ("int4", in_4)):
-        engine = NativeEngine.load(MODELS / "target", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+        engine = engine_class.load(MODELS / "target", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
         assert engine.weight_bytes == config.layers * sum(layer) + head
 
 
-def test_a_weight_that_the_int4_kernel_does_not_take_is_named(tmp_path: Path) -> None:
+def test_a_weight_that_the_int4_kernel_does_not_take_is_named(engine_class: EngineClass, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"dtype: int4 needs .* 32 inputs and 16 outputs.*\b198 outputs; use int8"):
-        NativeEngine.load(make_checkpoint(tmp_path), dtype="int4", slots=1, threads=1)
+        engine_class.load(make_checkpoint(tmp_path), dtype="int4", slots=1, threads=1)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -79,17 +79,6 @@ class TestTheReferenceTarget:
         assert [count for count, seconds in pair[0].measure_costs((2, 8), 64, 2) if seconds > 0] == [2, 8]
 
 
-def test_a_group_says_the_same_bits_every_time_in_invariant_numerics(tmp_path: Path) -> None:
-    """Sums are added in the order of ranks, so a row's bits do not depend on its pass."""
-    folder = make_checkpoint(tmp_path, "grouped", FFN)
-    tokens = random_tokens(NativeEngine.load(folder, **LOADING), np.random.default_rng(2), 40)
-    with ranked(4, folder, numerics="invariant") as ranks, ranks.lead(folder) as leader:
-        whole = leader.forward([prompt(0, tokens)])
-        for cut in (1, 7, 39):
-            leader.forward([prompt(1, tokens[:cut], wanted=0)])
-            assert np.array_equal(leader.forward([prompt(1, tokens[cut:], cut)]), whole[cut:])
-
-
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_freezes_is_noticed_by_all(ending: signal.Signals, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped", FFN)

@@ -14,7 +14,7 @@ from outrider.core.contract import Contract
 from outrider.engine.heads.fusing import load_fusion
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.shape import Kind
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine
 from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.taught import features_of, random_heads
 from tests.verifier.test_heads import FREE, PLAN, TEXT, Always, commits_of
@@ -36,7 +36,7 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
     """The same heads draft inside the verifier meanwhile, from the same passes."""
     random_heads(kind, target, tmp_path)
     features = check_heads(tmp_path, target).features
-    engine = NativeEngine.load(target, dtype="float32", slots=4, threads=1, features=features)
+    engine = load_engine(target, dtype="float32", slots=4, threads=1, features=features)
     speculator = load_speculator(tmp_path, target, precise=True, slots=4, context=CONTEXT)
     fusion = load_fusion(tmp_path, target, precise=True)
     loop = StepLoop(

@@ -21,7 +21,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.heads.shape import KINDS, Kind
 from outrider.engine.heads.speculator import Drafted, FloatRows, Root, Speculator
-from outrider.engine.native import NativeEngine
+from outrider.engine.loading import load_engine
 from outrider.errors import ConfigError
 from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.checkpoints import MODELS, pad_vocabulary
@@ -74,7 +74,7 @@ class Cluster:
     def __init__(self, target: Path, heads: Path | None, engine: Engine | None = None, slots: int = 4) -> None:
         features = None if heads is None else check_heads(heads, target).features
         if engine is None:
-            engine = NativeEngine.load(target, dtype="float32", slots=slots, threads=1, features=features)
+            engine = load_engine(target, dtype="float32", slots=slots, threads=1, features=features)
         self.heads: HeadDrafting | None = None
         if heads is not None and features is not None:
             self.speculator = Counted(load_speculator(heads, target, precise=True, slots=slots, context=CONTEXT))

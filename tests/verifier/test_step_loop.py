@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,8 +20,9 @@ from outrider.core.contract import OFF, Contract, Overlap, Plan
 from outrider.core.credit import Credit
 from outrider.core.digest import EMPTY, extend
 from outrider.core.tree import Delta
+from outrider.engine.checkpoint import SAYABLE
+from outrider.engine.loading import load_engine
 from outrider.engine.logits import HostLogits, Logits
-from outrider.engine.native import NativeEngine
 from outrider.errors import Moved, Superseded
 from outrider.sink.stream import DraftStream
 from outrider.v1 import types_pb2
@@ -49,10 +52,14 @@ class Free(CostModel):
 @pytest.fixture
 def loop() -> Iterator[StepLoop]:
     """A verifier's loop, whose steps the test takes by itself. The smallest of the reference models is the target."""
-    engine = NativeEngine.load(MODELS / "drafter", dtype="float32", slots=3, threads=1)
-    loop = StepLoop(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+    loop = loop_of(MODELS / "drafter")
     yield loop
     loop._passes.close()
+
+
+def loop_of(folder: Path) -> StepLoop:
+    engine = load_engine(folder, dtype="float32", slots=3, threads=1)
+    return StepLoop(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
 
 
 def opened(
@@ -304,12 +311,16 @@ async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepLoop) -> No
     assert draws[0] != draws[1]
 
 
-async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop) -> None:
+async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop, tmp_path: Path) -> None:
     """A family pads its vocabulary; here the padding would be said if it might."""
     text = await plain(loop)
     limit = max(text[len(TEXT) :])
-    loop._engine.sayable = limit
-    session = opened(loop)
-    await stepped(loop, session)
+    shutil.copytree(MODELS / "drafter", tmp_path / "padded")
+    config = json.loads((tmp_path / "padded" / "config.json").read_text())
+    (tmp_path / "padded" / "config.json").write_text(json.dumps({**config, SAYABLE: limit}))
+    padded = loop_of(tmp_path / "padded")
+    session = opened(padded)
+    await stepped(padded, session)
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
-    assert max((await said(loop, session))[len(TEXT) :]) < limit
+    assert max((await said(padded, session))[len(TEXT) :]) < limit
+    padded._passes.close()

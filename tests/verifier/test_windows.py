@@ -19,7 +19,8 @@ from outrider.core.sampler import Choice
 from outrider.core.tree import Delta
 from outrider.core.waiting import Patterns
 from outrider.core.worth import TRIAL, Worth
-from outrider.engine.native import NativeEngine, Numerics
+from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.native import NativeEngine
 from outrider.engine.slots import Taken
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.loop import StepLoop
@@ -168,9 +169,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
 
 
-@pytest.mark.parametrize("numerics", ["fast", "invariant"])
-async def test_with_a_window_in_every_step_the_text_is_the_target_s(folder: Path, numerics: Numerics) -> None:
-    engine = NativeEngine.load(folder, dtype="float32", numerics=numerics, slots=4, threads=1)
+@pytest.mark.parametrize("engine_class", [CpuEngine, NativeEngine])
+async def test_with_a_window_in_every_step_the_text_is_the_target_s(
+    folder: Path, engine_class: type[CpuEngine] | type[NativeEngine]
+) -> None:
+    engine = engine_class.load(folder, dtype="float32", slots=4, threads=1)
     terms = [
         {"temperature": 0.0},
         {"temperature": 0.8},

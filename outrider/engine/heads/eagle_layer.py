@@ -42,7 +42,7 @@ class EagleLayer:
     def run(self, segments: Sequence[Segment], states: Tensor) -> Tensor:
         """The states of the rows that are wanted: [wanted, width]. `states`: of the rows before those of the segments,
         in order."""
-        packed = pack(segments, self._attention.kind, self._attention.key_tile)
+        packed = pack(segments)
         before = states.new_zeros(len(packed.tokens), states.shape[1])
         before[rows_of(packed, segments)] = states
         turns = self._turns[packed.positions]

@@ -1,0 +1,44 @@
+"""The compiled engine for CPUs; see outrider/engine/cpu/src."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from outrider.core.noise import Draw
+from outrider.engine.batch import Segment
+
+Array = NDArray[Any]
+
+def instruction_sets() -> list[str]: ...
+
+class Model:
+    def __init__(
+        self,
+        dtype: str,
+        head_dtype: str,
+        shape: tuple[int, int, int, int, int, int, int, int, int, int, int, float],
+        cosines: Array,
+        sines: Array,
+        threads: int,
+        instructions: str,
+        features: Sequence[int],
+        every: bool,
+        /,
+    ) -> None: ...
+    def set_layer(self, index: int, /, *weights: Array | None) -> None: ...
+    def set_ends(self, embedding: Array, norm: Array, head: Array, /) -> None: ...
+    def run(
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        best: int,
+        logits: Array,
+        tokens: Array,
+        scores: Array,
+        features: Array | None,
+        /,
+    ) -> None: ...
+    def move(self, slot: int, source: Array, target: Array, /) -> None: ...
+    def copy(self, source: int, target: int, rows: int, /) -> None: ...
+    def sizes(self) -> dict[str, Any]: ...

@@ -1,0 +1,261 @@
+"""The engine for CPUs: one compiled call a pass, from token ids to logits and chosen tokens.
+
+Each sum is taken in one order, whatever else is in the pass: a linear's over its inputs, attention's over the keys of a
+path in the order of positions. So a token's logits and KV are the same bits in every batch, tree and chunk and with any
+number of threads, on one kind of processor. KV is float32, in pages of 16 rows, which slots share where one was copied
+from another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.core.noise import Draw
+from outrider.core.sampler import Choice
+from outrider.engine.batch import Segment
+from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.cpu.weights import load_layers
+from outrider.engine.depth import kept_layers
+from outrider.engine.engine import Engine, Traits
+from outrider.engine.features import Features
+from outrider.engine.logits import Best, Logits
+from outrider.engine.model import Dtype
+from outrider.engine.native import SCRATCH
+from outrider.engine.quantized import check_int4_shape
+
+if TYPE_CHECKING:
+    from outrider._native import Model
+
+# Of the head. Quantized models have it in int8: in int4 it would choose other tokens too often.
+HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
+
+
+class CpuEngine(Engine):
+    """All of a model, or some of its layers, on a CPU."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        digest: bytes,
+        *,
+        dtype: Dtype,
+        slots: int,
+        rows: int,
+        parameters: int,
+        features: Features | None,
+    ) -> None:
+        """`model`: with all of its weights."""
+        sizes = model.sizes()
+        super().__init__(
+            Traits(
+                vocabulary=config.vocabulary,
+                context=config.context,
+                positions=max(rows, config.context),
+                rows=rows,
+                slots=slots,
+                parameters=parameters,
+                dtype=dtype,
+                numerics="invariant",
+                tokenizer_digest=digest,
+                eos_ids=config.eos_ids,
+                weight_bytes=sizes["weight_bytes"],
+                kv_bytes=sizes["kv_bytes"],
+                features=features,
+                sayable=config.sayable,
+                draws=True,
+                computed_by=f"compiled kernels ({sizes['instructions']})",
+            )
+        )
+        self._model = model
+        self._width = config.width
+        self._logits = np.empty(0, np.float32)  # of the last pass that was judged
+        self._hidden = np.empty((0, 0), np.float32)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: Dtype,
+        layers: int | None = None,
+        skip: Collection[int] = (),
+        slots: int,
+        rows: int | None = None,
+        threads: int | None = None,
+        features: Features | None = None,
+        progress: Callable[[float], None] | None = None,
+        instructions: str = "",
+    ) -> CpuEngine:
+        """Loads a checkpoint folder; see `NativeEngine.load`. `instructions`: the set to use; "": the best there is.
+
+        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, or shapes that int4 has not.
+        """
+        if slots < 1 or (rows is not None and rows < 2):
+            raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+        config = read_config(path)
+        kept = kept_layers(config.layers, layers, skip)
+        if features is not None:
+            features.check(len(kept))
+        if dtype == "int4":
+            check_int4_shape(config)
+        digest = read_tokenizer_digest(path)
+        weights = Weights(path, progress)
+        rows = config.context + SCRATCH if rows is None else rows
+        model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions)
+        parameters = load_layers(model, weights, config, kept)
+        weights.finish()
+        return cls(
+            model,
+            replace(config, layers=len(kept)),
+            digest,
+            dtype=dtype,
+            slots=slots,
+            rows=rows,
+            parameters=parameters,
+            features=features,
+        )
+
+    def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
+        logits = np.empty((sum(map(_outputs, segments)), self.vocabulary), np.float32)
+        self._run(segments, (), 0, logits, _NO_TOKENS, _NO_SCORES)
+        return logits
+
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+        counts = [*map(_outputs, segments)]
+        outputs = sum(counts)
+        best = max(2, min(best, self.vocabulary)) if any(draw is not None for draw in draws) else 0
+        if outputs * self.vocabulary > self._logits.size:
+            self._logits = np.empty(outputs * self.vocabulary * 5 // 4, np.float32)
+        logits = self._logits[: outputs * self.vocabulary].reshape(outputs, self.vocabulary)
+        tokens, scores = np.empty((outputs, best), np.int64), np.empty((outputs, best))
+        self._run(segments, draws, best, logits, tokens, scores)
+        drawn = [draw is not None for draw, count in zip(draws, counts, strict=True) for _ in range(count)]
+        return _Drawn(logits, drawn if best else [False] * outputs, tokens, scores)
+
+    def _run(
+        self,
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        best: int,
+        logits: NDArray[np.float32],
+        tokens: NDArray[np.int64],
+        scores: NDArray[np.float64],
+    ) -> None:
+        wanted, hidden = self.features, None
+        if wanted is not None:
+            rows = sum(len(segment.tokens) for segment in segments) if wanted.every else len(logits)
+            hidden = np.empty((rows, wanted.parts * self._width), np.float32)
+        try:
+            self._model.run(segments, draws, best, logits, tokens, scores, hidden)
+        except ValueError:
+            self.check_segments(segments)  # which says more
+            raise
+        if hidden is not None:
+            self._hidden = hidden
+
+    def hidden(self) -> torch.Tensor:
+        return torch.from_numpy(self._hidden)
+
+    def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
+        self.check_move(slot, source, destination)
+        self._model.move(slot, source, destination)
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self.check_copy(source, target, rows)
+        self._model.copy(source, target, rows)
+
+    @property
+    def kv_bytes_taken(self) -> int:
+        """By pages that some slot has; a page that several share counts once."""
+        taken: int = self._model.sizes()["kv_bytes_taken"]
+        return taken
+
+
+_NO_TOKENS, _NO_SCORES = np.empty((0, 0), np.int64), np.empty((0, 0))
+
+
+class _Drawn:
+    """Logits, and the tokens that were drawn from them. See `Logits`."""
+
+    def __init__(
+        self,
+        rows: NDArray[np.float32],
+        drawn: Sequence[bool],
+        tokens: NDArray[np.int64],
+        scores: NDArray[np.float64],
+    ) -> None:
+        self.vocabulary = rows.shape[1]
+        self._rows = rows
+        self._drawn = drawn
+        self._tokens = tokens
+        self._scores = scores
+
+    def row(self, index: int) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self._rows[index]
+        return row
+
+    def choice(self, index: int) -> Choice | None:
+        if not self._drawn[index]:
+            return None
+        first, second = self._scores[index, :2]
+        return Choice(int(self._tokens[index, 0]), float(first - second))
+
+    def best(self, index: int) -> Best | None:
+        if not self._drawn[index]:
+            return None
+        there = self._tokens[index] >= 0  # fewer tokens may be sayable than were asked for
+        return Best(self._tokens[index][there], self._scores[index][there])
+
+
+def _outputs(segment: Segment) -> int:
+    """Rows of logits that a segment gets, if it is one that is not refused."""
+    return max(0, min(segment.outputs, len(segment.tokens)))
+
+
+def _empty_model(
+    config: ModelConfig,
+    dtype: Dtype,
+    layers: int,
+    slots: int,
+    rows: int,
+    threads: int | None,
+    features: Features | None,
+    instructions: str,
+) -> Model:
+    from outrider._native import Model
+
+    positions = max(rows, config.context)
+    turns = torch.view_as_real(config.rope.table(positions, config.head_dim)).numpy()
+    return Model(
+        dtype,
+        HEADS[dtype],
+        (
+            config.vocabulary,
+            config.sayable,
+            config.width,
+            layers,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.ffn,
+            positions,
+            slots,
+            rows,
+            config.eps,
+        ),
+        np.ascontiguousarray(turns[..., 0]),
+        np.ascontiguousarray(turns[..., 1]),
+        threads or len(os.sched_getaffinity(0)),
+        instructions,
+        () if features is None else features.layers,
+        features is not None and features.every,
+    )

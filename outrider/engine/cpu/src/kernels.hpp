@@ -1,0 +1,121 @@
+// What runs once for every instruction set: the kernels behind a table of functions.
+//
+// Every sum is taken in one order that depends on nothing but its own terms: a linear's over its inputs, attention's over
+// the keys of a path. So the bits of a row depend neither on the rows beside it, nor on tiles or threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace outrider {
+
+constexpr int LANES = 16;       // outputs of a panel, keys of a page
+constexpr int BLOCK = 64;       // bytes of a row of a tile that lie together; inputs are padded to a multiple of 64
+constexpr int INPUTS = 64;      // multiple that inputs are padded to
+constexpr int GROUP = 32;       // inputs that share a scale in int4
+constexpr int MOST_TILE = 12;   // rows of a tile, on any instruction set
+constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product takes them without a sign
+
+enum class Kind { float32, bfloat16, int8, int4 };
+
+// A linear layer, y = x W' + b, packed in panels of 16 outputs. In a panel, for each step of inputs, 16 outputs side by side
+// have 4 bytes each: one float32, a pair of bfloat16 or four int8. int4: for each 32 inputs 64 words of 16 bits, of which
+// word 2 o + e holds of output o the codes of inputs 8 b + 2 j + e in bits 4 j, in four runs b; then 16 scales and 16
+// offsets in bfloat16.
+struct Linear {
+  Kind kind = Kind::float32;
+  int outputs = 0, inputs = 0;  // as the model has them
+  int padded = 0;               // inputs, to a multiple of 64
+  int panels = 0;               // an even number
+  size_t panel_bytes = 0;
+  uint8_t* data = nullptr;
+  float* scales = nullptr;   // int8: [panels * 16]
+  int32_t* zeros = nullptr;  // int8: [panels * 16], 128 times the sum of an output's codes
+  float* bias = nullptr;     // [panels * 16]; null: none
+};
+
+// Rows of inputs, in the order in which a tile of them is read: for each 64 bytes of a row, those of all rows of the tile.
+struct Tile {
+  uint8_t* data;
+  float* scales;  // int8: [rows]
+  float* sums;    // int4: [inputs / 32, rows], the sums of the inputs of each group
+  int rows;
+};
+
+enum class Into { store, add, gate };
+
+// Where the outputs of a linear go. `gate`: panels 2 i and 2 i + 1 are one gate and one up: silu(gate) * up.
+struct Output {
+  Into into;
+  float* data;
+  size_t stride;  // floats from row to row
+  int outputs;    // of a row, beyond which nothing is written
+};
+
+// Some queries of one segment over one head's keys and values.
+struct Attention {
+  int queries;                 // at most `most_queries`
+  int dim, padded_dim;         // of a head; of its values, to a multiple of 16
+  const float* const* query;   // [queries] of dim floats each, turned and scaled
+  float* const* out;           // [queries] of dim floats each
+  const float* pool;           // of pages
+  const int32_t* table;        // page of each 16 cache rows of the slot
+  size_t page_floats, offset;  // of a page; of this head's keys in it, which its values follow
+  int common;                  // cache rows that every query sees, from the first on
+  int rows;                    // cache rows up to the last that any query sees
+  const int32_t* const* more;  // [queries] the rows from `common` on that each sees, ascending
+  const int* counts;           // [queries] how many these are
+  float* packed;               // scratch: [dim * most_queries]
+  float* scores;               // scratch: [most_queries * score_stride]
+  size_t score_stride;         // at least rows + 32
+};
+
+// How a row's tokens are drawn: those with the most logit / temperature + Gumbel noise.
+struct Draw {
+  uint64_t key;        // of the position's noise
+  double temperature;  // 0: none, and no noise
+};
+
+struct Kernels {
+  const char* name;
+  int most_rows;     // of a tile
+  int most_queries;  // of attention
+  // A row of inputs into its place in a tile; `weight`: after an RMS norm, null: as it is. `padded`: floats of x and weight.
+  void (*pack)(Kind, const float* x, const float* weight, int width, int padded, float eps, const Tile&, int row);
+  // Panels [first, last) of a linear, both even, for a tile's rows, whose first is `row` of the output.
+  void (*linear)(const Linear&, const Tile&, int first, int last, const Output&, int row);
+  void (*attend)(const Attention&);
+  // One head's vector: an RMS norm where there is a weight, and the turn by `cosines` and `sines`, [dim / 2]; then `scale`.
+  void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
+  // The `count` best tokens, best first, lower ids first among equals; gives how many there are that may be drawn.
+  int (*lead)(const float* logits, int vocabulary, const Draw&, int count, int64_t* tokens, double* scores);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+#endif
+
+inline uint64_t mix64(uint64_t value) {  // outrider.core.digest
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
+constexpr uint64_t PHI = 0x9E3779B97F4A7C15u;
+
+inline float widened(uint16_t bits) {  // bfloat16 to float32
+  uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &wide, 4);
+  return value;
+}
+
+inline uint16_t rounded(float value) {  // float32 to bfloat16, to the nearest, ties to even
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace outrider

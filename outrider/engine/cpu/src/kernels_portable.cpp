@@ -1,0 +1,15 @@
+#include <cmath>
+#include <cstring>
+
+#include "kernels.hpp"
+
+#define OUTRIDER_NAME "portable"
+#define OUTRIDER_VECTOR 0
+#define OUTRIDER_BF16 0
+
+namespace outrider {
+namespace {
+#include "kernels.inc"
+}  // namespace
+const Kernels portable_kernels = table;
+}  // namespace outrider

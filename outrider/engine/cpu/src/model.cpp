@@ -1,0 +1,341 @@
+#include "model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+namespace outrider {
+namespace {
+
+constexpr int APART = 32;  // rows up to which every thread packs all inputs for itself, and none waits for another
+constexpr int PANELS = 8;  // taken by all tiles of rows before the next ones, while a core's cache holds them
+
+size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
+             const float* sines, Wanted wanted)
+    : shape_(shape), kind_(kind), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)),
+      cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
+      sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
+      head_(head_kind, shape.vocabulary, shape.width, false),
+      pages_(shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows), next_(shape.layers + 1),
+      workers_(threads) {
+  wide_ = up_to(shape.width, INPUTS);
+  qkv_wide_ = up_to(size_t(shape.heads + 2 * shape.kv_heads) * shape.dim, INPUTS);
+  attended_wide_ = up_to(size_t(shape.heads) * shape.dim, INPUTS);
+  ffn_wide_ = up_to(shape.ffn, INPUTS);
+}
+
+size_t Model::weight_bytes() const {
+  size_t bytes = head_.bytes();
+  for (const auto& it : layers_) bytes += it.qkv.bytes() + it.output.bytes() + it.gate_up.bytes() + it.down.bytes();
+  return bytes;
+}
+
+// Packs rows of a weight as outputs first, first + 1, ... of a linear; `phase` 0 or 1 of `step_panels` 2: into every second
+// panel.
+void Model::fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase) {
+  const int count = int(weight.rows);
+  const auto place = [&](int row) {
+    return step_panels == 1 ? first + row : (row / LANES * step_panels + phase) * LANES + row % LANES;
+  };
+  // Panels whole: outputs of a panel share its memory's lines.
+  pool_.run([&](int thread) {
+    std::vector<float> row(linear.padded, 0.0f);
+    const int blocks = (count + LANES - 1) / LANES;
+    const int begin = blocks * thread / pool_.size() * LANES, end = blocks * (thread + 1) / pool_.size() * LANES;
+    for (int r = begin; r < std::min(end, count); r++) {
+      weight.read(r, row.data());
+      linear.set(place(r), row.data());
+    }
+  });
+  if (!bias.data) return;
+  std::vector<float> values(count);
+  bias.read(0, values.data());
+  for (int r = 0; r < count; r++) linear.bias[place(r)] = values[r];
+}
+
+std::vector<float> Model::norm_of(const Array& weight, int padded) const {
+  std::vector<float> values(weight.data ? padded : 0, 0.0f);
+  if (weight.data) weight.read(0, values.data());
+  return values;
+}
+
+void Model::set_layer(int index, const Array& attention_norm, const Array& query, const Array& key, const Array& value,
+                      const Array& query_bias, const Array& key_bias, const Array& value_bias, const Array& query_norm,
+                      const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
+                      const Array& gate, const Array& up, const Array& gate_bias, const Array& up_bias,
+                      const Array& down, const Array& down_bias) {
+  Layer& it = layers_.at(index);
+  const int queries = shape_.heads * shape_.dim, keys = shape_.kv_heads * shape_.dim;
+  it.attention_norm = norm_of(attention_norm, int(wide_));
+  it.ffn_norm = norm_of(ffn_norm, int(wide_));
+  it.query_norm = norm_of(query_norm, shape_.dim);
+  it.key_norm = norm_of(key_norm, shape_.dim);
+  it.qkv = PackedLinear(kind_, queries + 2 * keys, shape_.width, query_bias.data != nullptr);
+  fill(it.qkv, query, query_bias, 0, 1, 0);
+  fill(it.qkv, key, key_bias, queries, 1, 0);
+  fill(it.qkv, value, value_bias, queries + keys, 1, 0);
+  it.output = PackedLinear(kind_, shape_.width, queries, output_bias.data != nullptr);
+  fill(it.output, output, output_bias, 0, 1, 0);
+  it.gate_up = PackedLinear(kind_, int(2 * up_to(shape_.ffn, LANES)), shape_.width, gate_bias.data != nullptr);
+  it.gate_up.outputs = 2 * shape_.ffn;
+  fill(it.gate_up, gate, gate_bias, 0, 2, 0);
+  fill(it.gate_up, up, up_bias, 0, 2, 1);
+  it.down = PackedLinear(kind_, shape_.width, shape_.ffn, down_bias.data != nullptr);
+  fill(it.down, down, down_bias, 0, 1, 0);
+}
+
+void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {
+  embedding_type_ = embedding.type;
+  const size_t bytes = size_t(embedding.rows) * embedding.columns * (embedding.type == Array::Type::float32 ? 4 : 2);
+  embedding_ = Memory(bytes, false);
+  std::memcpy(embedding_.as<void>(), embedding.data, bytes);
+  norm_ = norm_of(norm, int(wide_));
+  fill(head_, head, Array(), 0, 1, 0);
+}
+
+void Model::run(const std::vector<Segment>& segments, const Results& results) {
+  segments_ = &segments;
+  first_rows_.clear();
+  outputs_.clear();
+  units_.clear();
+  rows_ = 0;
+  int longest = 0, widest = 0;
+  for (size_t s = 0; s < segments.size(); s++) {
+    const Segment& it = segments[s];
+    const int end = it.prefix + it.span;
+    pages_.prepare(it.slot, end - it.count, end);
+    first_rows_.push_back(rows_);
+    for (int row = it.count - it.wanted; row < it.count; row++) outputs_.push_back(rows_ + row);
+    for (int head = 0; head < shape_.kv_heads; head++) units_.push_back({int(s), head});
+    rows_ += it.count;
+    longest = std::max(longest, end);
+    widest = std::max(widest, it.span);
+  }
+  for (auto& next : next_) next.store(0, std::memory_order_relaxed);
+  const size_t rows = size_t(rows_);
+  hidden_ = hidden_memory_.of<float>(rows * wide_);
+  qkv_ = qkv_memory_.of<float>(rows * qkv_wide_);
+  attended_ = attended_memory_.of<float>(rows * attended_wide_);
+  active_ = active_memory_.of<float>(rows * ffn_wide_);
+  const size_t inputs = std::max(std::max(wide_, attended_wide_), ffn_wide_);
+  const size_t tile_bytes = rows * inputs * 4 + rows * (inputs / GROUP + 1) * 4;
+  if (rows_ > APART) shared_tile_.of<uint8_t>(tile_bytes);
+  for (auto& worker : workers_) {
+    if (rows_ <= APART) worker.tile.of<uint8_t>(tile_bytes);
+    const size_t queries = kernels_.most_queries;
+    worker.attention.of<float>(queries * (size_t(longest) + 64 + shape_.dim));
+    worker.more.resize(queries * size_t(widest));
+  }
+  pool_.run([&](int thread) { compute(thread, results); });
+}
+
+void Model::compute(int thread, const Results& results) {
+  const bool whole = results.features && wanted_.every && wanted_.layers.empty();
+  const size_t parts = std::max<size_t>(1, wanted_.layers.size());
+  embed(thread);
+  pool_.meet(thread);
+  int rows = rows_;
+  for (int index = 0; index < shape_.layers; index++) {
+    const Layer& layer = layers_[index];
+    const bool last = index + 1 == shape_.layers;
+    apply(thread, layer.qkv, hidden_, wide_, layer.attention_norm.data(), rows, {Into::store, qkv_, qkv_wide_, int(qkv_wide_)});
+    pool_.meet(thread);
+    attend(thread, index, last && !whole);
+    pool_.meet(thread);
+    if (last && !whole && outputs_.size() < size_t(rows)) {  // only rows that want logits go on
+      if (thread == 0)
+        for (size_t i = 0; i < outputs_.size(); i++) {
+          std::memmove(hidden_ + i * wide_, hidden_ + outputs_[i] * wide_, wide_ * sizeof(float));
+          std::memmove(attended_ + i * attended_wide_, attended_ + outputs_[i] * attended_wide_, attended_wide_ * sizeof(float));
+        }
+      pool_.meet(thread);
+      rows = int(outputs_.size());
+      if (!rows) break;
+    }
+    apply(thread, layer.output, attended_, attended_wide_, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
+    pool_.meet(thread);
+    apply(thread, layer.gate_up, hidden_, wide_, layer.ffn_norm.data(), rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_)});
+    pool_.meet(thread);
+    apply(thread, layer.down, active_, ffn_wide_, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
+    pool_.meet(thread);
+    if (!results.features) continue;
+    for (size_t part = 0; part < wanted_.layers.size(); part++) {
+      if (wanted_.layers[part] != index + 1) continue;
+      const int count = wanted_.every ? rows_ : int(outputs_.size());
+      for (int row = thread; row < count; row += pool_.size())
+        std::memcpy(results.features + (row * parts + part) * shape_.width,
+                    hidden_ + size_t(wanted_.every ? row : outputs_[row]) * wide_, shape_.width * sizeof(float));
+    }
+  }
+  if (results.features && wanted_.layers.empty()) {
+    const Tile one{nullptr, nullptr, nullptr, 1};
+    std::vector<float> normed(wide_);
+    for (int row = thread; row < rows; row += pool_.size()) {
+      Tile tile = one;
+      tile.data = reinterpret_cast<uint8_t*>(normed.data());
+      kernels_.pack(Kind::float32, hidden_ + row * wide_, norm_.data(), shape_.width, int(wide_), shape_.eps, tile, 0);
+      std::memcpy(results.features + size_t(row) * shape_.width, normed.data(), shape_.width * sizeof(float));
+    }
+  }
+  if (outputs_.empty()) return;
+  apply(thread, head_, hidden_, wide_, norm_.data(), int(outputs_.size()),
+        {Into::store, results.logits, size_t(shape_.vocabulary), shape_.vocabulary}, whole ? outputs_.data() : nullptr);
+  pool_.meet(thread);
+  choose(results);
+}
+
+void Model::embed(int thread) {
+  int row = 0;
+  for (const auto& segment : *segments_)
+    for (int i = 0; i < segment.count; i++, row++) {
+      if (row % pool_.size() != thread) continue;
+      const Array table{embedding_type_, embedding_.as<void>(), shape_.vocabulary, shape_.width};
+      table.read(segment.tokens[i], hidden_ + row * wide_);
+      std::fill(hidden_ + row * wide_ + shape_.width, hidden_ + (row + 1) * wide_, 0.0f);
+    }
+}
+
+// The tile of inputs `index` rows' worth into `memory`, and its first row.
+Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const {
+  const int count = (rows + kernels_.most_rows - 1) / kernels_.most_rows;
+  const int each = rows / count, longer = rows % count;
+  *first = index * each + std::min(index, longer);
+  const size_t width = size_t(linear.padded), groups = width / GROUP;
+  float* rest = reinterpret_cast<float*>(memory + size_t(rows) * width * 4);
+  return {memory + *first * width * 4, rest + *first, rest + rows + *first * groups, each + (index < longer ? 1 : 0)};
+}
+
+// `chosen`: the rows of x that are meant; null: the first ones.
+void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
+                  const Output& output, const int* chosen) {
+  const bool apart = rows_ <= APART;
+  uint8_t* memory = (apart ? workers_[thread].tile : shared_tile_).of<uint8_t>(0);
+  const int tiles = (rows + kernels_.most_rows - 1) / kernels_.most_rows;
+  int first;
+  for (int index = 0; index < tiles; index++) {
+    const Tile tile = tile_at(linear, memory, rows, index, &first);
+    for (int row = 0; row < tile.rows; row++) {
+      if (!apart && (first + row) % pool_.size() != thread) continue;
+      const int source = chosen ? chosen[first + row] : first + row;
+      kernels_.pack(linear.kind, x + source * stride, norm, linear.inputs, linear.padded, shape_.eps, tile, row);
+    }
+  }
+  if (!apart) pool_.meet(thread);
+  const int pairs = linear.panels / 2;
+  const int begin = int(int64_t(pairs) * thread / pool_.size()) * 2;
+  const int end = int(int64_t(pairs) * (thread + 1) / pool_.size()) * 2;
+  const int together = tiles == 1 ? end - begin : PANELS;
+  for (int panel = begin; panel < end; panel += together)
+    for (int index = 0; index < tiles; index++) {
+      const Tile tile = tile_at(linear, memory, rows, index, &first);
+      kernels_.linear(linear, tile, panel, std::min(panel + together, end), output, first);
+    }
+}
+
+void Model::attend(int thread, int layer, bool last) {
+  const int total = int(units_.size());
+  for (int unit; (unit = next_[layer].fetch_add(1, std::memory_order_relaxed)) < total;) {
+    const auto [index, head] = units_[unit];
+    const Segment& segment = (*segments_)[index];
+    attend_head(workers_[thread], layer, segment, first_rows_[index], head, last ? segment.count - segment.wanted : 0);
+  }
+}
+
+// One head of keys and values over one segment: they are written, then the queries from row `least` on attend.
+void Model::attend_head(Worker& worker, int layer, const Segment& segment, int first_row, int head, int least) {
+  const Layer& it = layers_[layer];
+  const int dim = shape_.dim, half = dim / 2, group = shape_.heads / shape_.kv_heads;
+  const size_t keys = size_t(shape_.heads) * dim, values = keys + size_t(shape_.kv_heads) * dim;
+  const size_t place = pages_.head(layer, head);
+  const int written = segment.prefix + segment.span - segment.count;
+  const auto norm = [](const std::vector<float>& weight) { return weight.empty() ? nullptr : weight.data(); };
+  const float scale = 1.0f / std::sqrt(float(dim));
+  for (int row = 0; row < segment.count; row++) {
+    float* own = qkv_ + size_t(first_row + row) * qkv_wide_;
+    const size_t angle = size_t(segment.positions[row]) * half;
+    float* key = own + keys + size_t(head) * dim;
+    kernels_.turn(key, dim, norm(it.key_norm), shape_.eps, &cosines_[angle], &sines_[angle], 1.0f);
+    pages_.write(segment.slot, written + row, place, key, own + values + size_t(head) * dim);
+    if (row < least) continue;
+    for (int q = head * group; q < (head + 1) * group; q++)
+      kernels_.turn(own + size_t(q) * dim, dim, norm(it.query_norm), shape_.eps, &cosines_[angle], &sines_[angle], scale);
+  }
+
+  const int most = kernels_.most_queries, count = (segment.count - least) * group;
+  Attention a;
+  a.dim = dim, a.padded_dim = pages_.padded_dim();
+  a.pool = pages_.data(), a.table = pages_.table(segment.slot);
+  a.page_floats = pages_.page_floats(), a.offset = place;
+  a.packed = worker.attention.of<float>(0);
+  a.scores = a.packed + size_t(most) * dim;
+  a.score_stride = size_t(segment.prefix + segment.span) + 32;
+  const float* query[16];
+  float* out[16];
+  const int32_t* more[16];
+  int counts[16];
+  a.query = query, a.out = out, a.more = more, a.counts = counts;
+  for (int begin = 0; begin < count; begin += most) {
+    a.queries = std::min(most, count - begin);
+    const int first = least + begin / group, last = least + (begin + a.queries - 1) / group;
+    int shared = 0;  // columns that all of these rows see, from the first on
+    const auto seen = [&] {
+      for (int row = first; row <= last; row++)
+        if (!segment.sees(row, shared)) return false;
+      return true;
+    };
+    if (segment.mask)
+      while (shared < segment.span && seen()) shared++;
+    else
+      shared = first + 1;
+    a.common = segment.prefix + shared;
+    a.rows = a.common;
+    int32_t* list = worker.more.data();
+    for (int row = first; row <= last; row++) {
+      int found = 0;
+      for (int column = shared; column < (segment.mask ? segment.span : row + 1); column++)
+        if (segment.sees(row, column)) list[found++] = segment.prefix + column;
+      if (found) a.rows = std::max(a.rows, list[found - 1] + 1);
+      for (int q = 0; q < group; q++) {
+        const int index = (row - least) * group + q - begin;
+        if (index < 0 || index >= a.queries) continue;
+        const size_t at = size_t(head * group + q) * dim;
+        query[index] = qkv_ + size_t(first_row + row) * qkv_wide_ + at;
+        out[index] = attended_ + size_t(first_row + row) * attended_wide_ + at;
+        more[index] = list;
+        counts[index] = found;
+      }
+      list += found;
+    }
+    kernels_.attend(a);
+  }
+}
+
+void Model::choose(const Results& results) {
+  std::vector<const Segment*> of;
+  std::vector<int> rows;
+  for (const auto& segment : *segments_)
+    for (int row = segment.count - segment.wanted; row < segment.count; row++) {
+      of.push_back(&segment);
+      rows.push_back(row);
+    }
+  for (int output; (output = next_[shape_.layers].fetch_add(1, std::memory_order_relaxed)) < int(of.size());) {
+    float* logits = results.logits + size_t(output) * shape_.vocabulary;
+    std::fill(logits + shape_.sayable, logits + shape_.vocabulary, -std::numeric_limits<float>::infinity());
+    const Segment& segment = *of[output];
+    if (!results.best || !segment.drawn) continue;
+    const uint64_t position = uint64_t(segment.positions[rows[output]]) + 1;
+    int64_t* tokens = results.tokens + size_t(output) * results.best;
+    double* scores = results.scores + size_t(output) * results.best;
+    const Draw draw{mix64(segment.base + position * PHI), segment.temperature};
+    const int found = kernels_.lead(logits, shape_.sayable, draw, results.best, tokens, scores);
+    std::fill(tokens + found, tokens + results.best, -1);
+    std::fill(scores + found, scores + results.best, -std::numeric_limits<double>::infinity());
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,127 @@
+// A model of the Llama family, or some of its layers, and one pass over rows of many slots.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.hpp"
+#include "linear.hpp"
+#include "memory.hpp"
+#include "pages.hpp"
+#include "pool.hpp"
+
+namespace outrider {
+
+struct Shape {
+  int vocabulary, sayable, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;
+  float eps;
+};
+
+struct Layer {
+  std::vector<float> attention_norm, query_norm, key_norm, ffn_norm;  // of queries and keys: maybe none
+  PackedLinear qkv, output, gate_up, down;
+};
+
+// The rows that one slot adds to a pass; see outrider.engine.batch.Segment.
+struct Segment {
+  int slot, prefix, count, span, wanted;
+  const int64_t* tokens;
+  const int64_t* positions;
+  const uint8_t* mask;  // [count, span]; null: a chain
+  bool drawn;
+  uint64_t base;  // of its noise keys
+  double temperature;
+
+  bool sees(int row, int column) const { return mask ? mask[size_t(row) * span + column] != 0 : column <= row; }
+};
+
+// Where a pass leaves its results.
+struct Results {
+  float* logits;    // [outputs, vocabulary]
+  int best;         // tokens to be chosen for each row that is drawn; 0: none
+  int64_t* tokens;  // [outputs, best]; -1 where there are fewer
+  double* scores;   // [outputs, best]
+  float* features;  // [rows or outputs, parts * width]; null: none
+};
+
+// Which features a pass gives; see outrider.engine.features.
+struct Wanted {
+  std::vector<int> layers;  // whose outputs, the first is 1; none: what goes into the head
+  bool every = false;       // of every row, else of those that want logits
+};
+
+class Model {
+ public:
+  Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
+        const float* sines, Wanted wanted);
+
+  const Shape& shape() const { return shape_; }
+  const Kernels& kernels() const { return kernels_; }
+  Pages& pages() { return pages_; }
+  size_t weight_bytes() const;
+  size_t kv_bytes() const { return pages_.bytes(); }
+
+  // Each weight as stored: [outputs, inputs]; a bias or a norm may have no data.
+  void set_layer(int index, const Array& attention_norm, const Array& query, const Array& key, const Array& value,
+                 const Array& query_bias, const Array& key_bias, const Array& value_bias, const Array& query_norm,
+                 const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
+                 const Array& gate, const Array& up, const Array& gate_bias, const Array& up_bias, const Array& down,
+                 const Array& down_bias);
+  void set_ends(const Array& embedding, const Array& norm, const Array& head);
+
+  // Of the features of a pass over so many rows.
+  size_t feature_floats(size_t rows, size_t outputs) const {
+    return (wanted_.every ? rows : outputs) * std::max<size_t>(1, wanted_.layers.size()) * shape_.width;
+  }
+
+  void run(const std::vector<Segment>& segments, const Results& results);
+
+ private:
+  struct Worker {
+    Scratch tile, attention;
+    std::vector<int32_t> more;
+  };
+  struct Unit {
+    int segment, head;
+  };
+
+  void fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase);
+  std::vector<float> norm_of(const Array& weight, int padded) const;
+  void compute(int thread, const Results& results);
+  void apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
+             const Output& output, const int* chosen = nullptr);
+  Tile tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const;
+  void attend(int thread, int layer, bool last);
+  void attend_head(Worker& worker, int layer, const Segment& segment, int first_row, int head, int least);
+  void embed(int thread);
+  void choose(const Results& results);
+
+  Shape shape_;
+  Kind kind_;
+  const Kernels& kernels_;
+  Pool pool_;
+  Wanted wanted_;
+  std::vector<float> cosines_, sines_;  // [positions, dim / 2]
+  std::vector<Layer> layers_;
+  Array::Type embedding_type_ = Array::Type::float32;
+  Memory embedding_;
+  std::vector<float> norm_;
+  PackedLinear head_;
+  Pages pages_;
+  size_t wide_, qkv_wide_, attended_wide_, ffn_wide_;  // floats of a row of each
+
+  // Of the pass that runs.
+  const std::vector<Segment>* segments_ = nullptr;
+  std::vector<int> first_rows_;  // of each segment
+  std::vector<int> outputs_;     // rows that want logits
+  std::vector<Unit> units_;
+  std::vector<std::atomic<int>> next_;  // unit of each layer; then row to be chosen
+  std::vector<Worker> workers_;
+  Scratch hidden_memory_, qkv_memory_, attended_memory_, active_memory_, shared_tile_;
+  float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *active_ = nullptr;
+  int rows_ = 0;
+};
+
+}  // namespace outrider

@@ -1,0 +1,474 @@
+// The Python module: `Model`, whose passes run without the interpreter's lock, and the instruction sets there are.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "model.hpp"
+
+namespace outrider {
+namespace {
+
+// What Python has raised already.
+struct Raised {};
+
+// A buffer of the caller's, held as long as this lives.
+class Buffer {
+ public:
+  Buffer(PyObject* object, bool writable) {
+    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    if (PyObject_GetBuffer(object, &view_, flags)) throw Raised();
+  }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { PyBuffer_Release(&view_); }
+
+  char format() const {
+    const char* format = view_.format ? view_.format : "B";
+    while (*format == '<' || *format == '=' || *format == '@') format++;
+    return *format == 'q' && sizeof(long) == 8 ? 'l' : *format;
+  }
+  Py_ssize_t count() const { return view_.len / view_.itemsize; }
+  int dimensions() const { return view_.ndim; }
+  Py_ssize_t size(int dimension) const { return view_.shape[dimension]; }
+
+  template <class T>
+  T* as(char format, Py_ssize_t count) const {
+    if (this->format() != format || this->count() < count)
+      throw std::invalid_argument(std::string("a buffer of ") + std::to_string(count) + " items of type '" + format + "' is needed");
+    return static_cast<T*>(view_.buf);
+  }
+  Array array() const {
+    Array it;
+    switch (format()) {
+      case 'f': it.type = Array::Type::float32; break;
+      case 'e': it.type = Array::Type::float16; break;
+      case 'H': it.type = Array::Type::bfloat16; break;
+      default: throw std::invalid_argument("weights are float32, float16 or the bits of bfloat16 as uint16");
+    }
+    if (dimensions() < 1 || dimensions() > 2) throw std::invalid_argument("a weight is a matrix or a vector");
+    it.data = view_.buf;
+    it.rows = dimensions() == 2 ? size(0) : 1;
+    it.columns = size(dimensions() - 1);
+    return it;
+  }
+
+ private:
+  Py_buffer view_;
+};
+
+using Buffers = std::vector<std::unique_ptr<Buffer>>;
+
+class Reference {
+ public:
+  explicit Reference(PyObject* object) : object_(object) {
+    if (!object) throw Raised();
+  }
+  Reference(const Reference&) = delete;
+  ~Reference() { Py_DECREF(object_); }
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+template <class Work>
+PyObject* guarded(Work work) {
+  try {
+    return work();
+  } catch (const Raised&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* nothing() {
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+struct Object {
+  PyObject_HEAD
+  Model* model;
+  std::atomic<bool>* busy;
+};
+
+// One call at a time; the interpreter's lock is not held in it.
+class Alone {
+ public:
+  explicit Alone(Object* self) : busy_(*self->busy) {
+    if (!self->model) throw std::logic_error("the model was not made");
+    if (busy_.exchange(true)) throw std::logic_error("another thread is using this model");
+    state_ = PyEval_SaveThread();
+  }
+  ~Alone() {
+    PyEval_RestoreThread(state_);
+    busy_ = false;
+  }
+
+ private:
+  std::atomic<bool>& busy_;
+  PyThreadState* state_;
+};
+
+struct Names {
+  PyObject *slot, *prefix, *tokens, *positions, *mask, *wanted;
+} names;
+
+const Kernels* kernels_named(const char* name) {
+  const auto named = [name](const Kernels& it) { return !*name || !std::strcmp(name, it.name); };
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512cd");
+  if (wide && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") && named(avx512_bf16_kernels))
+    return &avx512_bf16_kernels;
+  if (wide && named(avx512_kernels)) return &avx512_kernels;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && named(avx2_kernels)) return &avx2_kernels;
+#endif
+  return named(portable_kernels) ? &portable_kernels : nullptr;
+}
+
+Kind kind_named(const std::string& name) {
+  if (name == "float32") return Kind::float32;
+  if (name == "bfloat16") return Kind::bfloat16;
+  if (name == "int8") return Kind::int8;
+  if (name == "int4") return Kind::int4;
+  throw std::invalid_argument("a type is float32, bfloat16, int8 or int4, not " + name);
+}
+
+int make(PyObject* object, PyObject* args, PyObject*) {
+  auto* self = reinterpret_cast<Object*>(object);
+  const char *kind, *head_kind, *instructions;
+  Shape it;
+  double eps;
+  int threads, every;
+  PyObject *cosines, *sines, *layers;
+  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiid)OOisOp", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
+                        &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps,
+                        &cosines, &sines, &threads, &instructions, &layers, &every))
+    return -1;
+  it.eps = float(eps);
+  PyObject* made = guarded([&]() -> PyObject* {
+    if (self->model) throw std::logic_error("a model is made once");
+    for (int size : {it.vocabulary, it.sayable, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
+                     it.positions, it.slots, it.rows, threads})
+      if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
+    if (it.heads % it.kv_heads || it.dim % 2 || it.sayable > it.vocabulary || threads > 1024)
+      throw std::invalid_argument("the sizes of the model do not fit one another");
+    const Kernels* kernels = kernels_named(instructions);
+    if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);
+    const Py_ssize_t angles = Py_ssize_t(it.positions) * (it.dim / 2);
+    const Buffer c(cosines, false), s(sines, false);
+    Wanted wanted;
+    wanted.every = every;
+    const Reference sequence(PySequence_List(layers));
+    for (Py_ssize_t i = 0; i < PyList_Size(sequence.get()); i++)
+      wanted.layers.push_back(int(PyLong_AsLong(PyList_GetItem(sequence.get(), i))));
+    if (PyErr_Occurred()) throw Raised();
+    self->busy = new std::atomic<bool>(false);
+    self->model = new Model(it, kind_named(kind), kind_named(head_kind), threads, *kernels, c.as<float>('f', angles),
+                            s.as<float>('f', angles), std::move(wanted));
+    return nothing();
+  });
+  if (!made) return -1;
+  Py_DECREF(made);
+  return 0;
+}
+
+void discard(PyObject* object) {
+  auto* self = reinterpret_cast<Object*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  delete self->model;
+  delete self->busy;
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+// A weight of that shape; no data for None.
+Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
+  if (object == Py_None) return {};
+  held.push_back(std::make_unique<Buffer>(object, false));
+  const Array it = held.back()->array();
+  if (it.rows != rows || it.columns != columns) throw std::invalid_argument("a weight has another shape than the model");
+  return it;
+}
+
+PyObject* set_layer(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    int index;
+    PyObject* o[18];
+    if (!PyArg_ParseTuple(args, "iOOOOOOOOOOOOOOOOOO", &index, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7],
+                          &o[8], &o[9], &o[10], &o[11], &o[12], &o[13], &o[14], &o[15], &o[16], &o[17]))
+      throw Raised();
+    const Shape& it = self->model->shape();
+    if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
+    const int64_t width = it.width, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
+    const int64_t shapes[18][2] = {{1, width},    {queries, width}, {keys, width}, {keys, width},  {1, queries},   {1, keys},
+                                   {1, keys},     {1, it.dim},      {1, it.dim},   {width, queries}, {1, width},   {1, width},
+                                   {it.ffn, width}, {it.ffn, width}, {1, it.ffn},  {1, it.ffn},    {width, it.ffn}, {1, width}};
+    Buffers held;
+    Array a[18];
+    for (int i = 0; i < 18; i++) a[i] = taken(held, o[i], shapes[i][0], shapes[i][1]);
+    for (int i : {0, 1, 2, 3, 9, 11, 12, 13, 16})
+      if (!a[i].data) throw std::invalid_argument("a weight is missing");
+    if (!a[4].data != !a[5].data || !a[4].data != !a[6].data || !a[14].data != !a[15].data || !a[7].data != !a[8].data)
+      throw std::invalid_argument("some biases or norms are missing");
+    Alone alone(self);
+    self->model->set_layer(index, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
+                           a[14], a[15], a[16], a[17]);
+    return nullptr;
+  });
+}
+
+PyObject* set_ends(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    PyObject *embedding, *norm, *head;
+    if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw Raised();
+    const Shape& it = self->model->shape();
+    Buffers held;
+    const Array e = taken(held, embedding, it.vocabulary, it.width), n = taken(held, norm, 1, it.width);
+    const Array h = taken(held, head, it.vocabulary, it.width);
+    if (!e.data || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
+    Alone alone(self);
+    self->model->set_ends(e, n, h);
+    return nullptr;
+  });
+}
+
+int64_t integer(PyObject* object, PyObject* name) {
+  const Reference value(PyObject_GetAttr(object, name));
+  const long long number = PyLong_AsLongLong(value.get());
+  if (number == -1 && PyErr_Occurred()) throw Raised();
+  return number;
+}
+
+const Buffer& buffer(Buffers& held, PyObject* object, PyObject* name) {
+  const Reference value(PyObject_GetAttr(object, name));
+  held.push_back(std::make_unique<Buffer>(value.get(), false));
+  return *held.back();
+}
+
+// The same conditions as outrider.engine.batch.Segment.check.
+Segment read_segment(Buffers& held, PyObject* object, const Shape& shape) {
+  Segment it{};
+  const auto demand = [&](bool holds, const char* problem) {
+    if (!holds) throw std::invalid_argument("segment: " + std::string(problem));
+  };
+  const int64_t slot = integer(object, names.slot), prefix = integer(object, names.prefix);
+  const Buffer& tokens = buffer(held, object, names.tokens);
+  const Buffer& positions = buffer(held, object, names.positions);
+  const Py_ssize_t count = tokens.count();
+  demand(count >= 1 && count <= shape.rows, "its number of rows");
+  demand(slot >= 0 && slot < shape.slots, "its slot");
+  demand(tokens.dimensions() == 1 && positions.dimensions() == 1 && positions.count() == count, "its positions");
+  int64_t span = count, wanted = count;
+  {
+    const Reference mask(PyObject_GetAttr(object, names.mask));
+    if (mask.get() != Py_None) {
+      held.push_back(std::make_unique<Buffer>(mask.get(), false));
+      const Buffer& bits = *held.back();
+      demand(bits.dimensions() == 2 && bits.size(0) == count && bits.size(1) >= count, "its mask");
+      span = bits.size(1);
+      it.mask = bits.as<uint8_t>('?', 0);
+    }
+    const Reference outputs(PyObject_GetAttr(object, names.wanted));
+    if (outputs.get() != Py_None) {
+      wanted = PyLong_AsLongLong(outputs.get());
+      if (wanted == -1 && PyErr_Occurred()) throw Raised();
+    }
+  }
+  demand(prefix >= 0 && span <= shape.rows && prefix <= shape.rows - span, "its prefix");
+  demand(wanted >= 0 && wanted <= count, "its wanted rows");
+  it.slot = int(slot), it.prefix = int(prefix), it.count = int(count), it.span = int(span), it.wanted = int(wanted);
+  it.tokens = tokens.as<int64_t>('l', 0);
+  it.positions = positions.as<int64_t>('l', 0);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    demand(it.tokens[i] >= 0 && it.tokens[i] < shape.vocabulary, "a token outside the vocabulary");
+    demand(it.positions[i] >= 0 && it.positions[i] < shape.positions, "a position out of range");
+    demand(it.sees(int(i), int(span - count + i)), "a row that does not see itself");
+  }
+  return it;
+}
+
+PyObject* run(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    PyObject *segments, *draws, *logits, *tokens, *scores, *features;
+    int best;
+    if (!PyArg_ParseTuple(args, "OOiOOOO", &segments, &draws, &best, &logits, &tokens, &scores, &features)) throw Raised();
+    const Shape& shape = self->model->shape();
+    const Reference all(PySequence_List(segments));
+    const Py_ssize_t count = PyList_Size(all.get());
+    if (!count || count > shape.slots) throw std::invalid_argument("a pass needs at least one segment, and one for a slot");
+    Buffers held;
+    held.reserve(size_t(count) * 3 + 4);
+    std::vector<Segment> pass;
+    std::vector<bool> used(size_t(shape.slots));
+    Py_ssize_t rows = 0, outputs = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+      pass.push_back(read_segment(held, PyList_GetItem(all.get(), i), shape));
+      if (used[pass.back().slot]) throw std::invalid_argument("two segments of a pass share a slot");
+      used[pass.back().slot] = true;
+      rows += pass.back().count;
+      outputs += pass.back().wanted;
+    }
+    if (rows > 1 << 20) throw std::invalid_argument("a pass of more than a million rows");
+    if (best < 0 || best > shape.vocabulary) throw std::invalid_argument("as many best tokens as there are at most");
+    if (best) {
+      const Reference terms(PySequence_List(draws));
+      if (PyList_Size(terms.get()) != count) throw std::invalid_argument("a draw for each segment");
+      for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject* draw = PyList_GetItem(terms.get(), i);
+        if (draw == Py_None) continue;
+        const Reference base(PySequence_GetItem(draw, 0)), temperature(PySequence_GetItem(draw, 1));
+        pass[i].drawn = true;
+        pass[i].base = PyLong_AsUnsignedLongLongMask(base.get());
+        pass[i].temperature = PyFloat_AsDouble(temperature.get());
+        if (PyErr_Occurred()) throw Raised();
+        if (!(pass[i].temperature >= 0)) throw std::invalid_argument("a temperature is not negative");
+      }
+    }
+    Results results{};
+    const auto writable = [&](PyObject* it) -> const Buffer& {
+      held.push_back(std::make_unique<Buffer>(it, true));
+      return *held.back();
+    };
+    results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
+    results.best = best;
+    if (best) {
+      results.tokens = writable(tokens).as<int64_t>('l', outputs * best);
+      results.scores = writable(scores).as<double>('d', outputs * best);
+    }
+    if (features != Py_None)
+      results.features = writable(features).as<float>('f', self->model->feature_floats(int(rows), int(outputs)));
+    Alone alone(self);
+    self->model->run(pass, results);
+    return nullptr;
+  });
+}
+
+PyObject* move(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    int slot;
+    PyObject *source, *target;
+    if (!PyArg_ParseTuple(args, "iOO", &slot, &source, &target)) throw Raised();
+    const Shape& shape = self->model->shape();
+    const Buffer from(source, false), to(target, false);
+    const Py_ssize_t count = from.count();
+    const int64_t *s = from.as<int64_t>('l', 0), *t = to.as<int64_t>('l', 0);
+    if (slot < 0 || slot >= shape.slots || to.count() != count) throw std::invalid_argument("rows that cannot be moved");
+    for (Py_ssize_t i = 0; i < count; i++)
+      if (s[i] < 0 || s[i] >= shape.rows || t[i] < 0 || t[i] >= shape.rows) throw std::invalid_argument("a row out of range");
+    Alone alone(self);
+    self->model->pages().move(slot, s, t, size_t(count));
+    return nullptr;
+  });
+}
+
+PyObject* copy(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    int source, target, rows;
+    if (!PyArg_ParseTuple(args, "iii", &source, &target, &rows)) throw Raised();
+    const Shape& shape = self->model->shape();
+    if (source < 0 || source >= shape.slots || target < 0 || target >= shape.slots || rows < 0 || rows > shape.rows)
+      throw std::invalid_argument("a slot or a number of rows out of range");
+    Alone alone(self);
+    self->model->pages().copy(source, target, rows);
+    return nullptr;
+  });
+}
+
+PyObject* sizes(PyObject* object, PyObject*) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    Model& model = *self->model;
+    return Py_BuildValue("{s:s,s:n,s:n,s:n}", "instructions", model.kernels().name, "weight_bytes",
+                         Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
+                         Py_ssize_t(model.pages().taken() * model.pages().page_floats() * sizeof(float)));
+  });
+}
+
+PyObject* instruction_sets(PyObject*, PyObject*) {
+  return guarded([]() -> PyObject* {
+    const Reference list(PyList_New(0));
+    for (const char* name : {"avx512_bf16", "avx512", "avx2", "portable"}) {
+      if (!kernels_named(name)) continue;
+      const Reference text(PyUnicode_FromString(name));
+      if (PyList_Append(list.get(), text.get())) throw Raised();
+    }
+    Py_INCREF(list.get());
+    return list.get();
+  });
+}
+
+// A call that gives nothing returns null without an error when all went well.
+template <PyCFunction call>
+PyObject* none_of(PyObject* self, PyObject* args) {
+  PyObject* result = call(self, args);
+  return result || PyErr_Occurred() ? result : nothing();
+}
+
+PyMethodDef methods[] = {
+    {"set_layer", none_of<set_layer>, METH_VARARGS, "Packs the weights of a layer."},
+    {"set_ends", none_of<set_ends>, METH_VARARGS, "Packs the head; keeps embedding and last norm."},
+    {"run", none_of<run>, METH_VARARGS, "One pass."},
+    {"move", none_of<move>, METH_VARARGS, "Moves rows of a slot."},
+    {"copy", none_of<copy>, METH_VARARGS, "Rows of a slot become another's, too."},
+    {"sizes", sizes, METH_NOARGS, "Instruction set, bytes of weights and of KV."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(make)},
+                       {Py_tp_dealloc, reinterpret_cast<void*>(discard)},
+                       {Py_tp_methods, methods},
+                       {Py_tp_doc, const_cast<char*>("A model's weights and the KV of its slots.")},
+                       {0, nullptr}};
+
+PyType_Spec spec = {"outrider._native.Model", sizeof(Object), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyMethodDef functions[] = {{"instruction_sets", instruction_sets, METH_NOARGS, "Those that this processor has, best first."},
+                           {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "outrider._native", "The engine for CPUs.", -1, functions, nullptr, nullptr,
+                          nullptr, nullptr};
+
+}  // namespace
+}  // namespace outrider
+
+PyMODINIT_FUNC PyInit__native() {
+  using namespace outrider;
+  PyObject** all[] = {&names.slot, &names.prefix, &names.tokens, &names.positions, &names.mask, &names.wanted};
+  const char* texts[] = {"slot", "prefix", "tokens", "positions", "mask", "wanted"};
+  for (int i = 0; i < 6; i++)
+    if (!(*all[i] = PyUnicode_InternFromString(texts[i]))) return nullptr;
+  PyObject* module = PyModule_Create(&definition);
+  if (!module) return nullptr;
+  PyObject* type = PyType_FromSpec(&spec);
+  if (!type || PyModule_AddObject(module, "Model", type)) {
+    Py_XDECREF(type);
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}
