@@ -21,7 +21,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", params=[CpuEngine, NativeEngine], ids=["compiled", "torch"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(CpuEngine, id="compiled"),
+        pytest.param(NativeEngine, id="torch", marks=pytest.mark.extended),  # ranks run on it in `make test`
+    ],
+)
 def engine_class(request: pytest.FixtureRequest) -> EngineClass:
     """Both engines for CPUs."""
     chosen: EngineClass = request.param
