@@ -258,6 +258,7 @@ class Grower:
                 continue
             member.session = member.next = None
             member.place = Taken(member.place.slot, 0, None)  # what it holds is not known any more
+            self.slots.computed(member.place.slot, 0)
             member.news.clear()
             self._resync(key)
 

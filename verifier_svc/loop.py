@@ -334,6 +334,7 @@ class StepLoop:
                 continue
             if walked is None:
                 session.cached = work.end
+                self.slots.computed(session.place.slot, session.cached)
                 session.draft_own()
                 if session.traced is not None:
                     session.traced.read(step, work)
@@ -406,6 +407,7 @@ class StepLoop:
             target = session.cached + chain + np.arange(len(path))
             self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
+        self.slots.computed(session.place.slot, session.cached)
 
 
 def _is_ready(session: Session) -> bool:

@@ -1,4 +1,7 @@
-"""Which cache slots are free, and whose KV they still hold: a finished turn's stays until memory is needed."""
+"""Which cache slots are free, and whose KV slots hold: a finished turn's stays until memory is needed.
+
+A prompt that begins as that of a running session takes the common part from it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a free slot still holds."""
+    """What a free slot still holds, or what a session that has one began with."""
 
     tokens: NDArray[np.int64]  # [rows] the tokens whose KV its first rows hold
     tenant: str
@@ -43,6 +46,8 @@ class Slots:
         self._count = count
         self._rewinds = rewinds
         self._free: OrderedDict[int, _Held] = OrderedDict((slot, _NOTHING) for slot in range(count))
+        self._taken: dict[int, _Held] = {}
+        self._computed: dict[int, int] = {}  # of a taken slot's tokens, whose KV is there
 
     @property
     def free(self) -> int:
@@ -58,18 +63,36 @@ class Slots:
         """A slot for a session over `tokens`, with as much of their KV as is there; the last token's is never counted.
 
         A slot that holds much more than the shared prefix is copied from and not taken, where another one is free,
-        unless it is the session's own: what it computed beyond its log is of use to nobody. Raises Overloaded when no
-        slot is free.
+        unless it is the session's own: what it computed beyond its log is of use to nobody. So is one that another
+        session has. Raises Overloaded when no slot is free.
         """
         if not self._free:
             raise Overloaded(f"all {self._count} slots are in use; retry later")
         wanted = np.asarray(tokens[:-1], np.int64)
+        place = self._find(wanted, tenant, session)
+        self._taken[place.slot] = _Held(wanted, tenant, session)
+        self._computed[place.slot] = place.cached
+        return place
+
+    def computed(self, slot: int, rows: int) -> None:
+        """The KV of a taken slot's first `rows` tokens is there by the next pass, and stays while the slot is taken."""
+        self._computed[slot] = rows
+
+    def _find(self, wanted: NDArray[np.int64], tenant: str, session: str) -> Taken:
         best, cached = None, WORTHWHILE - 1
         for slot, held in self._free.items():
             shared = _shared(held.tokens, wanted) if held.tenant == tenant else 0
             if shared > cached and (self._rewinds or shared == len(held.tokens)):
                 best, cached = slot, shared
         oldest = next(iter(self._free))
+        if self._rewinds:
+            for slot, held in self._taken.items():
+                shared = min(_shared(held.tokens, wanted), self._computed[slot]) if held.tenant == tenant else 0
+                if shared > cached:
+                    best, cached = slot, shared
+        if best in self._taken:
+            del self._free[oldest]
+            return Taken(oldest, cached, best)
         if best is None:
             del self._free[oldest]
             return Taken(oldest, 0, None)
@@ -85,9 +108,12 @@ class Slots:
     def forget(self) -> None:
         """No slot holds anything any more."""
         self._free = OrderedDict.fromkeys(self._free, _NOTHING)
+        self._computed = dict.fromkeys(self._taken, 0)
 
     def give_back(self, slot: int, tokens: Sequence[int], tenant: str, session: str = "") -> None:
         """A session ends; the slot's first rows hold the KV of `tokens`."""
+        self._taken.pop(slot, None)
+        self._computed.pop(slot, None)
         self._free[slot] = _Held(np.array(tokens, np.int64), tenant, session)
         if not tokens:
             self._free.move_to_end(slot, last=False)

@@ -73,3 +73,47 @@ def test_where_the_model_was_replaced_nothing_that_slots_held_is_of_use() -> Non
     slots.forget()
     assert (slots.warm, slots.free) == (0, 2)
     assert slots.take(STORY, "a", "s").cached == 0
+
+
+def test_a_prompt_begins_with_what_a_running_session_has_of_it_by_now() -> None:
+    slots = Slots(3)
+    running = slots.take(STORY, "a").slot
+    assert slots.take([*STORY, 1], "a").cached == 0  # nothing of it is computed yet
+    slots.computed(running, 30)
+    place = slots.take([*STORY, 2], "a")
+    assert (place.cached, place.source) == (30, running)
+    assert place.slot != running
+
+
+def test_of_a_running_session_only_the_common_prefix_is_taken_and_only_by_its_tenant() -> None:
+    slots = Slots(4)
+    running = slots.take(STORY, "a").slot
+    slots.computed(running, 200)  # its answer, too
+    assert slots.take([*STORY[:20], 7, 8], "b").cached == 0
+    assert slots.take([*STORY[:7], 7, 8], "a").cached == 0
+    assert slots.take([*STORY[:20], 7, 8], "a")[1:] == (20, running)
+
+
+def test_a_free_slot_that_holds_as_much_is_taken_itself() -> None:
+    slots = Slots(2)
+    running, free = (slots.take(STORY, "a").slot for _ in range(2))
+    slots.computed(running, len(STORY))
+    slots.give_back(free, STORY, "a")
+    assert slots.take([*STORY, 5], "a") == Taken(free, len(STORY), None)
+
+
+def test_what_was_forgotten_or_given_back_is_nobody_s_beginning() -> None:
+    slots = Slots(3)
+    first, second = (slots.take(STORY, "a").slot for _ in range(2))
+    slots.computed(first, 30)
+    slots.forget()
+    slots.give_back(second, [], "a")
+    assert slots.take([*STORY, 1], "a").cached == 0
+    slots.give_back(first, [], "a")
+    assert slots.take([*STORY, 1], "a").cached == 0
+
+
+def test_where_nothing_can_be_taken_back_a_running_session_is_no_beginning() -> None:
+    slots = Slots(2, rewinds=False)
+    slots.computed(slots.take(STORY, "a").slot, 20)
+    assert slots.take([*STORY, 1], "a").cached == 0

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.core.budget import CostModel
@@ -324,3 +325,25 @@ async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop, tmp_pat
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
     assert max((await said(padded, session))[len(TEXT) :]) < limit
     padded._passes.close()
+
+
+async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepLoop) -> None:
+    random = np.random.default_rng(4)
+    common = random.integers(1, 4000, 50).tolist()
+    texts = [[*common, 7, 8, 9], [*common, 5]]
+    alone = []
+    for number, text in enumerate(texts):
+        session = opened(loop, f"alone {number}", text, plan=OFF, most=100)
+        alone.append([*await said(loop, session)])
+        loop.close(session)
+        loop.slots.forget()
+    first = opened(loop, "first", texts[0], plan=OFF, most=100)
+    while len(first.tokens) < len(texts[0]) + 3:
+        await stepped(loop, first)
+    second = opened(loop, "second", texts[1], plan=OFF, most=100)
+    assert second.cached == len(common)
+    other = opened(loop, "other", texts[1], tenant="another", plan=OFF, most=100)
+    assert other.cached == 0
+    while not (first.finished and second.finished and other.finished):
+        await stepped(loop, *(it for it in (first, second, other) if not it.finished))
+    assert [first.tokens, second.tokens, other.tokens] == [alone[0], alone[1], alone[1]]
