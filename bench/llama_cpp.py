@@ -37,10 +37,10 @@ CHAINS = {"llama.cpp": 0, "llama.cpp-draft-3": 3, "llama.cpp-draft-6": 6}  # dra
 WORKER = ROOT / "bench" / "llama_worker.py"
 ADVICE = "or leave llama.cpp's rows out with --no-llama-cpp"
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]  # what is being done now
 
 
-async def build(say: Say, folder: Path = FOLDER) -> None:
+async def build(progress: Progress, folder: Path = FOLDER) -> None:
     """Build llama.cpp in `folder`, unless that version is there. It takes some minutes and needs a network.
 
     Raises ConfigError that names the step that failed and what to do.
@@ -53,9 +53,9 @@ async def build(say: Say, folder: Path = FOLDER) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     scripts = folder / "env" / "bin"
     pip = (str(scripts / "pip"), "--disable-pip-version-check", "--quiet")
-    say("llama.cpp: making an environment to build it in")
+    progress("llama.cpp: making an environment to build it in")
     await _step("make an environment for it", sys.executable, "-m", "venv", str(folder / "env"))
-    say(f"llama.cpp: downloading the source of {PACKAGE} {VERSION}")
+    progress(f"llama.cpp: downloading the source of {PACKAGE} {VERSION}")
     await _step("install what it is built with", *pip, "install", *BUILD_REQUIREMENTS)
     with TemporaryDirectory(dir=folder, prefix="source-") as scratch:
         source_only = ("--no-deps", "--no-build-isolation", "--no-binary", PACKAGE)
@@ -64,7 +64,7 @@ async def build(say: Say, folder: Path = FOLDER) -> None:
         source = await asyncio.to_thread(_extract, Path(scratch))
         bindings = ("install", "--no-build-isolation", str(source))
         await _step("install its bindings", "env", f"CMAKE_ARGS={BINDINGS_ONLY}", *pip, *bindings)
-        say("llama.cpp: compiling (some minutes)")
+        progress("llama.cpp: compiling (some minutes)")
         for command in cmake_commands(source / "vendor" / "llama.cpp", folder):
             await _step("compile it", *command)
     stamp.write_text(VERSION, encoding="utf-8")

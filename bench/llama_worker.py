@@ -54,6 +54,8 @@ class LlamaDecoder:
         params = library.llama_context_default_params()
         params.n_ctx = params.n_batch = context
         params.n_threads = params.n_threads_batch = threads
+        # With flash attention a pass of the reference target behind 256 tokens took two to three times as long.
+        params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = library.llama_init_from_model(model, params)
         if not self._context:
             raise SystemExit(f"llama.cpp cannot make a context of {context} tokens for {path}")

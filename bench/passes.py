@@ -78,20 +78,20 @@ class PassSource:
         return float(json.loads(await self.process.request(json.dumps({"dtype": self.dtype, "rows": rows}))))
 
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]  # what is being done now
 
 
-async def measure_passes(options: Options, target: int, say: Say) -> list[PassTime]:
+async def measure_passes(options: Options, target: int, progress: Progress) -> list[PassTime]:
     """Each number of rows once in each round, by all engines in an order that rotates."""
     from outrider.engine.checkpoint import read_config
 
     title = f"passes, {target / 1e6:.0f}M"
-    say(f"{title}: padding the target")
+    progress(f"{title}: padding the target")
     async with padded(options, target) as folder, AsyncExitStack() as stack:
-        say(f"{title}: measuring the machine's limit")
+        progress(f"{title}: measuring the machine's limit")
         limit = await measure(options.threads)
         multiplied = multiplied_weights(read_config(folder))
-        say(f"{title}: loading the engines")
+        progress(f"{title}: loading the engines")
         command = (sys.executable, "-m", "bench.passes", str(options.threads), str(folder))
         process = await stack.enter_async_context(worker(OURS, *command, environment=os.environ))
         sizes: dict[str, int] = json.loads(await process.line())
@@ -103,12 +103,12 @@ async def measure_passes(options: Options, target: int, say: Say) -> list[PassTi
         found: dict[tuple[str, str, int], list[float]] = {}
         order, rounds = list(sources), max(ROUNDS, options.repetitions)
         for number in range(rounds):
-            say(f"{title}: round {number + 1} of {rounds}")
+            progress(f"{title}: round {number + 1} of {rounds}")
             for rows in ROWS:
                 for source in order:
                     found.setdefault((source.engine, source.dtype, rows), []).append(await source.seconds(rows))
             order = order[1:] + order[:1]
-        say(f"{title}: measuring the machine's limit again")
+        progress(f"{title}: measuring the machine's limit again")
         limit = limit.better(await measure(options.threads))
     return [
         PassTime(
