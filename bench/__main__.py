@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from bench.figures import Results, last_line
+from bench.llama_cpp import build
 from bench.options import Drafts, Options, Suite
 from bench.peers import parse_peers
 from bench.results import save
@@ -41,6 +42,7 @@ class _Preset(NamedTuple):
 RULES_BESIDE = [rule for rule in RULES if rule not in (SHARED_NOISE, *LOSSY)]
 DRAFTS_BESIDE = [drafts for drafts in get_args(Drafts) if drafts != "model"]
 WIDTH = 132  # of tables in a file
+MEASURES_LLAMA_CPP = {Suite.ROWS, Suite.PASSES}
 FULL = _Preset(
     tuple(Suite),
     (150_000_000, 400_000_000),
@@ -94,6 +96,9 @@ def main(
     peers: Annotated[
         list[str] | None, typer.Option("--peer", metavar="NAME=PATH", help="A row of another engine, by its checkout.")
     ] = None,
+    no_llama_cpp: Annotated[
+        bool, typer.Option("--no-llama-cpp", help="Leave llama.cpp out, which is else built from source once.")
+    ] = False,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
     name: Annotated[
@@ -130,6 +135,7 @@ def main(
             learning_tokens=preset.learning_tokens,
             models=models,
             peers=parse_peers(peers or ()),
+            llama_cpp=not no_llama_cpp,
             profiled_steps=256,
             callers=tuple(callers or (1, 2, 4, 8, 16, 32)),
             load_s=load_seconds,
@@ -140,12 +146,16 @@ def main(
     results = Results()
     done = False
 
+    began = time.monotonic()
+
     async def run() -> None:
-        nonlocal done
+        nonlocal began, done
+        if options.llama_cpp and not MEASURES_LLAMA_CPP.isdisjoint(options.suites):
+            await build(lambda what: Console(stderr=True, highlight=False).print(what, markup=False, soft_wrap=True))
+        began = time.monotonic()  # building is no part of the run
         await _run(options, results)
         done = True
 
-    began = time.monotonic()
     run_until_signal(run())
     if not done:
         raise SystemExit(INTERRUPTED)
@@ -153,13 +163,13 @@ def main(
 
 
 async def _run(options: Options, results: Results) -> None:
-    from bench.running import run_distance, run_gpu, run_linears, run_load, run_rows, run_tiers
+    from bench.running import run_distance, run_gpu, run_load, run_passes, run_rows, run_tiers
 
     suites = {
         Suite.ROWS: run_rows,
         Suite.LOAD: run_load,
         Suite.DISTANCE: run_distance,
-        Suite.LINEARS: run_linears,
+        Suite.PASSES: run_passes,
         Suite.TIERS: run_tiers,
         Suite.GPU: run_gpu,
     }

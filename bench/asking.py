@@ -18,9 +18,9 @@ class Ask:
     seed: int
     max_tokens: int
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+    def to_json(self, **more: int) -> str:
+        """One line; `more` are fields for one row alone."""
+        return json.dumps(asdict(self) | more)
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Ask:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench.limit import Limit
-from bench.linears import Cost
+from bench.llama_cpp import CHAINS
+from bench.passes import PassTime
 from outrider.cli.samples import Sample, bytes_per_token, paired_ratio
 
 MEASURED_NOT = "-"
@@ -43,6 +44,12 @@ class Profile:
     overhead_ms: float  # neither pass nor wait
     predicted_ms: float  # the pass, by the verifier's cost model; NaN where that does not reach
     floor_ms: float  # the least that such a pass can take on this machine
+    read_ms: float = math.nan  # the least time to read its weights
+
+    @property
+    def over_read(self) -> float:
+        """A step without its waits, over reading its weights."""
+        return (self.forward_ms + self.overhead_ms) / self.read_ms
 
     @property
     def of_floor(self) -> float:
@@ -90,7 +97,7 @@ class Results:
     limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured around its rows
     loads: list[Loaded] = field(default_factory=list)
     far: list[Take] = field(default_factory=list)  # the distance suite's
-    linears: list[Cost] = field(default_factory=list)
+    passes: list[PassTime] = field(default_factory=list)
     tiers: list[Take] = field(default_factory=list)
     gpu: list[str] = field(default_factory=list)  # what `bench.gpu` says
 
@@ -102,6 +109,12 @@ def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:
         if take.row in speeds:
             speeds[take.row][take.key] = take.sample.tokens_per_s
     return paired_ratio(speeds[over], speeds[under])
+
+
+def over_best(takes: Sequence[Take], over: str, rows: Iterable[str]) -> float | None:
+    """As `ratio`, over the one of `rows` that leaves the smallest ratio; None without a pair with any."""
+    found = [value for row in rows if (value := ratio(takes, over, row)) is not None]
+    return min(found, default=None)
 
 
 def of_shortest(takes: Sequence[Take], round_trip_ms: float) -> float | None:
@@ -130,6 +143,9 @@ def last_line(results: Results) -> str:
         "overhead_ms": (distributed.overhead_ms if distributed else None, 2),
         "bytes_per_token": (bytes_per_token(take.sample for take in takes if take.row == "distributed"), 0),
         "fraction_of_floor": (plain.of_floor if plain else None, 2),
+        "step_over_floor": (plain.over_read if plain else None, 2),
+        "over_llama_cpp_t0": (over_best(cold, "distributed", CHAINS), 2),
+        "over_llama_cpp_t1": (over_best(hot, "distributed", CHAINS), 2),
     }
     return "bench: " + " ".join(f"{name}={shown(value, digits)}" for name, (value, digits) in figures.items())
 

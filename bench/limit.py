@@ -49,8 +49,17 @@ class Limit:
 
     def floor_s(self, weight_bytes: int, rows: int, dtype: str) -> float:
         """The least that a pass over so many rows can take."""
-        rate, size = (self.bfloat16_gflops, 2) if dtype == "bfloat16" else (self.float32_gflops, 4)
-        return max(weight_bytes / (self.read_gb_s * 1e9), 2.0 * rows * weight_bytes / size / (rate * 1e9))
+        weights = weight_bytes // (2 if dtype == "bfloat16" else 4)
+        return max(self.read_s(weight_bytes), self.multiply_s(weights, rows, dtype))
+
+    def read_s(self, weight_bytes: int) -> float:
+        """The least time to read so many bytes."""
+        return weight_bytes / (self.read_gb_s * 1e9)
+
+    def multiply_s(self, weights: int, rows: int, dtype: str) -> float:
+        """The least time to multiply so many rows with so many weights: two operations for each pair."""
+        rate = self.bfloat16_gflops if dtype == "bfloat16" else self.float32_gflops
+        return 2.0 * rows * weights / (rate * 1e9)
 
 
 async def measure(threads: int) -> Limit:

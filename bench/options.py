@@ -25,7 +25,7 @@ class Suite(StrEnum):
     ROWS = "rows"
     LOAD = "load"
     DISTANCE = "distance"
-    LINEARS = "linears"
+    PASSES = "passes"
     TIERS = "tiers"
     GPU = "gpu"
 
@@ -52,6 +52,7 @@ class Options:
     learning_tokens: int  # that each of these rows says at each temperature before it is measured
     models: Path
     peers: Mapping[str, Path]
+    llama_cpp: bool  # whether to measure it too
     profiled_steps: int  # of a row whose steps' times are asked for
     callers: tuple[int, ...]  # load suite
     load_s: float

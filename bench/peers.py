@@ -1,4 +1,4 @@
-"""Optional rows of other engines, through a checkout that is named on the command line; and llama.cpp's row."""
+"""Optional rows of other engines, by a checkout named on the command line; and the row of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT = 1024  # the reference models'
 
 # What a checkout must hold, by peer.
 NEEDED = {
-    "llama.cpp": ("build/bin/llama-server", "convert_hf_to_gguf.py"),
+    "llama-server": ("build/bin/llama-server", "convert_hf_to_gguf.py"),
     "gpt-fast": ("model.py", "generate.py"),
 }
 
@@ -106,7 +106,7 @@ class LlamaServer:
 
 
 @asynccontextmanager
-async def llama_row(name: str, checkout: Path, models: Models) -> AsyncIterator[Row]:
+async def llama_server_row(name: str, checkout: Path, models: Models) -> AsyncIterator[Row]:
     """Converts the target by the peer's own means and starts it. Raises Unavailable with what it said."""
     converted = models.target / "target.gguf"
     kind = {"bfloat16": "bf16", "float32": "f32"}[models.dtype]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import Results, Take
+from bench.llama_cpp import VERSION
 from bench.options import Options
 from bench.processes import ROOT
 from outrider.cli.compare import repeated_share
@@ -32,6 +33,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
         "seconds": round(seconds),
         "machine": machine(),
         "options": asdict(options),
+        "llama_cpp_python": VERSION if options.llama_cpp else None,
         "limits": {str(target): asdict(limit) for target, limit in results.limits.items()},
         "profiles": [asdict(profile) | {"of_floor": profile.of_floor} for profile in results.profiles],
         "memory": [asdict(entry) for entry in results.memory],
@@ -41,7 +43,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
         "far": [_take(take) for take in results.far],
         "tiers": [_take(take) for take in results.tiers],
         "gpu": results.gpu,
-        "linears": [asdict(cost) | {"gb_s": cost.gb_s} for cost in results.linears],
+        "passes": [asdict(entry) | {"ms": entry.ms, "over_limit": entry.over_limit} for entry in results.passes],
     }
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(_plain(content), indent=1) + "\n", encoding="utf-8")

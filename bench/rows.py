@@ -49,11 +49,15 @@ class WorkerRow:
 
     async def generate(self, ask: Ask) -> Sample:
         """Answers. Raises Unavailable with what the worker said when it ends instead."""
+        return sample_from_json(await self.request(ask.to_json()))
+
+    async def request(self, line: str) -> bytes:
+        """Send a line and return the worker's answer. Raises as `line` does."""
         assert self._child.stdin is not None
         with suppress(ConnectionError):  # reading says how it ended
-            self._child.stdin.write(f"{ask.to_json()}\n".encode())
+            self._child.stdin.write(f"{line}\n".encode())
             await self._child.stdin.drain()
-        return sample_from_json(await self.line())
+        return await self.line()
 
     def pids(self) -> Mapping[str, int]:
         """The worker."""
@@ -101,23 +105,33 @@ class Models:
 @asynccontextmanager
 async def worker_row(name: str, models: Models, config: ClusterConfig, *more: str) -> AsyncIterator[WorkerRow]:
     """Starts a worker and waits until it has loaded. Raises ConfigError or Unavailable with what it said."""
-    child = await asyncio.create_subprocess_exec(
+    command = (
         *(sys.executable, "-m", "bench.worker", name),
         *("--target", str(models.target.resolve()), "--drafter", str(models.drafter.resolve())),
         *("--dtype", models.dtype, "--threads", str(models.threads)),
         *("--cluster", config.model_dump_json()),
         *more,
+    )
+    async with worker(name, *command, environment=os.environ) as row:
+        await row.line()
+        yield row
+
+
+@asynccontextmanager
+async def worker(name: str, *command: str, environment: Mapping[str, str]) -> AsyncIterator[WorkerRow]:
+    """Starts a process that answers lines, and ends it. Its first line says that it has loaded."""
+    child = await asyncio.create_subprocess_exec(
+        *command,
         cwd=ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**environment, "COLUMNS": "200"},
         limit=LONGEST_LINE,
         start_new_session=True,  # a Ctrl-C reaches us alone; we stop the others in order
     )
     row = WorkerRow(name, child)
     try:
-        await row.line()
         yield row
     finally:
         await row.stop()

@@ -17,9 +17,10 @@ from bench.cluster import ClusterRow, running
 from bench.faults import FaultProxy
 from bench.figures import Loaded, Memory, Profile, Results, Take
 from bench.limit import Limit, measure
-from bench.linears import measure as measure_linears
+from bench.llama_cpp import llama_worker, rows_of_worker
 from bench.options import SEED, Options, padded
-from bench.peers import llama_row
+from bench.passes import measure_passes
+from bench.peers import llama_server_row
 from bench.processes import output, peak_mb, resident_mb
 from bench.rows import WORKERS, Models, Row, worker_row
 from bench.tiers import run_tiers as measure_tiers
@@ -190,13 +191,10 @@ async def run_tiers(options: Options, results: Results, say: Say) -> None:
     await measure_tiers(options, results, _encoded(options, options.short), say)
 
 
-async def run_linears(options: Options, results: Results, say: Say) -> None:
-    """The linears of the reference target and of what it is padded to, on one thread and on all."""
-    for parameters in (0, *options.targets):
-        for threads in dict.fromkeys((1, options.threads)):
-            size = f"{parameters / 1e6:.0f}M" if parameters else "the reference target"
-            say(f"linears, {size}: {threads} thread{'' if threads == 1 else 's'}")
-            results.linears += await measure_linears(options.models / "target", parameters, threads)
+async def run_passes(options: Options, results: Results, say: Say) -> None:
+    """Passes of our engine and of llama.cpp, by their rows."""
+    for target in options.targets:
+        results.passes += await measure_passes(options, target, say)
 
 
 async def run_gpu(options: Options, results: Results, say: Say) -> None:
@@ -224,6 +222,7 @@ def profile_of(described: VerifierDescription, target: int, row: str, limit: Lim
         times.overhead_us / 1e3,
         predicted,
         limit.floor_s(described.weight_bytes, times.rows, described.dtype) * 1e3,
+        limit.read_s(described.weight_bytes) * 1e3,
     )
 
 
@@ -237,12 +236,15 @@ async def _rows(options: Options, target: Path, title: str, say: Say) -> AsyncIt
         for name in WORKERS:
             say(f"{title}: starting {name}")
             rows.append(await stack.enter_async_context(worker_row(name, models, config)))
+        if options.llama_cpp:
+            say(f"{title}: starting llama.cpp")
+            rows += rows_of_worker(await stack.enter_async_context(llama_worker(models)))
         for name, folder in options.peers.items():
             say(f"{title}: starting {name}")
             peer = (
                 worker_row(name, models, config, "--checkout", str(folder))
                 if name == "gpt-fast"
-                else llama_row(name, folder, models)
+                else llama_server_row(name, folder, models)
             )
             rows.append(await stack.enter_async_context(peer))
         say(f"{title}: starting the cluster")

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.figures import Memory, Results, Take, of_shortest, ratio, shown
-from bench.linears import Cost
+from bench.llama_worker import PASS_CONTEXT
+from bench.passes import LLAMA_CPP, PassTime
 from bench.tiers import beside
 from outrider.cli.compare import repeated_share
 from outrider.cli.samples import acceptance_length, bytes_per_token, percentile, spread
@@ -41,9 +42,8 @@ def print_tables(screen: Console, results: Results) -> None:
         screen.print(_distance([take for take in results.far if take.target == target], target))
     for target in dict.fromkeys(take.target for take in results.tiers):
         screen.print(_tiers([take for take in results.tiers if take.target == target], target))
-    for parameters, threads in dict.fromkeys((cost.parameters, cost.threads) for cost in results.linears):
-        costs = [cost for cost in results.linears if (cost.parameters, cost.threads) == (parameters, threads)]
-        screen.print(_linears(costs, parameters, threads))
+    for target in dict.fromkeys(entry.target for entry in results.passes):
+        screen.print(_passes([entry for entry in results.passes if entry.target == target]))
     for line in results.gpu:
         screen.print(line, markup=False, soft_wrap=True)
 
@@ -190,17 +190,23 @@ def _tiers(takes: Sequence[Take], target: int) -> Table:
     return table
 
 
-def _linears(costs: Sequence[Cost], parameters: int, threads: int) -> Table:
-    model = f"{parameters / 1e6:.0f}M" if parameters else "the reference target"
-    title = (
-        f"linears of {model}, {threads} thread{'' if threads == 1 else 's'}: microseconds, and GB of weights a second"
-    )
-    rows = list(dict.fromkeys(cost.rows for cost in costs))
-    table = _table(title, "", "weights", "kB", *(f"{count} rows" if count > 1 else "1 row" for count in rows))
-    for linear in dict.fromkeys(cost.linear for cost in costs):
+def _passes(entries: Sequence[PassTime]) -> Table:
+    target, threads = entries[0].target, entries[0].threads
+    counts = list(dict.fromkeys(entry.rows for entry in entries))
+    table = _table(
+        f"passes of {target / 1e6:.0f}M behind {PASS_CONTEXT} tokens, {threads} thread{'' if threads == 1 else 's'}",
+        "engine", "weights", "", *(f"{count} rows" if count > 1 else "1 row" for count in counts),
+    )  # fmt: skip
+    peer = {entry.rows: entry for entry in entries if entry.engine == LLAMA_CPP}
+    for engine, dtype in dict.fromkeys((entry.engine, entry.dtype) for entry in entries):
+        found = [entry for entry in entries if (entry.engine, entry.dtype) == (engine, dtype)]
+        lines: list[tuple[str, list[float | None]]] = [
+            ("ms", [entry.ms for entry in found]),
+            ("x one row", [entry.over(found[0]) for entry in found]),
+            ("x llama.cpp", [entry.over(peer[entry.rows]) if peer else None for entry in found]),
+            ("x limit", [entry.over_limit for entry in found]),
+        ]
         table.add_section()
-        for dtype in dict.fromkeys(cost.dtype for cost in costs):
-            found = {cost.rows: cost for cost in costs if (cost.linear, cost.dtype) == (linear, dtype)}
-            figures = (f"{found[count].microseconds:.0f}  {found[count].gb_s:4.1f}" for count in rows)
-            table.add_row(linear, dtype, f"{found[rows[0]].bytes / 1e3:.0f}", *figures)
+        for what, figures in lines:
+            table.add_row(engine, dtype, what, *(shown(figure, 2) for figure in figures))
     return table

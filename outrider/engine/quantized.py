@@ -7,7 +7,7 @@ so a row's result is the same bits in every pass, alone or among others.
 int4: a scale and an offset for each group of 32 inputs of an output channel (ZeroQuant, arXiv 2206.01861, section 4.1),
 and inputs in bfloat16.
 
-Both round to the nearest step. What they cost and save on a machine: `python -m bench --suite linears`.
+Both round to the nearest step. What they cost and save on a machine: `python -m bench --suite passes`.
 """
 
 from __future__ import annotations

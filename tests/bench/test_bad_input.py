@@ -31,7 +31,7 @@ def bench(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[s
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
-        (("--peer", "llama.cpp=/no-such"), ("llama.cpp is not there", "/no-such/build/bin/llama-server")),
+        (("--peer", "llama-server=/no-such"), ("llama-server is not there", "/no-such/build/bin/llama-server")),
         (("--router", "depht=3"), ("--router: depht: unknown key",)),
         (("--rule", "hopeful"), ("--rule: 'hopeful' must be one of target-match,", "block-verification")),
         (("--rule", "typical-acceptance"), ("--rule: 'typical-acceptance' must be one of",)),
@@ -48,7 +48,7 @@ def test_a_mistake_ends_it_before_anything_starts(arguments: tuple[str, ...], fr
     assert not done.stdout
 
 
-@pytest.mark.parametrize("entry", ["vllm=/tmp", "llama.cpp", "=/tmp"])
+@pytest.mark.parametrize("entry", ["vllm=/tmp", "llama-server", "=/tmp"])
 def test_an_unknown_peer_is_named(entry: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(entry))):
         parse_peers([entry])
@@ -97,12 +97,13 @@ def test_a_whole_run_ends_with_its_line_and_leaves_no_process(monkeypatch: pytes
     monkeypatch.setenv("BENCH_TEST", mark)
     small = ("--target", "20M", "--prompts", "1", "--repetitions", "1", "--max-tokens", "8", "--save", mark)
     try:
-        done = bench("--quick", *small, timeout=390)
+        done = bench("--quick", "--no-llama-cpp", *small, timeout=390)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(
             r"bench: spec_over_plain_t0=\d+\.\d\d spec_over_plain_t1=\d+\.\d\d over_assisted=\d+\.\d\d "
             r"plain_over_transformers=\d+\.\d\d distributed_over_in_process=\d+\.\d\d overhead_ms=\d+\.\d\d "
-            r"bytes_per_token=\d+ fraction_of_floor=\d+\.\d\d",
+            r"bytes_per_token=\d+ fraction_of_floor=\d+\.\d\d step_over_floor=\d+\.\d\d over_llama_cpp_t0=- "
+            r"over_llama_cpp_t1=-",
             done.stdout.splitlines()[-1],
         )
         saved = sorted(path.name.replace(mark, "") for path in (ROOT / "bench" / "results").glob(f"{mark}*"))
@@ -116,7 +117,7 @@ def test_a_whole_run_ends_with_its_line_and_leaves_no_process(monkeypatch: pytes
 @pytest.mark.long
 def test_an_interrupted_run_prints_no_line_and_leaves_no_process() -> None:
     mark = secrets.token_hex(16)
-    command = [sys.executable, "-m", "bench", "--quick", "--target", "20M"]
+    command = [sys.executable, "-m", "bench", "--quick", "--no-llama-cpp", "--target", "20M"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "BENCH_TEST": mark}, **pipes) as running:
         for line in running.stderr:

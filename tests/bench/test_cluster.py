@@ -14,6 +14,7 @@ from bench import running as suites
 from bench.asking import Ask
 from bench.cluster import ClusterRow
 from bench.options import Options
+from bench.rows import Models
 from outrider.cli.samples import Sample
 from outrider.client._wire import Options as Terms
 from outrider.config import ClusterConfig
@@ -38,6 +39,7 @@ OPTIONS = Options(
     learning_tokens=1,
     models=Path("models"),
     peers={},
+    llama_cpp=False,
     profiled_steps=1,
     callers=(),
     load_s=1.0,
@@ -91,6 +93,30 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     assert len(set(clusters)) == len(clusters) - 1
     assert clusters[0] == clusters[1]
     assert said == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
+
+
+async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loaded: list[Models] = []
+
+    @asynccontextmanager
+    async def running(config: ClusterConfig) -> AsyncIterator[Any]:
+        yield Asked(config)
+
+    @asynccontextmanager
+    async def worker(models: Models) -> AsyncIterator[Any]:
+        loaded.append(models)
+        yield object()
+
+    monkeypatch.setattr(suites, "running", running)
+    monkeypatch.setattr(suites, "llama_worker", worker)
+    monkeypatch.setattr(suites, "WORKERS", ())
+    options = replace(OPTIONS, llama_cpp=True, rules=(), drafts=())
+    async with suites._rows(options, tmp_path, "rows", lambda what: None) as rows:
+        names = [row.name for row in rows]
+    assert names == ["llama.cpp", "llama.cpp-draft-3", "llama.cpp-draft-6", "plain", "distributed"]
+    assert loaded == [Models(tmp_path, options.models / "drafter", "float32", 1)]
 
 
 async def test_no_prompt_comes_again() -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bench.asking import Ask, sample_from_json, sample_to_json
-from bench.figures import Profile, Results, Take, last_line, of_shortest, ratio
+from bench.figures import Profile, Results, Take, last_line, of_shortest, over_best, ratio
 from bench.limit import Limit
 from outrider.cli.samples import (
     Sample,
@@ -117,20 +117,31 @@ def test_the_last_line_is_of_the_largest_target() -> None:
             *(take("assisted", 10.0, heat=heat, target=400) for heat in (0.0, 1.0)),
             *(take("transformers", 10.0, heat=heat, target=400) for heat in (0.0, 1.0)),
             take("in-process", 50.0, target=400),
+            take("llama.cpp", 30.0, target=400),
+            take("llama.cpp-draft-6", 40.0, target=400),
+            take("llama.cpp", 25.0, heat=1.0, target=400),
+            take("llama.cpp-draft-6", 10.0, heat=1.0, target=400),
             take("plain", 1.0),
             take("distributed", 100.0),
         ],
         profiles=[
-            Profile(400, "plain", 1, 25.0, 3.0, 1.0, math.nan, 20.0),
+            Profile(400, "plain", 1, 25.0, 3.0, 1.0, math.nan, 20.0, 13.0),
             Profile(400, "distributed", 9, 30.0, 0.0, 0.75, 29.0, 20.0),
             Profile(150, "plain", 1, 1.0, 0.0, 0.0, 1.0, 1.0),
         ],
     )
     assert last_line(results) == (
         "bench: spec_over_plain_t0=3.00 spec_over_plain_t1=2.50 over_assisted=5.50 plain_over_transformers=2.00 "
-        "distributed_over_in_process=1.20 overhead_ms=0.75 bytes_per_token=0 fraction_of_floor=1.30"
+        "distributed_over_in_process=1.20 overhead_ms=0.75 bytes_per_token=0 fraction_of_floor=1.30 "
+        "step_over_floor=2.00 over_llama_cpp_t0=1.50 over_llama_cpp_t1=2.00"
     )
 
 
+def test_the_best_row_is_the_one_that_leaves_the_smallest_ratio() -> None:
+    takes = [take("ours", 60.0), take("slow", 10.0), take("fast", 40.0), take("other", 90.0)]
+    assert over_best(takes, "ours", ("slow", "fast", "missing")) == pytest.approx(1.5)
+    assert over_best(takes, "ours", ("missing",)) is None
+
+
 def test_what_was_not_measured_is_a_dash() -> None:
-    assert re.fullmatch(r"bench:( \w+=-){8}", last_line(Results()))
+    assert re.fullmatch(r"bench:( \w+=-){11}", last_line(Results()))

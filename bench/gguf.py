@@ -1,0 +1,158 @@
+"""A checkpoint folder of the Llama family as one GGUF file, the format that llama.cpp reads.
+
+Only the model is written. There is no tokenizer (`tokenizer.ggml.model` is "no_vocab"): what reads the file works on
+token ids. Ids from `outrider_sayable` on are in the file like any others; who chooses a token has to leave them out.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.engine.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.rope import interleave
+from outrider.errors import CheckpointError
+
+MAGIC, VERSION = b"GGUF", 3
+ALIGNMENT = 32  # bytes
+# What the format calls types of values and of tensors.
+UINT32, FLOAT32, STRING = 4, 6, 8
+TENSOR_TYPES = {torch.float32: 0, torch.bfloat16: 30}
+
+Value = int | float | str
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of the file, and how it is made."""
+
+    name: str
+    shape: tuple[int, ...]  # rows first, as in torch; the file names them in the other order
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, without what aligns the next one."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
+    """Writes the checkpoint in `folder` to `path`, which appears complete or not at all.
+
+    Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. Raises CheckpointError for a
+    checkpoint that llama.cpp's architecture "llama" does not cover.
+    """
+    config = read_config(folder)
+    if config.head_norms or config.model_type not in ("llama", "mistral"):
+        raise CheckpointError(f"{folder}: only models of type llama and mistral are written as GGUF")
+    values, tensors = metadata(config), list(gguf_tensors(Weights(folder), config, getattr(torch, dtype)))
+    draft = path.with_suffix(".part")
+    with draft.open("wb") as file:
+        file.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(values)))
+        for key, value in values.items():
+            file.write(_string(key) + _value(value))
+        offset = 0
+        for tensor in tensors:
+            file.write(_string(tensor.name) + struct.pack("<I", len(tensor.shape)))
+            file.write(struct.pack(f"<{len(tensor.shape)}Q", *reversed(tensor.shape)))
+            file.write(struct.pack("<IQ", TENSOR_TYPES[tensor.dtype], offset))
+            offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        _align(file)
+        for tensor in tensors:
+            file.write(tensor.make().to(tensor.dtype).contiguous().view(torch.uint8).numpy().data)
+            _align(file)
+    os.replace(draft, path)
+
+
+def metadata(config: ModelConfig) -> Mapping[str, Value]:
+    """The keys that llama.cpp needs to know the model's shape."""
+    return {
+        "general.architecture": "llama",
+        "general.alignment": ALIGNMENT,
+        "llama.vocab_size": config.vocabulary,
+        "llama.context_length": config.context,
+        "llama.embedding_length": config.width,
+        "llama.block_count": config.layers,
+        "llama.feed_forward_length": config.ffn,
+        "llama.attention.head_count": config.heads,
+        "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.attention.value_length": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": float(config.eps),
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.rope.freq_base": float(config.rope.theta),
+        "tokenizer.ggml.model": "no_vocab",
+    }
+
+
+def gguf_tensors(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Iterator[GgufTensor]:
+    """All tensors under llama.cpp's names.
+
+    Rows of queries and keys are reordered: llama.cpp's RoPE turns neighbours, a checkpoint's turns halves of a head.
+    """
+    width, dim, ffn = config.width, config.head_dim, config.ffn
+    queries, keys = config.heads * dim, config.kv_heads * dim
+
+    def tensor(name: str, source: str, *shape: int, turned: bool = False) -> GgufTensor:
+        def make() -> Tensor:
+            taken = weights.take(source, *shape)
+            return interleave(taken, dim) if turned else taken
+
+        return GgufTensor(name, shape, dtype if len(shape) > 1 else torch.float32, make)
+
+    yield tensor("token_embd.weight", "model.embed_tokens.weight", config.vocabulary, width)
+    yield tensor("output_norm.weight", "model.norm.weight", width)
+    if not config.tied:
+        yield tensor("output.weight", "lm_head.weight", config.vocabulary, width)
+    if config.rope.scaling is not None:
+        yield GgufTensor("rope_freqs.weight", (dim // 2,), torch.float32, lambda: _rope_divisors(config))
+    for index in range(config.layers):
+        old, new = f"model.layers.{index}", f"blk.{index}"
+        attention, mlp = f"{old}.self_attn", f"{old}.mlp"
+        yield tensor(f"{new}.attn_norm.weight", f"{old}.input_layernorm.weight", width)
+        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+            turned = name != "v"
+            yield tensor(f"{new}.attn_{name}.weight", f"{attention}.{name}_proj.weight", size, width, turned=turned)
+            if config.qkv_bias:
+                yield tensor(f"{new}.attn_{name}.bias", f"{attention}.{name}_proj.bias", size, turned=turned)
+        yield tensor(f"{new}.attn_output.weight", f"{attention}.o_proj.weight", width, queries)
+        if config.output_bias:
+            yield tensor(f"{new}.attn_output.bias", f"{attention}.o_proj.bias", width)
+        yield tensor(f"{new}.ffn_norm.weight", f"{old}.post_attention_layernorm.weight", width)
+        for name, outputs, inputs in (("gate", ffn, width), ("up", ffn, width), ("down", width, ffn)):
+            yield tensor(f"{new}.ffn_{name}.weight", f"{mlp}.{name}_proj.weight", outputs, inputs)
+            if config.ffn_bias:
+                yield tensor(f"{new}.ffn_{name}.bias", f"{mlp}.{name}_proj.bias", outputs)
+
+
+def _rope_divisors(config: ModelConfig) -> Tensor:
+    """By how much Llama 3.1's scaling slows each frequency: [head_dim / 2]."""
+    plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
+    return plain / config.rope.frequencies(config.head_dim)
+
+
+def _string(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("<Q", len(encoded)) + encoded
+
+
+def _value(value: Value) -> bytes:
+    """A value behind its type."""
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, float):
+        return struct.pack("<If", FLOAT32, value)
+    return struct.pack("<II", UINT32, value)
+
+
+def _align(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))

@@ -1,0 +1,271 @@
+"""llama.cpp in a process of its own, run by the interpreter of `build/llama.cpp` (bench.llama_cpp).
+
+`python -P llama_worker.py --target FILE [--draft FILE] --sayable N --threads N --context N`. It needs numpy and
+llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers each
+line of stdin with a line of JSON, until stdin ends. There are three requests:
+
+- {"prompt": [...], "temperature": T, "seed": S, "max_tokens": N, "chain": C}: decode N tokens, with a chain of C
+  drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
+- {"rows": N}: the seconds of one pass over N tokens behind PASS_CONTEXT others. Another such pass precedes it.
+- {"logits": [...]}: the logits after each token of a text.
+
+Ids from `--sayable` on are never chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+PASS_CONTEXT = 256  # tokens
+RANDOM_SEED = 2**32 - 1  # which llama.cpp replaces by one of its own
+
+Choose = Callable[[NDArray[np.float32]], int]  # a token, by the logits of ids that may be chosen
+
+
+class Decoder(Protocol):
+    """A model with the KV of one text."""
+
+    def decode(self, tokens: Sequence[int], start: int, outputs: int) -> NDArray[np.float32]:
+        """Run `tokens` at the positions from `start` on; return the logits after the last `outputs` of them."""
+
+    def forget(self, start: int) -> None:
+        """Drop the KV of all positions from `start` on."""
+
+
+class LlamaDecoder:
+    """A GGUF file in llama.cpp."""
+
+    def __init__(self, library: Any, path: str, threads: int, context: int) -> None:
+        self._library = library
+        model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
+        if not model:
+            raise SystemExit(f"llama.cpp cannot load {path}")
+        self.vocabulary = int(library.llama_vocab_n_tokens(library.llama_model_get_vocab(model)))
+        params = library.llama_context_default_params()
+        params.n_ctx = params.n_batch = context
+        params.n_threads = params.n_threads_batch = threads
+        # With flash attention a pass of the reference target behind 256 tokens took two to three times as long.
+        params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._context = library.llama_init_from_model(model, params)
+        if not self._context:
+            raise SystemExit(f"llama.cpp cannot make a context of {context} tokens for {path}")
+        self._memory = library.llama_get_memory(self._context)
+        # One batch, whose arrays are filled anew for each pass.
+        self._tokens, self._positions = np.zeros(context, np.int32), np.zeros(context, np.int32)
+        self._outputs, self._counts = np.zeros(context, np.int8), np.ones(context, np.int32)
+        self._sequence = np.zeros(1, np.int32)
+        self._sequences = np.full(context, self._sequence.ctypes.data, np.uintp)
+        self._batch = library.llama_batch()
+        for name, array in (
+            ("token", self._tokens),
+            ("pos", self._positions),
+            ("n_seq_id", self._counts),
+            ("seq_id", self._sequences),
+            ("logits", self._outputs),
+        ):
+            kind = dict(library.llama_batch._fields_)[name]
+            setattr(self._batch, name, ctypes.cast(array.ctypes.data, kind))
+
+    def decode(self, tokens: Sequence[int], start: int, outputs: int) -> NDArray[np.float32]:
+        """As `Decoder.decode`. What it returns holds until the next call."""
+        count = len(tokens)
+        self._tokens[:count] = tokens
+        self._positions[:count] = np.arange(start, start + count)
+        self._outputs[: count - outputs] = 0
+        self._outputs[count - outputs : count] = 1
+        self._batch.n_tokens = count
+        if status := self._library.llama_decode(self._context, self._batch):
+            raise SystemExit(f"llama.cpp cannot decode {count} tokens at position {start}: status {status}")
+        if not outputs:
+            self._library.llama_synchronize(self._context)
+            return np.empty((0, self.vocabulary), np.float32)
+        found = ctypes.cast(self._library.llama_get_logits(self._context), ctypes.c_void_p)
+        kind = ctypes.c_float * (outputs * self.vocabulary)
+        logits: NDArray[np.float32] = np.ctypeslib.as_array(kind.from_address(found.value or 0))
+        return logits.reshape(outputs, self.vocabulary)
+
+    def forget(self, start: int) -> None:
+        """As `Decoder.forget`."""
+        self._library.llama_memory_seq_rm(self._memory, 0, start, -1)
+
+
+class LlamaSampler:
+    """llama.cpp's own sampling from the whole distribution at a temperature above 0."""
+
+    def __init__(self, library: Any, temperature: float, seed: int, candidates: int) -> None:
+        self._library = library
+        self._chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
+        library.llama_sampler_chain_add(self._chain, library.llama_sampler_init_temp(temperature))
+        library.llama_sampler_chain_add(self._chain, library.llama_sampler_init_dist(seed % RANDOM_SEED))
+        self._ids = np.arange(candidates, dtype=np.int32)
+        self._data = np.zeros(candidates, [("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+        self._array = library.llama_token_data_array()
+        self._data_type = dict(library.llama_token_data_array._fields_)["data"]
+
+    def __call__(self, logits: NDArray[np.float32]) -> int:
+        """Return a token."""
+        self._data["id"] = self._ids
+        self._data["logit"] = logits
+        array = self._array
+        array.data = ctypes.cast(self._data.ctypes.data, self._data_type)
+        array.size, array.selected, array.sorted = len(self._ids), -1, False
+        self._library.llama_sampler_apply(self._chain, ctypes.byref(array))
+        return int(array.data[array.selected].id)
+
+    def close(self) -> None:
+        """Free the sampler."""
+        self._library.llama_sampler_free(self._chain)
+
+
+def greedy(logits: NDArray[np.float32]) -> int:
+    """Return the token with the largest logit."""
+    return int(logits.argmax())
+
+
+class ChainDrafter:
+    """Proposes a chain of a draft model's most likely tokens, as llama.cpp's `speculative-simple` does.
+
+    Its KV of drafted tokens that were accepted is kept.
+    """
+
+    def __init__(self, model: Decoder, sayable: int) -> None:
+        self._model = model
+        self._sayable = sayable
+        self._filled = 0  # positions of the KV that hold the text
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Start a text. All but its last token are run."""
+        self._model.forget(0)
+        if len(prompt) > 1:
+            self._model.decode(prompt[:-1], 0, 0)
+        self._filled = len(prompt) - 1
+
+    def propose(self, text: Sequence[int], count: int) -> list[int]:
+        """Return `count` tokens that may follow the text."""
+        self._filled = min(self._filled, len(text) - 1)
+        self._model.forget(self._filled)
+        pending, drafted = list(text[self._filled :]), list[int]()
+        while len(drafted) < count:
+            logits = self._model.decode(pending, self._filled, 1)
+            self._filled += len(pending)
+            pending = [greedy(logits[0, : self._sayable])]
+            drafted += pending
+        return drafted
+
+
+def generate(
+    target: Decoder, drafter: ChainDrafter | None, choose: Choose, sayable: int, request: dict[str, Any]
+) -> dict[str, Any]:
+    """Decode a text; `choose` chooses every token of it, and drafted ones only save passes of the target.
+
+    A drafted token is accepted where it is what `choose` gives at its place, so a text is the same with and without
+    drafts, up to the rounding of passes of several rows.
+    """
+    began = time.perf_counter()
+    text = list(request["prompt"])
+    end = len(text) + request["max_tokens"]
+    chain = request["chain"] if drafter is not None else 0
+    first = len(text)
+    arrivals: list[float] = []
+    steps = 0
+    target.forget(0)
+    if first > 1:
+        target.decode(text[:-1], 0, 0)
+    if drafter is not None and chain:
+        drafter.begin(text)
+    while len(text) < end:
+        drafted: list[int] = []
+        if drafter is not None and chain:
+            drafted = drafter.propose(text, min(chain, end - len(text) - 1))
+        logits = target.decode([text[-1], *drafted], len(text) - 1, 1 + len(drafted))
+        steps += 1
+        for row, guess in zip(logits, [*drafted, None], strict=True):
+            text.append(choose(row[:sayable]))
+            if text[-1] != guess:
+                break
+        arrivals += [time.perf_counter() - began] * (len(text) - first - len(arrivals))
+        target.forget(len(text) - 1)
+    empty: list[int] = []
+    sample = {"tokens": text[first:], "arrivals": arrivals, "steps": steps}
+    return sample | {"wire_bytes": 0, "reached_by_depth": empty, "tried_by_depth": empty}
+
+
+def pass_seconds(model: Decoder, rows: int) -> float:
+    """Time a pass over `rows` tokens behind PASS_CONTEXT others, after one pass that does not count."""
+    model.forget(0)
+    model.decode([0] * PASS_CONTEXT, 0, 0)
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        model.decode([0] * rows, PASS_CONTEXT, rows)
+        seconds = time.perf_counter() - began
+        model.forget(PASS_CONTEXT)
+    return seconds
+
+
+def serve(
+    target: Decoder,
+    drafter: ChainDrafter | None,
+    sampler: Callable[[float, int], LlamaSampler],
+    sayable: int,
+    lines: Iterable[str],
+    emit: Callable[[Any], None],
+) -> None:
+    """Answer each line."""
+    for line in lines:
+        request = json.loads(line)
+        if "rows" in request:
+            emit(pass_seconds(target, request["rows"]))
+        elif "logits" in request:
+            target.forget(0)
+            emit(target.decode(request["logits"], 0, len(request["logits"])).tolist())
+        elif request["temperature"] == 0.0:
+            emit(generate(target, drafter, greedy, sayable, request))
+        else:
+            choose = sampler(request["temperature"], request["seed"])
+            emit(generate(target, drafter, choose, sayable, request))
+            choose.close()
+
+
+def main() -> None:
+    """Load the models and serve."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft")
+    for name in ("--sayable", "--threads", "--context"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+    import llama_cpp  # type: ignore[import-not-found]
+
+    library = llama_cpp.llama_cpp
+    library.llama_backend_init()
+    target = LlamaDecoder(library, options.target, options.threads, options.context)
+    drafter = None
+    if options.draft:
+        model = LlamaDecoder(library, options.draft, options.threads, options.context)
+        drafter = ChainDrafter(model, min(options.sayable, model.vocabulary))
+
+    def sampler(temperature: float, seed: int) -> LlamaSampler:
+        return LlamaSampler(library, temperature, seed, options.sayable)
+
+    def emit(answer: Any) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    print("ready", file=answers, flush=True)
+    serve(target, drafter, sampler, options.sayable, sys.stdin, emit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What a pass costs by its rows: our engine and llama.cpp, in turn.
+
+`python -m bench.passes THREADS FOLDER` loads our engine once for each dtype, writes the bytes of weights that a pass of
+each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens behind
+PASS_CONTEXT others, which another such pass precedes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from bench.limit import Limit, measure
+from bench.llama_cpp import llama_worker
+from bench.llama_worker import PASS_CONTEXT
+from bench.options import Options, padded
+from bench.rows import Models, WorkerRow, worker
+from outrider.cli.reporting import reported
+from outrider.fleet import surroundings
+
+if TYPE_CHECKING:
+    from outrider.engine.checkpoint import ModelConfig
+    from outrider.engine.engine import Engine
+    from outrider.engine.model import Dtype
+
+DTYPES: Sequence[Dtype] = ("bfloat16", "int8", "int4")
+ROWS = (1, 2, 4, 8, 12, 16, 32)
+ROUNDS = 7  # at least
+OURS, LLAMA_CPP = "outrider", "llama.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Passes of one engine with one number of rows."""
+
+    target: int  # parameters
+    threads: int
+    engine: str  # OURS or LLAMA_CPP
+    dtype: str  # of the weights
+    rows: int
+    seconds: tuple[float, ...]  # of one pass in each round
+    limit_ms: float  # the least that such a pass can take on this machine
+
+    @property
+    def ms(self) -> float:
+        """The median."""
+        return median(self.seconds) * 1e3
+
+    @property
+    def over_limit(self) -> float:
+        """The median over the least."""
+        return self.ms / self.limit_ms
+
+    def over(self, other: PassTime) -> float:
+        """The median of the ratios of the two in the same round."""
+        return median(one / two for one, two in zip(self.seconds, other.seconds, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PassSource:
+    """Who measures a pass."""
+
+    engine: str
+    dtype: str
+    weight_bytes: int
+    process: WorkerRow
+
+    async def seconds(self, rows: int) -> float:
+        """Time one pass."""
+        return float(json.loads(await self.process.request(json.dumps({"dtype": self.dtype, "rows": rows}))))
+
+
+Progress = Callable[[str], None]  # what is being done now
+
+
+async def measure_passes(options: Options, target: int, progress: Progress) -> list[PassTime]:
+    """Each number of rows once in each round, by all engines in an order that rotates."""
+    from outrider.engine.checkpoint import read_config
+
+    title = f"passes, {target / 1e6:.0f}M"
+    progress(f"{title}: padding the target")
+    async with padded(options, target) as folder, AsyncExitStack() as stack:
+        progress(f"{title}: measuring the machine's limit")
+        limit = await measure(options.threads)
+        multiplied = multiplied_weights(read_config(folder))
+        progress(f"{title}: loading the engines")
+        command = (sys.executable, "-m", "bench.passes", str(options.threads), str(folder))
+        process = await stack.enter_async_context(worker(OURS, *command, environment=os.environ))
+        sizes: dict[str, int] = json.loads(await process.line())
+        sources = [PassSource(OURS, dtype, size, process) for dtype, size in sizes.items()]
+        if options.llama_cpp:
+            models = Models(folder, options.models / "drafter", "bfloat16", options.threads)
+            peer = await stack.enter_async_context(llama_worker(models))
+            sources.append(PassSource(LLAMA_CPP, "bfloat16", 2 * multiplied, peer))
+        found: dict[tuple[str, str, int], list[float]] = {}
+        order, rounds = list(sources), max(ROUNDS, options.repetitions)
+        for number in range(rounds):
+            progress(f"{title}: round {number + 1} of {rounds}")
+            for rows in ROWS:
+                for source in order:
+                    found.setdefault((source.engine, source.dtype, rows), []).append(await source.seconds(rows))
+            order = order[1:] + order[:1]
+        progress(f"{title}: measuring the machine's limit again")
+        limit = limit.better(await measure(options.threads))
+    return [
+        PassTime(
+            target,
+            options.threads,
+            source.engine,
+            source.dtype,
+            rows,
+            tuple(found[source.engine, source.dtype, rows]),
+            pass_limit_s(limit, source.weight_bytes, multiplied, rows) * 1e3,
+        )
+        for source in sources
+        for rows in ROWS
+    ]
+
+
+def multiplied_weights(config: ModelConfig) -> int:
+    """The weights that each row of a pass is multiplied with: all matrices of the layers, and the head."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = config.width * (2 * queries + 2 * keys + 3 * config.ffn)
+    return config.layers * layer + config.vocabulary * config.width
+
+
+def pass_limit_s(limit: Limit, weight_bytes: int, multiplied: int, rows: int) -> float:
+    """The least that a pass can take: its weights at the rate of reading, or its multiplications in bfloat16."""
+    return max(limit.read_s(weight_bytes), limit.multiply_s(multiplied, rows, "bfloat16"))
+
+
+def engines(folder: Path, threads: int) -> Iterator[tuple[str, Engine]]:
+    """Our engine, loaded with each dtype."""
+    from outrider.engine.loading import load_engine
+
+    for dtype in DTYPES:
+        yield dtype, load_engine(folder, dtype=dtype, slots=1, threads=threads)
+
+
+def pass_seconds(engine: Engine, rows: int) -> float:
+    """Time a pass over `rows` tokens behind PASS_CONTEXT others, after one pass that does not count."""
+    import numpy as np
+
+    from outrider.engine.batch import Segment
+
+    zeros = np.zeros(PASS_CONTEXT, np.int64)
+    engine.forward([Segment(0, 0, zeros, np.arange(PASS_CONTEXT), wanted=0)])
+    segment = Segment(0, PASS_CONTEXT, zeros[:rows], np.arange(PASS_CONTEXT, PASS_CONTEXT + rows))
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        engine.forward([segment])
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def main(threads: int, folder: Path) -> None:
+    """Serve our engine."""
+    surroundings.settle(threads)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+    with reported(), closing(answers):
+        loaded = dict(engines(folder, threads))
+        sizes = {dtype: engine.weight_bytes for dtype, engine in loaded.items()}
+        print(json.dumps(sizes), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            seconds = pass_seconds(loaded[request["dtype"]], request["rows"])
+            print(json.dumps(seconds), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
