@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.rope import interleave
+from outrider.engine.weights import interleave
 from outrider.errors import CheckpointError
 
 MAGIC, VERSION = b"GGUF", 3

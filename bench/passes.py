@@ -28,8 +28,7 @@ from outrider.fleet import surroundings
 
 if TYPE_CHECKING:
     from outrider.engine.checkpoint import ModelConfig
-    from outrider.engine.engine import Engine
-    from outrider.engine.model import Dtype
+    from outrider.engine.engine import Dtype, Engine
 
 DTYPES: Sequence[Dtype] = ("bfloat16", "int8", "int4")
 ROWS = (1, 2, 4, 8, 12, 16, 32)

@@ -131,8 +131,9 @@ def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meetin
     """One rank's life. Rank 0 measures what it is asked for until that is 0."""
     surroundings.settle(way.threads)
     from outrider.engine.batch import Segment
-    from outrider.engine.group import ALONE, Group, Ranks
+    from outrider.engine.group import ALONE, Group
     from outrider.engine.native import NativeEngine
+    from outrider.engine.process_group import Ranks
     from outrider.engine.ranks import follow, lead
 
     waited = 0.0

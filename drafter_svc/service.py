@@ -28,9 +28,7 @@ from outrider.engine.card import read_card, weights_digest
 from outrider.engine.checkpoint import read_tokenizer_digest
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group
-from outrider.engine.heads.eagle_engine import EagleEngine
-from outrider.engine.heads.fusing import fusion_digest
-from outrider.engine.loading import load_engine, outline
+from outrider.engine.loading import load_engine, needing_torch, outline
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import ConfigError, InvalidRequest, Moved, Overloaded
@@ -274,6 +272,8 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
     """
     if config.heads is not None:
+        with needing_torch("heads"):
+            from outrider.engine.heads.eagle_engine import EagleEngine
         return EagleEngine.load(
             checkpoint_folder(config.heads),
             checkpoint_folder(config.model),
@@ -298,6 +298,15 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
     return engine
 
 
+def _wanted(config: DrafterConfig, engine: Engine) -> Wanted:
+    """The features that its heads draft from."""
+    if config.heads is None:
+        return NO_FEATURES
+    from outrider.engine.heads.fusing import fusion_digest
+
+    return Wanted(fusion_digest(checkpoint_folder(config.heads)), engine.fed)
+
+
 Loop = Grower | Finder | Translator
 
 
@@ -313,7 +322,7 @@ def with_model(
         config.slots,
         engine.parameters,
         _trained_for(config),
-        Wanted(fusion_digest(checkpoint_folder(config.heads)), engine.fed) if config.heads else NO_FEATURES,
+        _wanted(config, engine),
     )
     if config.target is None:
         sink = Sink(worker_id, capacity.tokenizer_digest, keys) if config.serves else None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.core.rules import Walk
-from outrider.engine.cache import lazy_zeros
-from outrider.engine.heads.fusing import Fusion
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Taken
 from outrider.sink.drafted import Fused
 from verifier_svc.step import Step, kept_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.engine.heads.fusing import Fusion
 
 
 class Fusing(Protocol):
@@ -46,14 +50,14 @@ class FusedRows(Fused):
     """One session's. Those of a warm prefix are there as its KV is, but none counts before a step has run: till then
     they may be still to be copied."""
 
-    def __init__(self, rows: Tensor) -> None:
-        """`rows`: of its slot, [rows, width] bfloat16."""
+    def __init__(self, rows: NDArray[np.uint16]) -> None:
+        """`rows`: of its slot, [rows, width] in the bits of bfloat16."""
         self.known = 0
         self.width = rows.shape[1]
         self._rows = rows
 
     def rows(self, start: int, stop: int) -> bytes:
-        return self._rows[start:stop].view(torch.uint8).numpy().tobytes()
+        return self._rows[start:stop].tobytes()
 
 
 class HeadFusing(Fusing):
@@ -64,7 +68,8 @@ class HeadFusing(Fusing):
         self.digest = fusion.digest
         self._fuse = fusion.fuse
         self._hidden = hidden
-        self._rows = lazy_zeros(slots, rows, fusion.width, dtype=torch.bfloat16)
+        memory = mmap.mmap(-1, slots * rows * fusion.width * 2)
+        self._rows = np.frombuffer(memory, np.uint16).reshape(slots, rows, fusion.width)
 
     def open(self, place: Taken, passes: Passes) -> Fused | None:
         if place.source is not None:

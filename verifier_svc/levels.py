@@ -12,9 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract
@@ -29,6 +27,9 @@ from outrider.engine.slots import Taken
 from verifier_svc.heads import HeadDrafts
 from verifier_svc.session import Session
 from verifier_svc.step import Step, kept_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOLLOWING = 0.2  # how far an average follows one round
 FADING = 0.98  # of what a level takes, each time that it is found too much: it may have been slow but once

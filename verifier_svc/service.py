@@ -20,9 +20,7 @@ from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
-from outrider.engine.heads.fusing import check_eagle, load_fusion
-from outrider.engine.heads.loading import check_heads, load_speculator
-from outrider.engine.loading import load_engine
+from outrider.engine.loading import load_engine, needing_torch
 from outrider.engine.ranks import lead
 from outrider.engine.threads import briefly
 from outrider.errors import CheckpointError, ConfigError
@@ -155,6 +153,8 @@ def head_drafting(config: VerifierConfig, engine: Engine) -> Drafting:
     """What heads on the target are to draft. Raises CheckpointError, and ConfigError for heads of another target."""
     if config.heads is None or engine.features is None:
         return NoHeads()
+    with needing_torch("heads"):
+        from outrider.engine.heads.loading import load_speculator
     speculator = load_speculator(
         checkpoint_folder(config.heads),
         checkpoint_folder(config.model),
@@ -169,6 +169,8 @@ def feature_fusing(config: VerifierConfig, engine: Engine) -> Fusing:
     """What is fused for drafters that ask for it. Raises as `head_drafting`."""
     if config.features is None or engine.features is None:
         return NoFusing()
+    with needing_torch("features"):
+        from outrider.engine.heads.fusing import load_fusion
     folders = checkpoint_folder(config.features), checkpoint_folder(config.model)
     fusion = load_fusion(*folders, precise=config.dtype == "float32")
     return HeadFusing(fusion, engine.hidden, slots=engine.slots, rows=engine.rows)
@@ -176,6 +178,11 @@ def feature_fusing(config: VerifierConfig, engine: Engine) -> Fusing:
 
 def _wanted_features(config: VerifierConfig, target: Path) -> Features | None:
     """What passes are to give beside logits. Raises as `head_drafting`."""
+    if config.heads is None and config.features is None:
+        return None
+    with needing_torch("heads, features"):
+        from outrider.engine.heads.fusing import check_eagle
+        from outrider.engine.heads.loading import check_heads
     drafting = check_heads(checkpoint_folder(config.heads), target).features if config.heads else None
     fused = check_eagle(checkpoint_folder(config.features), target).features if config.features else None
     if drafting and fused and drafting != fused:

@@ -7,19 +7,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from outrider.core.digest import tokenizer_digest
 from outrider.engine.rope import Rope
 from outrider.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-STORED = (torch.bfloat16, torch.float16, torch.float32)
+STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}  # bfloat16 as its bits
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ALL = slice(None)
@@ -208,7 +211,7 @@ class Weights:
 
     def __init__(self, folder: Path, progress: Callable[[float], None] | None = None) -> None:
         """Looks into all files; `progress` hears the fraction of bytes taken. Raises CheckpointError."""
-        self._shards: dict[str, Path] = {}  # by tensor
+        self._stored: dict[str, _Stored] = {}  # by tensor
         self._progress = progress
         self._taken = self._total = 0
         index = folder / INDEX
@@ -222,9 +225,9 @@ class Weights:
             if not shard.is_file():
                 raise CheckpointError(f"{shard}: missing; the weights must be there in safetensors format")
             try:
-                with safe_open(str(shard), framework="pt") as file:
-                    self._shards.update(dict.fromkeys(file.keys(), shard))
-            except (SafetensorError, OSError) as error:
+                with safe_open(str(shard), framework="np"):  # which checks all of the header
+                    self._stored |= _layout(shard)
+            except (SafetensorError, OSError, ValueError, KeyError) as error:
                 raise CheckpointError(f"{shard}: truncated or corrupt ({error}); download it again") from None
             self._total += shard.stat().st_size
         self._index = index if index.exists() else shards[0]
@@ -232,7 +235,7 @@ class Weights:
     @property
     def files(self) -> dict[str, Path]:
         """Where each tensor is, by its name."""
-        return dict(self._shards)
+        return {name: stored.file for name, stored in self._stored.items()}
 
     def finish(self) -> None:
         """Tells `progress` that all is taken: what is left are headers, and tensors of no use."""
@@ -240,28 +243,80 @@ class Weights:
             self._progress(1.0)
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """A tensor of that shape as it is stored, or a part of it; the rest is not read.
+        """As `array`, for torch."""
+        import torch
+
+        array = self.array(name, *shape, rows=rows, columns=columns)
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+    def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
+        """A tensor of that shape as it is stored, bfloat16 as uint16, or a part of it; the rest is not read.
 
         Raises CheckpointError when it is missing or not of that shape.
         """
-        if name not in self._shards:
+        if name not in self._stored:
             raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
-        path = self._shards[name]
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                whole = file.get_slice(name)
-                stored = tuple(whole.get_shape())
-                tensor: Tensor = whole[(rows, columns)[: len(stored)]]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: tensor {name} cannot be read ({error}); download it again") from None
-        if stored != shape:
+        stored = self._stored[name]
+        if stored.shape != shape:
             raise CheckpointError(
-                f"{path}: tensor {name} has shape {list(stored)}, config.json makes it {list(shape)}; "
+                f"{stored.file}: tensor {name} has shape {list(stored.shape)}, config.json makes it {list(shape)}; "
                 "the two files must belong together"
             )
-        if tensor.dtype not in STORED:
-            raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, must be bfloat16, float16 or float32")
-        self._taken += math.prod(shape) * tensor.itemsize
+        if stored.dtype not in STORED:
+            kind = stored.dtype.lower().replace("i", "int").replace("f", "float")
+            raise CheckpointError(f"{stored.file}: tensor {name} is {kind}, must be bfloat16, float16 or float32")
+        array = stored.map(name)[(rows, columns)[: len(shape)]]
+        self._taken += math.prod(shape) * array.itemsize
         if self._progress is not None:
             self._progress(min(1.0, self._taken / self._total))
-        return tensor
+        return array
+
+    def row_bytes(self, name: str) -> tuple[str, tuple[int, ...], list[bytes]]:
+        """Of a tensor of any type: type and shape as its file names them, and the bytes of its first, middle and last
+        row. Raises CheckpointError."""
+        stored = self._stored[name]
+        shape = stored.shape
+        rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else []
+        whole = stored.bytes(name)
+        each = len(whole) // shape[0] if rows else 0
+        return stored.dtype, shape, [whole[row * each : (row + 1) * each].tobytes() for row in rows]
+
+
+class _Stored(NamedTuple):
+    """Where a tensor is."""
+
+    file: Path
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    start: int  # of its bytes in the file
+    stop: int
+
+    def bytes(self, name: str) -> NDArray[np.uint8]:
+        """Mapped; a change does not reach the file. Raises CheckpointError."""
+        try:
+            if self.start == self.stop:
+                return np.empty(0, np.uint8)
+            return np.memmap(self.file, np.uint8, "c", self.start, (self.stop - self.start,))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.file}: tensor {name} cannot be read ({error}); download it again") from None
+
+    def map(self, name: str) -> NDArray[Any]:
+        """As an array of its shape, whose type is one of those in STORED. Raises CheckpointError."""
+        raw = self.bytes(name).view(np.ndarray)
+        if self.start % 4:
+            raw = raw.copy()  # aligned as its numbers need it
+        return raw.view(STORED[self.dtype]).reshape(self.shape)
+
+
+def _layout(shard: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file whose header has been checked: 8 bytes of its length, and a JSON object."""
+    with shard.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {}
+    for name, it in header.items():
+        if name != "__metadata__":
+            start, stop = (8 + length + offset for offset in it["data_offsets"])
+            found[name] = _Stored(shard, it["dtype"], tuple(it["shape"]), start, stop)
+    return found

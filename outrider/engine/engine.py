@@ -6,18 +6,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.features import Features
 from outrider.engine.logits import HostLogits, Logits
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Numerics = Literal["fast", "invariant"]
+Dtype = Literal["float32", "bfloat16", "int8", "int4"]  # of the layers' linears
+SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 
 
 @dataclass(kw_only=True)

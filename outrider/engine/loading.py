@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from outrider.engine.checkpoint import SAYABLE, SUPPORTED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.device import DeviceEngine
-from outrider.engine.engine import Engine, Numerics
+from outrider.engine.engine import SCRATCH, Dtype, Engine, Numerics
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
-from outrider.engine.model import Dtype
-from outrider.engine.native import SCRATCH, NativeEngine
-from outrider.engine.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError
 
 # Bytes of weights up to which a model is tried in float32 first, where a mistake shows that bfloat16's rounding hides.
@@ -83,6 +78,8 @@ def load_engine(
         )
     if native:
         if device != "cpu":
+            with needing_torch(f"device {device}"):
+                from outrider.engine.device import DeviceEngine
             return DeviceEngine.load(
                 path,
                 device=device,
@@ -111,6 +108,8 @@ def load_engine(
         elif numerics == "invariant":
             raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
         else:
+            with needing_torch(f"without the compiled kernels ({reason}) a model"):
+                from outrider.engine.native import NativeEngine
             engine = NativeEngine.load(
                 path,
                 dtype=dtype,
@@ -136,9 +135,13 @@ def load_engine(
         )
     if numerics != "fast":
         raise ConfigError(f"numerics: {numerics} is for the native backend alone; use fast")
+    outline = read_outline(path)
+    with needing_torch(f"backend: {outline.model_type}"):
+        import torch
+
+        from outrider.engine.quiet import quiet
     if threads is not None:
         torch.set_num_threads(threads)
-    outline = read_outline(path)
     with quiet():
         try:
             from outrider.engine.pretrained import Pretrained
@@ -170,6 +173,17 @@ def load_engine(
     if progress is not None:
         progress(1.0)
     return engine
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """For imports of what runs on torch. Raises ConfigError that says what needs it and how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise ConfigError(f"{what} needs PyTorch, which is not installed; pip install 'outrider[torch]'") from None
 
 
 def _bytes(folder: Path) -> int:

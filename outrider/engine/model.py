@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outrider.engine.checkpoint import ModelConfig
+from outrider.engine.engine import Dtype
 from outrider.engine.linear import Linear, float_linear
 from outrider.engine.quantized import int4_linear, int8_linear
 from outrider.engine.sharding import Shard
 from outrider.engine.weights import LayerWeights, Reader, Source
 
-Dtype = Literal["float32", "bfloat16", "int8", "int4"]  # of the layers' linears
 # Of the head. Quantized models have it in int8: beside their layers in float32 it would be half of a small model.
 HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "float32", "int8": "int8", "int4": "int8"}
 

@@ -17,15 +17,13 @@ from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.depth import kept_layers
-from outrider.engine.engine import Engine, Traits
+from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
-from outrider.engine.model import Dtype, Layer, Model, load_model
+from outrider.engine.model import Layer, Model, load_model
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.quantized import check_quantized
 from outrider.engine.threads import Threads
-
-SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 
 
 class NativeEngine(Engine):
@@ -76,7 +74,7 @@ class NativeEngine(Engine):
         self._model = model
         self._group = group
         self._dtype = dtype
-        self._rope = config.rope.table(self.positions, config.head_dim)
+        self._rope = torch.complex(*map(torch.from_numpy, config.rope.table(self.positions, config.head_dim)))
         self._threads = Threads(threads)
 
     @classmethod

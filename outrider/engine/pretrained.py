@@ -18,7 +18,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from outrider.engine.checkpoint import read_eos_ids, read_json, read_outline, read_tokenizer_digest
-from outrider.engine.model import Dtype
+from outrider.engine.engine import Dtype
 from outrider.engine.sharding import Shard
 from outrider.engine.weight_only import quantize
 from outrider.errors import CheckpointError, ConfigError

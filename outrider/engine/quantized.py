@@ -18,15 +18,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoint import ModelConfig
+from outrider.engine.int4 import GROUP, check_int4
 from outrider.engine.linear import Linear
 from outrider.errors import ConfigError
 
 INT8_MOST = 127  # codes are -127 .. 127: the same both ways
 INT8_ZERO = 128  # code of an input that is zero; the fast kernels want inputs without a sign
 INT4_ZERO = 8  # code that stands for a group's offset; codes are 0 .. 15
-GROUP = 32  # inputs that share a scale in int4. 64 measured no faster, and less exact
-INT4_OUTPUTS = 16  # the kernel wants a multiple
 PIECE = 256  # output channels quantized at a time: bounds what is held in float32
 LEAST = 1e-30  # stands in for the scale of a row that is all zero
 
@@ -82,7 +80,7 @@ def int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     Raises ConfigError when the kernel does not take a weight of that shape.
     """
     outputs, inputs = weight.shape
-    _check_int4(outputs, inputs)
+    check_int4(outputs, inputs)
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
     codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
     groups = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
@@ -98,26 +96,6 @@ def int4_linear(weight: Tensor, bias: Tensor | None) -> Linear:
         return y if bias is None else y.add_(bias)
 
     return Linear(linear, torch.bfloat16, codes.nbytes + groups.nbytes)
-
-
-def check_int4_shape(config: ModelConfig) -> None:
-    """Raises ConfigError where a model has linears whose inputs or outputs int4 cannot group."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    for outputs, inputs in (
-        (queries + 2 * keys, config.width),
-        (config.width, queries),
-        (2 * config.ffn, config.width),
-        (config.width, config.ffn),
-    ):
-        _check_int4(outputs, inputs)
-
-
-def _check_int4(outputs: int, inputs: int) -> None:
-    if inputs % GROUP or outputs % INT4_OUTPUTS:
-        raise ConfigError(
-            f"dtype: int4 needs linears of a multiple of {GROUP} inputs and {INT4_OUTPUTS} outputs, and this model has "
-            f"one of {inputs} inputs and {outputs} outputs; use int8"
-        )
 
 
 def quantize_int8(weight: Tensor) -> Int8Weight:

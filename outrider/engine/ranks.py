@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from outrider.core.noise import Draw
 from outrider.engine.batch import Segment
@@ -16,6 +15,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.group import Group, RankLost
 from outrider.engine.logits import Logits
 from outrider.engine.plan import Change, Copy, Move, decode, encode
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BEAT_S = 1.0  # between two signs of life of a group that has nothing to do
 
@@ -95,4 +97,6 @@ def follow(engine: Engine, group: Group) -> None:
 
 def _answer(group: Group) -> None:
     """A sign of life of each to all."""
+    import torch
+
     group.sum(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE, arXiv 2104.09864) as one complex multiplication."""
+"""Rotary position embedding (RoPE, arXiv 2104.09864): its frequencies, and the angles that they make."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.errors import CheckpointError
 
@@ -62,35 +62,31 @@ class Rope:
             raise CheckpointError(f"{path}: {field}.low_freq_factor must be below high_freq_factor")
         return cls(theta, scaling)
 
-    def frequencies(self, head_dim: int) -> Tensor:
-        """Radians per position of each pair: [head_dim / 2] float32.
+    def frequencies(self, head_dim: int) -> NDArray[np.float32]:
+        """Radians per position of each pair: [head_dim / 2].
 
         Computed in float32, operation by operation, as transformers does: at position 1000 a frequency that is
-        an ulp better moves the angle, and then the logits, by more than everything else together.
+        an ulp better moves the angle, and then the logits, by more than everything else together. But for the powers,
+        which torch rounds correctly, or almost.
         """
-        plain = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        powers = np.power(np.float64(np.float32(self.theta)), exponents.astype(np.float64)).astype(np.float32)
+        plain: NDArray[np.float32] = np.float32(1.0) / powers
         if self.scaling is None:
             return plain
         low, high = self.scaling.low_freq_factor, self.scaling.high_freq_factor
-        length = self.scaling.original_context
-        wavelength = 2 * math.pi / plain
-        scaled = torch.where(wavelength > length / low, plain / self.scaling.factor, plain)
-        blend = (length / wavelength - low) / (high - low)
-        blended = (1 - blend) * scaled / self.scaling.factor + blend * scaled
-        between = ~(wavelength < length / high) & ~(wavelength > length / low)
-        return torch.where(between, blended, scaled)
+        length, factor = np.float32(self.scaling.original_context), np.float32(self.scaling.factor)
+        wavelength = np.float32(2 * math.pi) / plain
+        scaled = np.where(wavelength > np.float32(self.scaling.original_context / low), plain / factor, plain)
+        blend = (length / wavelength - np.float32(low)) / np.float32(high - low)
+        blended = (np.float32(1.0) - blend) * scaled / factor + blend * scaled
+        between = (wavelength >= np.float32(self.scaling.original_context / high)) & (
+            wavelength <= np.float32(self.scaling.original_context / low)
+        )
+        return np.where(between, blended, scaled)
 
-    def table(self, positions: int, head_dim: int) -> Tensor:
-        """The turn of each pair at each position: [positions, head_dim / 2] complex64."""
-        angles = torch.arange(positions, dtype=torch.float32)[:, None] * self.frequencies(head_dim)
-        return torch.complex(angles.cos(), angles.sin())
-
-
-def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of a query or key projection, reordered so that the two halves of a RoPE pair are neighbours.
-
-    Checkpoints pair dimension j with j + head_dim / 2; neighbours are one complex number in memory.
-    """
-    heads = weight.shape[0] // head_dim
-    paired = weight.reshape(heads, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2)
-    return paired.reshape(weight.shape)
+    def table(self, positions: int, head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosine and sine of each pair's angle at each position: [positions, head_dim / 2] each."""
+        angles = np.arange(positions, dtype=np.float32)[:, None] * self.frequencies(head_dim)
+        exact = angles.astype(np.float64)
+        return np.cos(exact).astype(np.float32), np.sin(exact).astype(np.float32)

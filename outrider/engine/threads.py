@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
-
 ResultT = TypeVar("ResultT")
 
 
@@ -25,6 +23,8 @@ class Threads:
     def prepare(self) -> None:
         """Sets it for the calling thread, the first time."""
         if not hasattr(self._prepared, "done"):
+            import torch
+
             torch.set_num_threads(self.count)
             self._prepared.done = True
 

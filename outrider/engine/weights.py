@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoint import ALL, ModelConfig
-from outrider.engine.rope import interleave
 from outrider.engine.sharding import Shard
 
 
@@ -158,3 +157,13 @@ def _joined(*linears: _Linear) -> _Linear:
     """Several linears over one input as one."""
     biases = [bias for _, bias in linears if bias is not None]
     return torch.cat([weight for weight, _ in linears]), torch.cat(biases) if biases else None
+
+
+def interleave(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows of a query or key projection, reordered so that the two halves of a RoPE pair are neighbours.
+
+    Checkpoints pair dimension j with j + head_dim / 2; neighbours are one complex number in memory.
+    """
+    heads = weight.shape[0] // head_dim
+    paired = weight.reshape(heads, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2)
+    return paired.reshape(weight.shape)

@@ -206,7 +206,7 @@ class Rank:
     async def join(self, meeting: str) -> None:
         """Meets the others."""
         from outrider.engine.device.engine import check_device
-        from outrider.engine.group import CudaRanks, Ranks
+        from outrider.engine.process_group import CudaRanks, Ranks
 
         kind: Any = Ranks
         if self._config.device != "cpu":

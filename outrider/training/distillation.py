@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.utils import logging
 
 from outrider.core.digest import PHI, mix64
+from outrider.engine.engine import Dtype
 from outrider.engine.loading import chosen_backend
-from outrider.engine.model import Dtype
 from outrider.errors import ConfigError
 from outrider.training import state as states
 from outrider.training.acceptance import Said

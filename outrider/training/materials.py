@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.card import weights_digest
-from outrider.engine.model import Dtype
+from outrider.engine.engine import Dtype
 from outrider.engine.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder

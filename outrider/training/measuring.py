@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from outrider.engine.engine import Dtype
 from outrider.engine.loading import load_engine
-from outrider.engine.model import Dtype
 from outrider.training.acceptance import Said, say
 from outrider.training.corpus import Heard, Ids
 from outrider.training.pupils import Lessons

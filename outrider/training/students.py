@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outrider.engine.engine import Dtype
 from outrider.engine.group import ALONE
-from outrider.engine.model import Dtype
 from outrider.engine.pretrained import Pretrained
 from outrider.engine.quiet import quiet
 from outrider.errors import CheckpointError, ConfigError, TokenizerMismatch

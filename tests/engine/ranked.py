@@ -18,9 +18,10 @@ import torch
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine
-from outrider.engine.group import ALONE, Group, RankLost, Ranks
+from outrider.engine.group import ALONE, Group, RankLost
 from outrider.engine.loading import load_engine
 from outrider.engine.native import NativeEngine
+from outrider.engine.process_group import Ranks
 from outrider.engine.ranks import follow, lead
 
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}

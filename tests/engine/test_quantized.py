@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from outrider.engine.checkpoint import read_config
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.int4 import GROUP
 from outrider.engine.native import NativeEngine
 from outrider.engine.padding import pad_checkpoint
-from outrider.engine.quantized import GROUP, PIECE, int4_linear, int8_linear, quantize_int4, quantize_int8
+from outrider.engine.quantized import PIECE, int4_linear, int8_linear, quantize_int4, quantize_int8
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, SHAPES, Tree, make_checkpoint, prompt, random_tokens
 from tests.engine.conftest import EngineClass

@@ -13,9 +13,10 @@ from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.eagle_drafts import EagleDrafts
 from outrider.engine.heads.ends import Ends, read_ends
 from outrider.engine.heads.folder import Network, make_network
+from outrider.engine.heads.latest import MedusaDrafts, MlpDrafts
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.shape import KINDS, Kind, Shape, shape_for
-from outrider.engine.heads.speculator import Drafted, MedusaDrafts, MlpDrafts, Root, Speculator
+from outrider.engine.heads.speculator import Drafted, Root, Speculator
 from outrider.training.unrolling import Unrolled
 
 TARGET = Path("models/target")

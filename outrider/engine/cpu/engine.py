@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from outrider.core.noise import Draw
@@ -24,14 +23,14 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import load_layers
 from outrider.engine.depth import kept_layers
-from outrider.engine.engine import Engine, Traits
+from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
+from outrider.engine.int4 import check_int4_shape
 from outrider.engine.logits import Best, Logits
-from outrider.engine.model import Dtype
-from outrider.engine.native import SCRATCH
-from outrider.engine.quantized import check_int4_shape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outrider._native import Model
 
 # Of the head. Quantized models have it in int8: in int4 it would choose other tokens too often.
@@ -162,7 +161,9 @@ class CpuEngine(Engine):
         if hidden is not None:
             self._hidden = hidden
 
-    def hidden(self) -> torch.Tensor:
+    def hidden(self) -> Tensor:
+        import torch  # what asks for features computes with it
+
         return torch.from_numpy(self._hidden)
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
@@ -234,7 +235,6 @@ def _empty_model(
     from outrider._native import Model
 
     positions = max(rows, config.context)
-    turns = torch.view_as_real(config.rope.table(positions, config.head_dim)).numpy()
     return Model(
         dtype,
         HEADS[dtype],
@@ -252,8 +252,7 @@ def _empty_model(
             rows,
             config.eps,
         ),
-        np.ascontiguousarray(turns[..., 0]),
-        np.ascontiguousarray(turns[..., 1]),
+        *config.rope.table(positions, config.head_dim),
         threads or len(os.sched_getaffinity(0)),
         instructions,
         () if features is None else features.layers,

@@ -6,17 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoint import ModelConfig
-from outrider.engine.weights import Source
+from outrider.engine.checkpoint import ModelConfig, Weights
 
 if TYPE_CHECKING:
     from outrider._native import Model
 
 
-def load_layers(model: Model, source: Source, config: ModelConfig, kept: Sequence[int]) -> int:
+def load_layers(model: Model, source: Weights, config: ModelConfig, kept: Sequence[int]) -> int:
     """Reads the `kept` layers and both ends. Gives the number of parameters. Raises CheckpointError."""
     reader = _Reader(source)
     for index, layer in enumerate(kept):
@@ -28,15 +26,14 @@ def load_layers(model: Model, source: Source, config: ModelConfig, kept: Sequenc
 
 
 class _Reader:
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Weights) -> None:
         self._source = source
         self.parameters = 0
 
     def take(self, name: str, *shape: int) -> NDArray[Any]:
         """As it is stored; the bits of bfloat16 as uint16."""
         self.parameters += math.prod(shape)
-        tensor = self._source.take(name, *shape).contiguous()
-        return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+        return self._source.array(name, *shape)
 
     def maybe(self, there: bool, name: str, *shape: int) -> NDArray[Any] | None:
         return self.take(name, *shape) if there else None

@@ -36,7 +36,7 @@ from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Repla
 from outrider.engine.device.said import Said
 from outrider.engine.device.staging import Inputs, Staging
 from outrider.engine.device.weights import ModelWeights, load_weights
-from outrider.engine.engine import Engine, Numerics, Traits
+from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits
 from outrider.engine.group import ALONE, Group
 from outrider.engine.logits import Logits
 from outrider.engine.weights import Source
@@ -45,7 +45,6 @@ from outrider.errors import ConfigError
 DeviceDtype = Literal["float32", "bfloat16"]
 Compiling = Literal["tuned", "plain", "off"]
 
-SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not committed yet
 RECORDINGS = 96  # that are kept
 ROW_TILE = 8  # a mask's rows are multiples of so many numbers, as kernels want them
 GREEDY = Draw(0, 0.0)
@@ -120,8 +119,8 @@ class DeviceEngine(Engine):
         self._kernels = kernels
         self._recorder = recorder
         self._recordings: Recent[_Recording] = Recent(RECORDINGS)
-        turns = torch.view_as_real(config.rope.table(self.positions, config.head_dim))
-        self._cos, self._sin = turns.to(device).unbind(-1)
+        turns = config.rope.table(self.positions, config.head_dim)
+        self._cos, self._sin = (torch.from_numpy(part).to(device) for part in turns)
         self._steps = noise_steps(config.vocabulary, device)
         self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
 

@@ -12,8 +12,9 @@ from outrider.engine.batch import Segment
 from outrider.engine.cache import KVCache
 from outrider.engine.heads.eagle import Attend, Eagle, Eagle3
 from outrider.engine.heads.ends import Ends
+from outrider.engine.heads.latest import sayable
 from outrider.engine.heads.shape import Shape
-from outrider.engine.heads.speculator import FloatRows, sayable
+from outrider.engine.heads.speculator import FloatRows
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.rope import Rope
 

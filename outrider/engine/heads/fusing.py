@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.engine.card import weights_digest
@@ -26,7 +28,7 @@ class Fusion:
 
     digest: bytes
     width: int  # of what is fused
-    fuse: Callable[[Tensor], Tensor]  # [rows, width * parts] to [rows, width]
+    fuse: Callable[[Tensor], NDArray[np.uint16]]  # [rows, width * parts] to [rows, width], in the bits of bfloat16
 
 
 def check_eagle(folder: Path, target: Path) -> Shape:
@@ -59,8 +61,9 @@ def load_fusion(folder: Path, target: Path, *, precise: bool) -> Fusion:
             delattr(network, name)
     pack_linears(network, heads_dtype(precise=precise))
 
-    def fuse(features: Tensor) -> Tensor:
+    def fuse(features: Tensor) -> NDArray[np.uint16]:
         with torch.inference_mode():
-            return network.enter(features)
+            fused: NDArray[np.uint16] = network.enter(features).bfloat16().view(torch.uint16).numpy()
+            return fused
 
     return Fusion(fusion_digest(folder), shape.width, fuse)

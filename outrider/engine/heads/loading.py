@@ -11,10 +11,11 @@ from outrider.engine.checkpoint import ModelConfig, read_config, read_tokenizer_
 from outrider.engine.heads.eagle_drafts import EagleDrafts
 from outrider.engine.heads.ends import read_ends
 from outrider.engine.heads.folder import load_network, pack_linears
+from outrider.engine.heads.latest import MedusaDrafts, MlpDrafts
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.shape import Shape, read_shape
-from outrider.engine.heads.speculator import MedusaDrafts, MlpDrafts, Speculator
+from outrider.engine.heads.speculator import Speculator
 from outrider.engine.linear import can_prepack
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
