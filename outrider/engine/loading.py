@@ -123,7 +123,7 @@ def load_engine(
                 progress=progress,
             )
             engine.computed_by = f"torch, not by the compiled kernels: {reason}"
-        log.info("%s is computed by %s", path, engine.computed_by)
+        log.log(logging.WARNING if missing() else logging.DEBUG, "%s is computed by %s", path, engine.computed_by)
         return engine
     if layers is not None or skip:
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")

@@ -75,7 +75,7 @@ async def glance(page: str) -> Any:
     return await asyncio.to_thread(get)
 
 
-async def status(cluster: LocalCluster, *drafters: DrafterConfig, tokens: int = 80, **terms: str) -> SpeculationStatus:
+async def status(cluster: LocalCluster, *drafters: DrafterConfig, tokens: int = 600, **terms: str) -> SpeculationStatus:
     """Of an answer that these drafters were there for. Unless it is asked for, it never rests."""
     await cluster.scale(drafters)
     terms.setdefault("speculation", "rounds")
@@ -118,7 +118,7 @@ async def test_there_is_no_drafter(cluster: LocalCluster) -> None:
     assert last == "outrider: no speculation: no drafter is running; start one with `outrider drafter`"
     found = await status(cluster)
     assert found.reason is SpeculationReason.NO_DRAFTER
-    assert found.steps == 80
+    assert found.steps == 600
     assert found.explanation == "no drafter is running; start one with `outrider drafter`"
 
 

@@ -155,8 +155,8 @@ async def test_a_drafter_says_once_what_to_do_where_it_cannot_have_its_features(
         async with running(cluster_config(heads, features)) as (cluster, said):
             async with AsyncClient(cluster.router_address) as client:
                 for prompt in prompts[:2]:
-                    answer = await client.generate(prompt, max_tokens=30, temperature=0.0, ignore_eos=True)
-                    assert (len(answer.token_ids), answer.usage.accepted) == (30, 0)
+                    answer = await client.generate(prompt, max_tokens=300, temperature=0.0, ignore_eos=True)
+                    assert (len(answer.token_ids), answer.usage.accepted) == (300, 0)
             assert answer.usage.speculation.reason is SpeculationReason.REFUSED  # from the second one on it is known
             assert "features:" in answer.usage.speculation.detail
             assert why in answer.usage.speculation.detail

@@ -39,7 +39,7 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
 ) -> None:
     folder = make_checkpoint(tmp_path)
     monkeypatch.setitem(sys.modules, "outrider._native", None)  # as if it had not been built
-    with caplog.at_level("INFO", "outrider"):
+    with caplog.at_level("WARNING", "outrider"):
         engine = load(folder)
     assert type(engine) is NativeEngine
     assert "was not built when Outrider was installed, which needs a C++ compiler" in engine.computed_by

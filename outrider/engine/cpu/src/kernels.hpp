@@ -93,7 +93,7 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
 #endif
 
 inline uint64_t mix64(uint64_t value) {  // outrider.core.digest

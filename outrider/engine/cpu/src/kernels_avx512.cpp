@@ -14,6 +14,7 @@
 #define OUTRIDER_NAME "avx512"
 #define OUTRIDER_VECTOR 512
 #define OUTRIDER_BF16 0
+#define OUTRIDER_VNNI 0
 
 namespace outrider {
 namespace {

@@ -14,6 +14,7 @@
 #define OUTRIDER_NAME "avx512_bf16"
 #define OUTRIDER_VECTOR 512
 #define OUTRIDER_BF16 1
+#define OUTRIDER_VNNI 1
 
 namespace outrider {
 namespace {

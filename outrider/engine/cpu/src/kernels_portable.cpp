@@ -6,6 +6,7 @@
 #define OUTRIDER_NAME "portable"
 #define OUTRIDER_VECTOR 0
 #define OUTRIDER_BF16 0
+#define OUTRIDER_VNNI 0
 
 namespace outrider {
 namespace {
