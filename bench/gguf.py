@@ -137,7 +137,7 @@ def gguf_tensors(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> I
 def _rope_divisors(config: ModelConfig) -> Tensor:
     """By how much Llama 3.1's scaling slows each frequency: [head_dim / 2]."""
     plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
-    return plain / config.rope.frequencies(config.head_dim)
+    return torch.from_numpy(plain / config.rope.frequencies(config.head_dim))
 
 
 def _string(text: str) -> bytes:

@@ -24,6 +24,7 @@ from outrider.engine.model import Layer, Model, load_model
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.quantized import check_quantized
 from outrider.engine.threads import Threads
+from outrider.engine.weights import complex_turns
 
 
 class NativeEngine(Engine):
@@ -74,7 +75,7 @@ class NativeEngine(Engine):
         self._model = model
         self._group = group
         self._dtype = dtype
-        self._rope = torch.complex(*map(torch.from_numpy, config.rope.table(self.positions, config.head_dim)))
+        self._rope = complex_turns(config.rope, self.positions, config.head_dim)
         self._threads = Threads(threads)
 
     @classmethod

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.checkpoint import ALL, ModelConfig
+from outrider.engine.rope import Rope
 from outrider.engine.sharding import Shard
 
 
@@ -167,3 +168,8 @@ def interleave(weight: Tensor, head_dim: int) -> Tensor:
     heads = weight.shape[0] // head_dim
     paired = weight.reshape(heads, 2, head_dim // 2, *weight.shape[1:]).transpose(1, 2)
     return paired.reshape(weight.shape)
+
+
+def complex_turns(rope: Rope, positions: int, head_dim: int) -> Tensor:
+    """For RoPE as one complex multiplication: the turn of each pair at each position, [positions, head_dim / 2]."""
+    return torch.complex(*map(torch.from_numpy, rope.table(positions, head_dim)))

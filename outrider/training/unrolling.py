@@ -19,6 +19,7 @@ from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.shape import Shape
 from outrider.engine.rope import Rope
+from outrider.engine.weights import complex_turns
 
 
 class Guess(NamedTuple):
@@ -71,7 +72,7 @@ def _eagle(
     network: Eagle | Eagle3, shape: Shape, ends: Ends, tokens: Tensor, features: Tensor, depth: int
 ) -> Iterator[Guess]:
     embedded = ends.embed(tokens[:, 1:])  # row i: of the token i + 1, which is seen with the feature of i
-    turns = Rope(shape.theta, None).table(embedded.shape[1], shape.head_dim).to(features.device)
+    turns = complex_turns(Rope(shape.theta, None), embedded.shape[1], shape.head_dim).to(features.device)
     state = network.enter(features[:, :-1])
     chain = _Chain()
     for level in range(depth):

@@ -88,8 +88,19 @@ def test_routers_and_gateways_run_without_torch(target: str, module: str) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("module", ["verifier_svc.service", "drafter_svc.service"])
+def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
+    assert "ARG EXTRAS=serve" in stages()["worker-packages"]
+    assert not [need for need in PROJECT["project"]["optional-dependencies"]["serve"] if need.startswith("torch")]
+    loading = "load_engine(Path('models/drafter'), dtype='bfloat16', slots=1, threads=1)"
+    hidden = "import sys; sys.modules.update(torch=None); from pathlib import Path; "
+    hidden += f"import {module}; from outrider.engine.loading import load_engine; {loading}"
+    ran = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_extras_that_stages_install_exist() -> None:
     text = " ".join(line for stage in stages().values() for line in stage)
     named = re.findall(r"\.whl\)\[([\w,]+)\]", text) + re.findall(r"ARG EXTRAS=([\w,]+)", text)
-    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve"}
+    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve", "torch"}
     assert {"router", "gateway", "serve", "ray"} <= PROJECT["project"]["optional-dependencies"].keys()

@@ -1,6 +1,7 @@
 """Through the SDK, router, Redis, verifier and drafters: the same text however it is made."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -109,3 +110,14 @@ async def test_wrong_requests_name_the_field(cluster: LocalCluster) -> None:
             await client.generate("", timeout=10)
         with pytest.raises(InvalidRequest, match="4095"):
             await client.generate([1, 4096], timeout=10)
+
+
+async def test_no_server_has_torch_in_memory(cluster: LocalCluster) -> None:
+    """Models of the Llama family on CPUs need none of it. The first server of all was used by the tests before."""
+    roles = {"router", "verifier", "drafter"}
+    for name, process in cluster.processes.items():
+        roles.discard(name.partition("-")[0])
+        mapped = await asyncio.to_thread(Path(f"/proc/{process.pid}/maps").read_text)
+        assert "_native.abi3.so" in mapped or name.startswith("router")
+        assert "libtorch" not in mapped, name
+    assert not roles

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +46,30 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
     assert type(engine) is NativeEngine
     assert "was not built when Outrider was installed, which needs a C++ compiler" in engine.computed_by
     assert f"{folder} is computed by torch, not by the compiled kernels: it was not built" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, "without the compiled kernels .* a model"),
+        ({"device": "cuda"}, "device cuda"),
+        ({"backend": "transformers"}, "llama"),
+    ],
+)
+def test_what_needs_torch_says_how_to_install_it(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    program = f"""
+import sys
+from pathlib import Path
+sys.modules["torch"] = None
+from outrider.engine.loading import load_engine
+load_engine(Path({str(folder)!r}), **{{"dtype": "float32", "slots": 1, **{changes!r}}})
+"""
+    env = {**os.environ, "OUTRIDER_ENGINE": "torch"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, check=False)
+    assert re.search(rf"ConfigError: .*{what} needs PyTorch, .*; pip install 'outrider\[torch\]'", ran.stderr), (
+        ran.stderr
+    )
 
 
 def test_torch_serves_where_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

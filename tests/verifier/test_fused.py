@@ -62,7 +62,8 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
         assert session.features_known
         known = len(session.tokens) - 1
         rows = torch.frombuffer(bytearray(session.fused.rows(0, known)), dtype=torch.bfloat16).view(known, 96).float()
-        expected = fusion.fuse(features_of(target, features, session.tokens))[:known]
+        fused = fusion.fuse(features_of(target, features, session.tokens))[:known]
+        expected = torch.from_numpy(fused).view(torch.bfloat16).float()
         assert np.abs((rows - expected).numpy()).max() < 0.01 * float(expected.abs().max())
         loop.close(session)
         return session

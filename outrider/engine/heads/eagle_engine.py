@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.engine.batch import Segment
 from outrider.engine.cache import lazy_zeros
 from outrider.engine.checkpoint import ModelConfig, read_config, read_tokenizer_digest
-from outrider.engine.engine import Engine, Traits
+from outrider.engine.engine import SCRATCH, Engine, Traits
 from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.eagle_layer import EagleLayer
 from outrider.engine.heads.ends import Ends, read_ends
@@ -21,7 +21,6 @@ from outrider.engine.heads.folder import load_network, pack_linears
 from outrider.engine.heads.fusing import check_eagle
 from outrider.engine.heads.loading import heads_dtype
 from outrider.engine.heads.shape import Shape
-from outrider.engine.native import SCRATCH
 from outrider.engine.threads import Threads
 
 

@@ -17,6 +17,7 @@ from outrider.engine.heads.shape import Shape
 from outrider.engine.heads.speculator import FloatRows
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.rope import Rope
+from outrider.engine.weights import complex_turns
 
 
 class EagleLayer:
@@ -29,7 +30,7 @@ class EagleLayer:
         self._ends = ends
         self._cache = KVCache(1, slots, shape.kv_heads, rows, shape.head_dim)
         self._attention = FastAttention(shape.heads, shape.kv_heads)
-        self._turns = Rope(shape.theta, None).table(rows, shape.head_dim)
+        self._turns = complex_turns(Rope(shape.theta, None), rows, shape.head_dim)
 
     @property
     def kv_bytes(self) -> int:
