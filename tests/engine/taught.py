@@ -20,6 +20,7 @@ from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.shape import Kind, Shape, shape_for
 from outrider.engine.native import NativeEngine
 from outrider.engine.rope import Rope
+from outrider.engine.weights import complex_turns
 from tests.engine.checkpoints import prompt
 
 DEPTH = 4
@@ -110,7 +111,7 @@ def _mlp_loss(network: MlpSpeculator, features: Tensor, ends: Ends, tokens: Tens
 
 
 def _eagle_loss(network: Eagle3, shape: Shape, features: Tensor, ends: Ends, tokens: Tensor) -> Tensor:
-    turns = Rope(shape.theta, None).table(len(tokens) - 2, shape.head_dim)
+    turns = complex_turns(Rope(shape.theta, None), len(tokens) - 2, shape.head_dim)
     given = network(ends.embed(tokens[1:-1]), network.enter(features[:-2]), turns, attend_causally)
     return cross_entropy(network.logits(given, ends.unembed), tokens[2:])
 

@@ -28,6 +28,7 @@ from outrider.engine.heads.mlp import MlpSpeculator
 from outrider.engine.heads.shape import KINDS, Kind, Shape, low_middle_high, shape_for
 from outrider.engine.heads.speculator import Drafted, Root, Speculator
 from outrider.engine.rope import Rope
+from outrider.engine.weights import complex_turns
 from outrider.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import MODELS, make_checkpoint
 from tests.engine.families import make_family
@@ -73,7 +74,7 @@ def said(
         case Eagle() | Eagle3():
             states, whole = network.enter(features[: len(tokens) - 1]), [*tokens[1:], *path]
             for count in range(len(tokens) - 1, len(whole) + 1):
-                turns = Rope(shape.theta, None).table(count, shape.head_dim)
+                turns = complex_turns(Rope(shape.theta, None), count, shape.head_dim)
                 embedded = ends.embed(torch.tensor(whole[:count]))
                 given = network(embedded, states[:count], turns, attend_causally)
                 states = torch.cat([states, given[-1:]])
