@@ -90,20 +90,22 @@ class Slots:
                 shared = min(_shared(held.tokens, wanted), self._computed[slot]) if held.tenant == tenant else 0
                 if shared > cached:
                     best, cached = slot, shared
-        if best in self._taken:
-            del self._free[oldest]
-            return Taken(oldest, cached, best)
         if best is None:
             del self._free[oldest]
             return Taken(oldest, 0, None)
-        held = self._free[best]
-        own = bool(session) and held.session == session
-        if best != oldest and not own and len(held.tokens) - cached >= WORTHWHILE:
-            del self._free[oldest]
+        if best in self._free and self._is_taken_over(best, cached, session):
+            del self._free[best]
+            return Taken(best, cached, None)
+        del self._free[oldest]
+        if best in self._free:
             self._free.move_to_end(best)
-            return Taken(oldest, cached, best)
-        del self._free[best]
-        return Taken(best, cached, None)
+        return Taken(oldest, cached, best)
+
+    def _is_taken_over(self, slot: int, cached: int, session: str) -> bool:
+        """Whether a free slot that holds `cached` of a session's rows is better taken than copied from."""
+        held = self._free[slot]
+        own = bool(session) and held.session == session
+        return own or slot == next(iter(self._free)) or len(held.tokens) - cached < WORTHWHILE
 
     def forget(self) -> None:
         """No slot holds anything any more."""

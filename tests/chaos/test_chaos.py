@@ -15,7 +15,7 @@ from tests.chaos.servers import ROLES, Servers, Shape
 from tests.chaos.striking import Striker, Struck, recovery, went_on
 
 SESSIONS = 4
-CONTEXT = 160
+CONTEXT = 1000
 CASE = Case(0, (1, 2), 0.0, 4)
 
 

@@ -48,24 +48,25 @@ def first_layers(target: Path, drafter: Path, kept: int = 2) -> Path:
     return drafter
 
 
-def config(target: Path, drafter: Path) -> ClusterConfig:
+def config(target: Path, drafter: Path, context: int = 100) -> ClusterConfig:
     return ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, overlap=True),
-        verifier=[VerifierConfig(model=target, name="target", dtype="float32", context=100, slots=2)],
+        verifier=[VerifierConfig(model=target, name="target", dtype="float32", context=context, slots=2)],
         drafter=[DrafterConfig(model=drafter, dtype="float32", slots=2)],
     )
 
 
 async def test_a_gpt2_drafts_for_a_gpt2_and_changes_nothing(tmp_path: Path, prompts: list[str]) -> None:
-    target = checkpoint(tmp_path / "target", "gpt2", n_layer=10)
+    target = checkpoint(tmp_path / "target", "gpt2", n_layer=10, n_positions=400)
     drafter = first_layers(target, tmp_path / "drafter")
     accepted = 0
     async with (
-        LocalCluster(config(target, drafter), forward=lambda name, line: print(name, line)) as cluster,
+        LocalCluster(config(target, drafter, 400), forward=lambda name, line: print(name, line)) as cluster,
         AsyncClient(cluster.router_address) as client,
     ):
         for terms in TERMS:
             prompt = prompts[0][:60]
+            terms = {**terms, "max_tokens": 360}  # the drafter takes a moment to come
             plain = await client.generate(prompt, speculation="off", **terms)
             fast = await client.generate(prompt, speculation="fixed", **terms)
             assert fast.token_ids == plain.token_ids
