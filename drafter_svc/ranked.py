@@ -10,7 +10,7 @@ import numpy as np
 from drafter_svc.replica import Snapshot
 from drafter_svc.session import DraftSession, Move
 from outrider.core.construction import BestFirst, Construction, Shaped, Terms
-from outrider.core.growth import WORTH_TELLING, Candidates, Fits, candidates, floor_score
+from outrider.core.growth import CANDIDATES, WORTH_TELLING, Candidates, Fits, floor_score
 from outrider.core.noise import Draw
 from outrider.core.repeats import Hint, RepeatFit, Repeats
 from outrider.core.rules import Drawn, rule_of
@@ -39,7 +39,6 @@ class RankedSession(DraftSession):
         over."""
         super().__init__(snapshot, slot, vocabulary, construction or BestFirst(), first_id=first_id, cached=cached)
         self._shared = rule_of(snapshot.contract).drawn is Drawn.FREELY
-        self._scores = self.sampler.scores if self._shared else self.sampler.log_weights
         self._rows: dict[Node, Candidates] = {}  # of expanded nodes, to learn from when the target has spoken
         self.repeats = repeats or Repeats(())
         self.repeats.keep(self.tokens)
@@ -157,7 +156,8 @@ class RankedSession(DraftSession):
             known = np.isfinite(best.scores) & (best.tokens < self.usable)  # the others are padding
             if known.any():
                 return Candidates(best.tokens[known], best.scores[known])
-        return candidates(self._scores(row.logits[: self.usable], self.tree.path(node)))
+        logits, path = row.logits[: self.usable], self.tree.path(node)
+        return Candidates(*self.sampler.leading(logits, path, CANDIDATES, noised=self._shared))
 
     def _propose(self, node: Node, row: Candidates, fits: Fits, terms: Terms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))

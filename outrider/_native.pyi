@@ -11,6 +11,29 @@ from outrider.engine.batch import Segment
 Array = NDArray[Any]
 
 def instruction_sets() -> list[str]: ...
+def logprobs(logits: Array, tokens: Array, scores: Array, /) -> float: ...
+
+class Sampler:
+    def __init__(
+        self,
+        vocabulary: int,
+        base: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        penalties: tuple[float, float, float],
+        biased: Array,
+        bias: Array,
+        banned: Array,
+        allowed: Array,
+        restricted: bool,
+        stops: Array,
+        first_stop: int,
+        /,
+    ) -> None: ...
+    def extend(self, tokens: Array, answer: bool, /) -> None: ...
+    def lead(self, logits: Array, path: Array, noised: bool, tokens: Array, scores: Array, /) -> int: ...
 
 class Model:
     def __init__(
@@ -33,6 +56,7 @@ class Model:
         segments: Sequence[Segment],
         draws: Sequence[Draw | None],
         best: int,
+        walks: bool,
         logits: Array,
         tokens: Array,
         scores: Array,

@@ -8,7 +8,7 @@ from copy import copy
 
 from outrider.core.calibration import Calibration
 from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Candidates, Fits, candidates, floor_score
+from outrider.core.growth import CANDIDATES, Candidates, Fits, floor_score
 from outrider.core.rules import Drawn, rule_of
 from outrider.core.sampler import Sampler
 from outrider.core.tree import Node, TokenTree
@@ -44,8 +44,7 @@ class HeadDrafts:
         self, tree: TokenTree, sampler: Sampler, node: Node, number: int, logits: FloatRows, plan: Plan, price: float
     ) -> None:
         """Adds the children of a node, by the row of that number, as far as they are worth verifying."""
-        scores = sampler.scores if self._shared else sampler.log_weights
-        row = candidates(scores(logits, tree.path(node)))
+        row = Candidates(*sampler.leading(logits, tree.path(node), CANDIDATES, noised=self._shared))
         self._rows[node] = number, row
         least = floor_score(price) / tree.score(node)
         for token, claimed in self._fits[tree.depth(node)].edges(row, plan.width, None):

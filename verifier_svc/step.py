@@ -176,10 +176,10 @@ class Verdicts:
         """What the target would say after the ends of the window's chains, were they the text."""
         sampler, window, first = self._session.sampler, self._work.window, 1 + len(self._work.nodes)
         noised = self._session.rule.drawn is Drawn.FREELY  # else the text's own draws are not known beforehand
-        score = sampler.scores if noised else sampler.log_weights
         rows = [0 if end < 0 else first + end for end in window.ends]
         return [
-            int(score(self._row(row), window.path(end)).argmax()) for row, end in zip(rows, window.ends, strict=True)
+            int(sampler.leading(self._row(row), window.path(end), noised=noised)[0][0])
+            for row, end in zip(rows, window.ends, strict=True)
         ]
 
     def _row(self, row: int) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,18 @@ def keep_top_p(scores: FloatRow, p: float) -> None:
     cumulative = np.cumsum(probability)
     kept = int(np.searchsorted(cumulative, p * cumulative[-1])) + 1
     scores[order[kept:]] = -np.inf
+
+
+def best_of(scores: NDArray[np.floating[Any]], count: int) -> tuple[NDArray[np.int64], FloatRow]:
+    """The best tokens and their scores, best first, lower ids first among equals; none that may not be said."""
+    least = np.partition(scores, -count)[-count] if 0 < count < scores.size else -np.inf
+    best = np.flatnonzero(scores > least)
+    ties = np.flatnonzero(scores == least)[: max(0, count - best.size)]
+    best = np.sort(np.concatenate([best, ties]))
+    best = best[np.argsort(-scores[best], kind="stable")]
+    best = best[np.isfinite(scores[best])]
+    best = best[:count]
+    return best, scores[best].astype(np.float64)
 
 
 def keep_min_p(scores: FloatRow, p: float) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.core.contract import Plan
 from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.filters import FloatRow
+from outrider.core.filters import FloatRow, best_of
 from outrider.core.repeats import Hint, RepeatFit
 from outrider.core.shapes import RankRates
 from outrider.core.tree import Node, TokenTree
@@ -36,11 +36,7 @@ class Candidates:
 
 def candidates(scores: FloatRow) -> Candidates:
     """The leading tokens of a row of log q + g [vocabulary]."""
-    count = min(CANDIDATES, scores.size)
-    best = np.argpartition(scores, scores.size - count)[scores.size - count :]
-    best = best[np.argsort(-scores[best], kind="stable")]
-    best = best[np.isfinite(scores[best])]
-    return Candidates(best, scores[best])
+    return Candidates(*best_of(scores, CANDIDATES))
 
 
 class Fits:

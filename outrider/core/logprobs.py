@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.compiled import log_total
+
 _ENTRY = np.dtype([("id", "<u4"), ("logprob", "<f4")])
 
 
@@ -29,18 +31,12 @@ def stride(alternatives: int) -> int:
 
 def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
     """The entry of `token`, said after a row of logits [vocabulary] that has at least that many alternatives."""
-    most = logits.max()
-    total = most + np.log(np.exp(logits - most).sum(dtype=np.float64))
-    own = np.float32(logits[token] - total).tobytes()
-    if not alternatives:
-        return own
+    best, scores, total = log_total(logits, min(alternatives, logits.size))
     top = np.zeros(alternatives, _ENTRY)
-    best = np.argpartition(-logits, min(alternatives, logits.size) - 1)[:alternatives]
-    best = best[np.lexsort((best, -logits[best]))]
-    top["id"][: best.size] = best
     top["logprob"] = -np.inf
-    top["logprob"][: best.size] = logits[best] - total
-    return own + top.tobytes()
+    top["id"][: best.size] = best
+    top["logprob"][: best.size] = scores - total
+    return np.float32(logits[token] - total).tobytes() + top.tobytes()
 
 
 def narrowed(blob: bytes, held: int, wanted: int | None) -> bytes:

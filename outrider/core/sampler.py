@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.compiled import compiled_sampler
 from outrider.core.contract import Contract
-from outrider.core.filters import FloatRow, History, ids_within, keep_sampled, penalize
+from outrider.core.filters import FloatRow, History, best_of, ids_within, keep_sampled, penalize
 from outrider.core.logprobs import pack
 from outrider.core.noise import Draw, NoiseRows, generation_base
 
@@ -29,13 +30,23 @@ class Choice(NamedTuple):
 class Sampler:
     """All methods take the tokens between the last committed one and the row in question as `path`."""
 
-    def __init__(self, contract: Contract, vocabulary: int, tokens: Sequence[int], answer_position: int) -> None:
-        """`tokens`: what is committed, prompt included; the answer begins at `answer_position`.
+    def __init__(
+        self,
+        contract: Contract,
+        vocabulary: int,
+        tokens: Sequence[int],
+        answer_position: int,
+        *,
+        compiled: bool = True,
+    ) -> None:
+        """`tokens`: what is committed, prompt included; the answer begins at `answer_position`. `compiled`: tokens are
+        chosen by compiled code where there is any; else by numpy.
 
         Tokens, and ids that the contract names, may lie outside the vocabulary: a drafter may lack ids of the target.
         They change nothing. Something that the vocabulary has must be allowed (`Contract.allows_any`).
         """
         self.contract = contract
+        self._compiled = compiled_sampler(contract, vocabulary, tokens, answer_position) if compiled else None
         self._length = len(tokens)
         self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be said
         self._noise = NoiseRows.of(contract, vocabulary)
@@ -55,13 +66,16 @@ class Sampler:
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens were committed."""
         self._length += len(tokens)
+        if self._compiled is not None:
+            self._compiled.extend(tokens)
         self._noise.forget_below(self._length)
         if self._history is not None:
             self._history.extend(tokens)
 
     def prepare(self, position: int) -> None:
-        """Computes what `scores` will need there beside the logits."""
-        self._noise.row(position)
+        """Computes what choosing will need there beside the logits, if numpy chooses."""
+        if self._compiled is None:
+            self._noise.row(position)
 
     def log_weights(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
         """log p up to a constant, after all filters; -inf for what may not be said: [vocabulary].
@@ -100,14 +114,25 @@ class Sampler:
             scores += noise
         return scores
 
+    def leading(
+        self, logits: NDArray[np.float32], path: Sequence[int] = (), count: int = 1, *, noised: bool = True
+    ) -> tuple[NDArray[np.int64], FloatRow]:
+        """The tokens with the best `scores` (`noised`) or `log_weights`, and these, best first: at most `count`, fewer
+        where fewer may be said. Lower ids come first among equals."""
+        if self._compiled is not None:
+            leading = self._compiled.leading(logits, path, count, noised=noised)
+            if leading is not None:
+                return leading
+        return best_of(self.scores(logits, path) if noised else self.log_weights(logits, path), count)
+
     def choose(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> Choice:
         """The token that the target says. The lowest id wins a tie."""
-        scores = self.scores(logits, path)
-        token = int(scores.argmax())
-        best = scores[token]
-        scores[token] = -np.inf
-        wanted = self.contract.logprobs
-        return Choice(token, float(best - scores.max()), b"" if wanted is None else pack(logits, token, wanted))
+        tokens, scores = self.leading(logits, path, 2)
+        if not tokens.size:  # the model gave no numbers
+            tokens, scores = np.array([self.scores(logits, path).argmax()]), np.array([np.nan])
+        token, wanted = int(tokens[0]), self.contract.logprobs
+        gap = float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
+        return Choice(token, gap, b"" if wanted is None else pack(logits, token, wanted))
 
     def _unsayable(self, vocabulary: int) -> NDArray[np.int64]:
         """Ids that are banned or not among those allowed."""

@@ -67,9 +67,12 @@ class Engine(Traits, ABC):
         Raises ValueError when a segment does not fit the engine or two share a slot.
         """
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
-        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that; `best`: how
-        many of a row's leading tokens are wanted then, two at least."""
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that.
+
+        `best`: how many of each row's leading tokens are wanted then; 0: the tokens of the rows alone that one meets
+        who follows them from a segment's first, as a verifier does.
+        """
         return HostLogits(self.forward(segments))
 
     def hidden(self) -> Tensor:

@@ -60,7 +60,7 @@ class Passes:
         self._moves.clear()
 
     async def judge(
-        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 2
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 0
     ) -> Logits:
         """The packed pass; see Engine.judge. `meanwhile` is done here while it runs."""
         moves, self._moves = self._moves, []

@@ -50,7 +50,7 @@ class Leader(Engine):
         self._announce(segments)
         return self._engine.forward(segments)
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         self._announce(segments)
         return self._engine.judge(segments, draws, best)
 

@@ -109,10 +109,15 @@ async def test_texts_gaps_and_logprobs_are_the_same_whoever_draws(
 
 
 def test_noise_is_not_computed_twice() -> None:
-    """Neither for what the engine draws, nor does a session go without it that the engine does not draw for."""
+    """Nor does a session go without it for which numpy chooses. Compiled code computes its own."""
     contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
     sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
     works = [Work(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
+    for draws in (True, False):
+        make_noise(Step(works, 0.0), draws=draws)
+        assert not any(session.sampler._noise._rows for session in sessions)
+    for session in sessions:
+        session.sampler._compiled = None
     for draws, expected in ((True, [False, True]), (False, [True, True])):
         make_noise(Step(works, 0.0), draws=draws)
         assert [bool(session.sampler._noise._rows) for session in sessions] == expected

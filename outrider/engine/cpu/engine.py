@@ -128,15 +128,16 @@ class CpuEngine(Engine):
         self._run(segments, (), 0, logits, _NO_TOKENS, _NO_SCORES)
         return logits
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         counts = [*map(_outputs, segments)]
         outputs = sum(counts)
+        walks = not best
         best = max(2, min(best, self.vocabulary)) if any(draw is not None for draw in draws) else 0
         if outputs * self.vocabulary > self._logits.size:
             self._logits = np.empty(outputs * self.vocabulary * 5 // 4, np.float32)
         logits = self._logits[: outputs * self.vocabulary].reshape(outputs, self.vocabulary)
         tokens, scores = np.empty((outputs, best), np.int64), np.empty((outputs, best))
-        self._run(segments, draws, best, logits, tokens, scores)
+        self._run(segments, draws, best, logits, tokens, scores, walks=walks)
         drawn = [draw is not None for draw, count in zip(draws, counts, strict=True) for _ in range(count)]
         return _Drawn(logits, drawn if best else [False] * outputs, tokens, scores)
 
@@ -148,13 +149,15 @@ class CpuEngine(Engine):
         logits: NDArray[np.float32],
         tokens: NDArray[np.int64],
         scores: NDArray[np.float64],
+        *,
+        walks: bool = False,
     ) -> None:
         wanted, hidden = self.features, None
         if wanted is not None:
             rows = sum(len(segment.tokens) for segment in segments) if wanted.every else len(logits)
             hidden = np.empty((rows, wanted.parts * self._width), np.float32)
         try:
-            self._model.run(segments, draws, best, logits, tokens, scores, hidden)
+            self._model.run(segments, draws, best, walks, logits, tokens, scores, hidden)
         except ValueError:
             self.check_segments(segments)  # which says more
             raise
@@ -205,7 +208,7 @@ class _Drawn:
         return row
 
     def choice(self, index: int) -> Choice | None:
-        if not self._drawn[index]:
+        if not self._drawn[index] or self._tokens[index, 0] < 0:  # it is not on the way, or the model gave no numbers
             return None
         first, second = self._scores[index, :2]
         return Choice(int(self._tokens[index, 0]), float(first - second))

@@ -209,7 +209,7 @@ class DeviceEngine(Engine):
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         return self._pass(segments, [None] * len(segments), 0).all()
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         said = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
         said.fetch()
         return said

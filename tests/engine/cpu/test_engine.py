@@ -93,7 +93,7 @@ def test_draws_are_the_samplers(seed: int, temperature: float, position: int, be
     engine = _drawing(instructions)
     contract = Contract(seed=seed, max_tokens=100, temperature=temperature)
     text = np.random.default_rng(seed % 2**32).integers(0, engine.vocabulary, position + 3)
-    sampler = Sampler(contract, engine.vocabulary, text.tolist(), 1)
+    sampler = Sampler(contract, engine.vocabulary, text.tolist(), 1, compiled=False)
     logits = engine.judge([prompt(0, text, wanted=1)], [sampler.draw], best)
     row = logits.row(0).copy()
     expected, choice = sampler.choose(row), logits.choice(0)
@@ -119,12 +119,47 @@ def _drawing(instructions: str) -> CpuEngine:
 def test_only_segments_with_a_draw_are_drawn_from() -> None:
     engine = load()
     segments = [prompt(slot, np.array([5, 6, 7]), wanted=2) for slot in range(3)]
-    logits = engine.judge(segments, [None, Draw(1, 0.0), Draw(2, 1.0)])
+    logits = engine.judge(segments, [None, Draw(1, 0.0), Draw(2, 1.0)], 2)
     assert [logits.choice(row) is None for row in range(6)] == [True, True, False, False, False, False]
     assert [logits.best(row) is None for row in range(6)] == [True, True, False, False, False, False]
     undrawn = engine.judge(segments, [None, None, None])
     assert undrawn.choice(5) is None
     assert np.array_equal(undrawn.row(2), logits.row(2))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
+def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: int, temperature: float) -> None:
+    engine, random = _drawing(SETS[0]), np.random.default_rng(seed)
+    text, draw = random_text(engine, random, 9), Draw(seed, temperature)
+    engine.forward([prompt(0, text[:-1])])
+    said = [int(text[-1])]
+    for _ in range(4):  # what it says by itself, row by row
+        tokens = np.array([text[-1], *said[1:]], np.int64)
+        choice = engine.judge([Segment(0, 8, tokens, 8 + np.arange(len(tokens)), None, 1)], [draw], 2).choice(0)
+        assert choice is not None
+        said.append(choice.token)
+    # A tree with that path, and beside it at each place other tokens, some with the same ones below them.
+    tokens, parents, on_path = [said[0]], [-1], [0]
+    for depth in range(1, 4):
+        above = on_path[-1]
+        for token in random.permutation([said[depth], *random.integers(0, engine.vocabulary, 2)]).tolist():
+            if token != said[depth] or len(on_path) == depth:
+                if token == said[depth]:
+                    on_path.append(len(tokens))
+                tokens.append(token)
+                parents.append(above)
+        stranger = next((row for row in range(1, len(tokens)) if row not in on_path), None)
+        if stranger is not None:
+            tokens.append(said[min(3, depth + 1)])
+            parents.append(stranger)
+    mask, positions = np.eye(len(tokens), dtype=np.bool_), np.full(len(tokens), 8)
+    for row in range(1, len(tokens)):
+        mask[row] |= mask[parents[row]]
+        positions[row] = positions[parents[row]] + 1
+    logits = engine.judge([Segment(0, 8, np.array(tokens), positions, mask, len(tokens))], [draw])
+    choices = [logits.choice(row) for row in range(len(tokens))]
+    assert [row for row, choice in enumerate(choices) if choice is not None] == sorted(on_path)
+    assert [choices[row].token for row in on_path] == said[1:]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("instructions", SETS)
@@ -226,20 +261,20 @@ def refused_by(call: Callable[[], object]) -> str:
 )
 def test_arrays_of_another_kind_are_errors(segment: Segment) -> None:
     with pytest.raises((ValueError, AttributeError, BufferError)):
-        load()._model.run([segment], [], 0, np.empty((3, 4096), np.float32), np.empty(0), np.empty(0), None)
+        load()._model.run([segment], [], 0, False, np.empty((3, 4096), np.float32), np.empty(0), np.empty(0), None)
 
 
 def test_a_buffer_that_is_too_small_is_not_written() -> None:
     model, segment = load()._model, prompt(0, np.array([1, 2]))
     tokens, scores = np.empty((2, 2), np.int64), np.empty((2, 2))
     with pytest.raises(ValueError, match="a buffer of 8192 items"):
-        model.run([segment], [None], 0, np.empty(8191, np.float32), tokens, scores, None)
+        model.run([segment], [None], 0, False, np.empty(8191, np.float32), tokens, scores, None)
     with pytest.raises(ValueError, match="a buffer of 4 items"):
-        model.run([segment], [Draw(1, 1.0)], 2, np.empty(8192, np.float32), tokens[:1], scores, None)
+        model.run([segment], [Draw(1, 1.0)], 2, False, np.empty(8192, np.float32), tokens[:1], scores, None)
     frozen = np.empty(8192, np.float32)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        model.run([segment], [None], 0, frozen, tokens, scores, None)
+        model.run([segment], [None], 0, False, frozen, tokens, scores, None)
 
 
 @pytest.mark.parametrize("change", [{"slots": 0}, {"rows": 1}])

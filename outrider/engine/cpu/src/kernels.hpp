@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace outrider {
 
@@ -89,12 +90,20 @@ struct Kernels {
   void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
   // The `count` best tokens, best first, lower ids first among equals; gives how many there are that may be drawn.
   int (*lead)(const float* logits, int vocabulary, const Draw&, int count, int64_t* tokens, double* scores);
+  float (*most)(const float* x, int count);
+  // Places of what is more than `bound`, into `places` with room for all; gives how many.
+  int (*above)(const float* x, int count, float bound, int32_t* places);
+  // The sum of exp((x - top) * factor) over the x that are not more than `bound`.
+  double (*mass)(const float* x, int count, float top, float factor, float bound);
 };
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
 #endif
+
+std::vector<const Kernels*> kernels_here();            // that this processor has, the fastest first
+const Kernels* kernels_named(const char* name);        // "": the fastest; null where this processor does not have them
 
 inline uint64_t mix64(uint64_t value) {  // outrider.core.digest
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -102,6 +102,7 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   segments_ = &segments;
   first_rows_.clear();
   outputs_.clear();
+  choices_.clear();
   units_.clear();
   rows_ = 0;
   int longest = 0, widest = 0;
@@ -110,7 +111,10 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
     const int end = it.prefix + it.span;
     pages_.prepare(it.slot, end - it.count, end);
     first_rows_.push_back(rows_);
-    for (int row = it.count - it.wanted; row < it.count; row++) outputs_.push_back(rows_ + row);
+    for (int row = it.count - it.wanted; row < it.count; row++) {
+      if (it.drawn && (!results.walks || row == it.count - it.wanted)) choices_.push_back({&it, row, int(outputs_.size())});
+      outputs_.push_back(rows_ + row);
+    }
     for (int head = 0; head < shape_.kv_heads; head++) units_.push_back({int(s), head});
     rows_ += it.count;
     longest = std::max(longest, end);
@@ -186,7 +190,7 @@ void Model::compute(int thread, const Results& results) {
   apply(thread, head_, hidden_, wide_, norm_.data(), int(outputs_.size()),
         {Into::store, results.logits, size_t(shape_.vocabulary), shape_.vocabulary}, whole ? outputs_.data() : nullptr);
   pool_.meet(thread);
-  choose(results);
+  choose(thread, results);
 }
 
 void Model::embed(int thread) {
@@ -315,27 +319,37 @@ void Model::attend_head(Worker& worker, int layer, const Segment& segment, int f
   }
 }
 
-void Model::choose(const Results& results) {
-  std::vector<const Segment*> of;
-  std::vector<int> rows;
-  for (const auto& segment : *segments_)
-    for (int row = segment.count - segment.wanted; row < segment.count; row++) {
-      of.push_back(&segment);
-      rows.push_back(row);
-    }
-  for (int output; (output = next_[shape_.layers].fetch_add(1, std::memory_order_relaxed)) < int(of.size());) {
-    float* logits = results.logits + size_t(output) * shape_.vocabulary;
+void Model::choose(int thread, const Results& results) {
+  for (size_t output = size_t(thread); output < outputs_.size(); output += size_t(pool_.size())) {
+    float* logits = results.logits + output * shape_.vocabulary;
     std::fill(logits + shape_.sayable, logits + shape_.vocabulary, -std::numeric_limits<float>::infinity());
-    const Segment& segment = *of[output];
-    if (!results.best || !segment.drawn) continue;
-    const uint64_t position = uint64_t(segment.positions[rows[output]]) + 1;
-    int64_t* tokens = results.tokens + size_t(output) * results.best;
-    double* scores = results.scores + size_t(output) * results.best;
-    const Draw draw{mix64(segment.base + position * PHI), segment.temperature};
-    const int found = kernels_.lead(logits, shape_.sayable, draw, results.best, tokens, scores);
-    std::fill(tokens + found, tokens + results.best, -1);
-    std::fill(scores + found, scores + results.best, -std::numeric_limits<double>::infinity());
+    std::fill_n(results.tokens + output * results.best, results.best, -1);
   }
+  if (choices_.empty()) return;
+  pool_.meet(thread);
+  for (size_t index; (index = size_t(next_[shape_.layers].fetch_add(1, std::memory_order_relaxed))) < choices_.size();) {
+    Row at = choices_[index];
+    while (at.row < at.segment->count) {
+      const int64_t token = choose(results, at);
+      if (!results.walks || token < 0) break;
+      const int next = at.segment->below(at.row, token);
+      at.output += next - at.row;
+      at.row = next;
+    }
+  }
+}
+
+// The best token after a row, or -1.
+int64_t Model::choose(const Results& results, const Row& at) const {
+  const uint64_t position = uint64_t(at.segment->positions[at.row]) + 1;
+  int64_t* tokens = results.tokens + size_t(at.output) * results.best;
+  double* scores = results.scores + size_t(at.output) * results.best;
+  const Draw draw{mix64(at.segment->base + position * PHI), at.segment->temperature};
+  const float* logits = results.logits + size_t(at.output) * shape_.vocabulary;
+  const int found = kernels_.lead(logits, shape_.sayable, draw, results.best, tokens, scores);
+  std::fill(tokens + found, tokens + results.best, -1);
+  std::fill(scores + found, scores + results.best, -std::numeric_limits<double>::infinity());
+  return tokens[0];
 }
 
 }  // namespace outrider

@@ -35,13 +35,21 @@ struct Segment {
   double temperature;
 
   bool sees(int row, int column) const { return mask ? mask[size_t(row) * span + column] != 0 : column <= row; }
+  // The row below another one that has this token; none: `count`.
+  int below(int row, int64_t token) const {
+    const int at = span - count + row;
+    for (int other = row + 1; other < count; other++)
+      if (tokens[other] == token && positions[other] == positions[row] + 1 && sees(other, at)) return other;
+    return count;
+  }
 };
 
 // Where a pass leaves its results.
 struct Results {
   float* logits;    // [outputs, vocabulary]
   int best;         // tokens to be chosen for each row that is drawn; 0: none
-  int64_t* tokens;  // [outputs, best]; -1 where there are fewer
+  bool walks;       // but only for the rows that the chosen tokens lead to, from a segment's first
+  int64_t* tokens;  // [outputs, best]; -1 where there are fewer, or none are chosen
   double* scores;   // [outputs, best]
   float* features;  // [rows or outputs, parts * width]; null: none
 };
@@ -86,6 +94,10 @@ class Model {
   struct Unit {
     int segment, head;
   };
+  struct Row {
+    const Segment* segment;
+    int row, output;
+  };
 
   void fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase);
   std::vector<float> norm_of(const Array& weight, int padded) const;
@@ -96,7 +108,8 @@ class Model {
   void attend(int thread, int layer, bool last);
   void attend_head(Worker& worker, int layer, const Segment& segment, int first_row, int head, int least);
   void embed(int thread);
-  void choose(const Results& results);
+  void choose(int thread, const Results& results);
+  int64_t choose(const Results& results, const Row& at) const;
 
   Shape shape_;
   Kind kind_;
@@ -116,8 +129,9 @@ class Model {
   const std::vector<Segment>* segments_ = nullptr;
   std::vector<int> first_rows_;  // of each segment
   std::vector<int> outputs_;     // rows that want logits
+  std::vector<Row> choices_;     // rows to choose from; or the first of each segment, to walk on from
   std::vector<Unit> units_;
-  std::vector<std::atomic<int>> next_;  // unit of each layer; then row to be chosen
+  std::vector<std::atomic<int>> next_;  // unit of each layer; then row to choose from
   std::vector<Worker> workers_;
   Scratch hidden_memory_, qkv_memory_, attended_memory_, active_memory_, shared_tile_;
   float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *active_ = nullptr;

@@ -1,101 +1,13 @@
 // The Python module: `Model`, whose passes run without the interpreter's lock, and the instruction sets there are.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <atomic>
-#include <cstring>
-#include <memory>
-#include <new>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "model.hpp"
+#include "python.hpp"
 
 namespace outrider {
 namespace {
-
-// What Python has raised already.
-struct Raised {};
-
-// A buffer of the caller's, held as long as this lives.
-class Buffer {
- public:
-  Buffer(PyObject* object, bool writable) {
-    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(object, &view_, flags)) throw Raised();
-  }
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { PyBuffer_Release(&view_); }
-
-  char format() const {
-    const char* format = view_.format ? view_.format : "B";
-    while (*format == '<' || *format == '=' || *format == '@') format++;
-    return *format == 'q' && sizeof(long) == 8 ? 'l' : *format;
-  }
-  Py_ssize_t count() const { return view_.len / view_.itemsize; }
-  int dimensions() const { return view_.ndim; }
-  Py_ssize_t size(int dimension) const { return view_.shape[dimension]; }
-
-  template <class T>
-  T* as(char format, Py_ssize_t count) const {
-    if (this->format() != format || this->count() < count)
-      throw std::invalid_argument(std::string("a buffer of ") + std::to_string(count) + " items of type '" + format + "' is needed");
-    return static_cast<T*>(view_.buf);
-  }
-  Array array() const {
-    Array it;
-    switch (format()) {
-      case 'f': it.type = Array::Type::float32; break;
-      case 'e': it.type = Array::Type::float16; break;
-      case 'H': it.type = Array::Type::bfloat16; break;
-      default: throw std::invalid_argument("weights are float32, float16 or the bits of bfloat16 as uint16");
-    }
-    if (dimensions() < 1 || dimensions() > 2) throw std::invalid_argument("a weight is a matrix or a vector");
-    it.data = view_.buf;
-    it.rows = dimensions() == 2 ? size(0) : 1;
-    it.columns = size(dimensions() - 1);
-    return it;
-  }
-
- private:
-  Py_buffer view_;
-};
-
-using Buffers = std::vector<std::unique_ptr<Buffer>>;
-
-class Reference {
- public:
-  explicit Reference(PyObject* object) : object_(object) {
-    if (!object) throw Raised();
-  }
-  Reference(const Reference&) = delete;
-  ~Reference() { Py_DECREF(object_); }
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
-
-template <class Work>
-PyObject* guarded(Work work) {
-  try {
-    return work();
-  } catch (const Raised&) {
-  } catch (const std::invalid_argument& error) {
-    PyErr_SetString(PyExc_ValueError, error.what());
-  } catch (const std::bad_alloc&) {
-    PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
-PyObject* nothing() {
-  Py_INCREF(Py_None);
-  return Py_None;
-}
 
 struct Object {
   PyObject_HEAD
@@ -124,32 +36,6 @@ class Alone {
 struct Names {
   PyObject *slot, *prefix, *tokens, *positions, *mask, *wanted;
 } names;
-
-// Those that this processor has, the fastest first.
-std::vector<const Kernels*> kernels_here() {
-  std::vector<const Kernels*> found;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512cd");
-  const bool vnni = wide && __builtin_cpu_supports("avx512vnni");
-  if (vnni && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16_kernels);
-  // Intel's cores take products of bfloat16 at half the rate of float32's, AMD's at twice that rate.
-  if (vnni) found.insert(__builtin_cpu_is("intel") ? found.begin() : found.end(), &avx512_vnni_kernels);
-  if (wide) found.push_back(&avx512_kernels);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_kernels);
-#endif
-  found.push_back(&portable_kernels);
-  return found;
-}
-
-// Those of a name, or the fastest; null where this processor does not have them.
-const Kernels* kernels_named(const char* name) {
-  for (const Kernels* it : kernels_here())
-    if (!*name || !std::strcmp(name, it->name)) return it;
-  return nullptr;
-}
 
 Kind kind_named(const std::string& name) {
   if (name == "float32") return Kind::float32;
@@ -322,8 +208,9 @@ PyObject* run(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     PyObject *segments, *draws, *logits, *tokens, *scores, *features;
-    int best;
-    if (!PyArg_ParseTuple(args, "OOiOOOO", &segments, &draws, &best, &logits, &tokens, &scores, &features)) throw Raised();
+    int best, walks;
+    if (!PyArg_ParseTuple(args, "OOipOOOO", &segments, &draws, &best, &walks, &logits, &tokens, &scores, &features))
+      throw Raised();
     const Shape& shape = self->model->shape();
     const Reference all(PySequence_List(segments));
     const Py_ssize_t count = PyList_Size(all.get());
@@ -363,6 +250,7 @@ PyObject* run(PyObject* object, PyObject* args) {
     };
     results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
     results.best = best;
+    results.walks = walks != 0;
     if (best) {
       results.tokens = writable(tokens).as<int64_t>('l', outputs * best);
       results.scores = writable(scores).as<double>('d', outputs * best);
@@ -433,13 +321,6 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
   });
 }
 
-// A call that gives nothing returns null without an error when all went well.
-template <PyCFunction call>
-PyObject* none_of(PyObject* self, PyObject* args) {
-  PyObject* result = call(self, args);
-  return result || PyErr_Occurred() ? result : nothing();
-}
-
 PyMethodDef methods[] = {
     {"set_layer", none_of<set_layer>, METH_VARARGS, "Packs the weights of a layer."},
     {"set_ends", none_of<set_ends>, METH_VARARGS, "Packs the head; keeps embedding and last norm."},
@@ -477,6 +358,10 @@ PyMODINIT_FUNC PyInit__native() {
   PyObject* type = PyType_FromSpec(&spec);
   if (!type || PyModule_AddObject(module, "Model", type)) {
     Py_XDECREF(type);
+    Py_DECREF(module);
+    return nullptr;
+  }
+  if (!add_sampling(module)) {
     Py_DECREF(module);
     return nullptr;
   }
