@@ -29,6 +29,8 @@ ALL = slice(None)
 # What families call the longest text that they were made for; those that name none get UNBOUNDED tokens.
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "context_length")
 UNBOUNDED = 8192
+# What no model comes near, and what a damaged configuration may hold.
+MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
 SAYABLE = "outrider_sayable"  # our own key of config.json: ids from there on are padding (outrider.engine.padding)
 
 
@@ -102,12 +104,14 @@ def read_config(folder: Path) -> ModelConfig:
     def wrong(field: str, allowed: str) -> CheckpointError:
         return CheckpointError(f"{path}: {field} is {raw.get(field)!r}, must be {allowed}")
 
-    def count(field: str, default: int | None = None) -> int:
+    def count(field: str, default: int | None = None, most: int = MOST) -> int:
         value = raw.get(field)
         if value is None and default is not None:
-            return default
+            value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise wrong(field, "a positive integer")
+        if value > most:
+            raise wrong(field, f"at most {most}")
         return value
 
     def flag(field: str, default: bool = False) -> bool:
@@ -133,7 +137,7 @@ def read_config(folder: Path) -> ModelConfig:
     eps = raw.get("rms_norm_eps", 1e-6)
     if not isinstance(eps, float | int) or not 0 <= eps < 1:
         raise wrong("rms_norm_eps", "a number from 0 to 1")
-    context = count("max_position_embeddings", 2048)
+    context = count("max_position_embeddings", 2048, most=MOST_CONTEXT)
     if raw.get("sliding_window") is not None and (kind == "mistral" or flag("use_sliding_window")):
         # Up to the window's length a sliding window and full attention are the same.
         context = min(context, count("sliding_window"))
@@ -145,7 +149,7 @@ def read_config(folder: Path) -> ModelConfig:
         model_type=kind,
         vocabulary=vocabulary,
         width=width,
-        layers=count("num_hidden_layers"),
+        layers=count("num_hidden_layers", most=MOST_LAYERS),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -255,6 +259,14 @@ class Weights:
 
         Raises CheckpointError when it is missing or not of that shape.
         """
+        array = self.check(name, *shape).map(name)[(rows, columns)[: len(shape)]]
+        self._taken += math.prod(shape) * array.itemsize
+        if self._progress is not None:
+            self._progress(min(1.0, self._taken / self._total))
+        return array
+
+    def check(self, name: str, *shape: int) -> _Stored:
+        """Where a tensor of that shape is. Raises CheckpointError when it is missing or another one."""
         if name not in self._stored:
             raise CheckpointError(f"{self._index}: tensor {name} is missing; download the checkpoint again")
         stored = self._stored[name]
@@ -266,11 +278,7 @@ class Weights:
         if stored.dtype not in STORED:
             kind = stored.dtype.lower().replace("i", "int").replace("f", "float")
             raise CheckpointError(f"{stored.file}: tensor {name} is {kind}, must be bfloat16, float16 or float32")
-        array = stored.map(name)[(rows, columns)[: len(shape)]]
-        self._taken += math.prod(shape) * array.itemsize
-        if self._progress is not None:
-            self._progress(min(1.0, self._taken / self._total))
-        return array
+        return stored
 
     def row_bytes(self, name: str) -> tuple[str, tuple[int, ...], list[bytes]]:
         """Of a tensor of any type: type and shape as its file names them, and the bytes of its first, middle and last

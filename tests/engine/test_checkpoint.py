@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider.engine.checkpoint import read_config
@@ -105,6 +108,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (configure(rope_parameters={"partial_rotary_factor": 0.5}), ["config.json", "partial_rotary_factor"]),
         (configure(rope_parameters=[1]), ["config.json", "rope_parameters", "object"]),
+        (configure(num_hidden_layers=10**12), ["config.json", "num_hidden_layers", "at most 65536"]),
+        (configure(max_position_embeddings=10**9), ["config.json", "max_position_embeddings", "at most 16777216"]),
+        (configure(vocab_size=2**27), ["model.safetensors", "embed_tokens", "[131, 64]"]),  # before memory is taken
     ],
 )
 def test_what_is_wrong_with_a_checkpoint_is_said_by_name(
@@ -117,6 +123,61 @@ def test_what_is_wrong_with_a_checkpoint_is_said_by_name(
         load(folder)
     for words in [str(folder), *named]:
         assert words in str(raised.value)
+
+
+DAMAGE = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**40,
+    2**63,
+    1e300,
+    math.nan,
+    -0.5,
+    True,
+    "x",
+    [],
+    {},
+    [1],
+    {"rope_type": "linear"},
+]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_checkpoint_is_refused_by_its_name_or_runs(good: Path, tmp_path: Path, data: st.DataObject) -> None:
+    for file in good.iterdir():
+        shutil.copy(file, tmp_path)
+    raw = json.loads((good / "config.json").read_text())
+    raw.setdefault("sliding_window", None)
+    if data.draw(st.booleans()):
+        for field in data.draw(st.lists(st.sampled_from([*raw]), min_size=1, max_size=3)):
+            raw[field] = data.draw(st.sampled_from(DAMAGE))
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    else:
+        weights = bytearray((good / "model.safetensors").read_bytes())
+        header = 8 + int.from_bytes(weights[:8], "little")
+        for place in data.draw(st.lists(st.integers(0, header + 64), max_size=6)):
+            weights[place] = data.draw(st.integers(0, 255) | st.sampled_from(b'0123456789"[]{},:'))
+        weights = weights[: data.draw(st.sampled_from([len(weights), len(weights) - 1, header, 8, 0]))]
+        (tmp_path / "model.safetensors").write_bytes(weights)
+    engine, refusal = loaded(tmp_path)
+    if engine is None:
+        assert str(tmp_path) in refusal
+    else:
+        assert engine.forward([prompt(0, np.array([0]))]).shape == (1, engine.vocabulary)
+
+
+def loaded(folder: Path) -> tuple[Engine | None, str]:
+    """The engine, or why there is none."""
+    try:
+        return load(folder), ""
+    except CheckpointError as error:
+        return None, str(error)
 
 
 def test_shards_say_the_same_as_one_file(good: Path, tmp_path: Path) -> None:

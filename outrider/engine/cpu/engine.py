@@ -21,12 +21,13 @@ from outrider.core.noise import Draw
 from outrider.core.sampler import Choice
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
-from outrider.engine.cpu.weights import load_layers
+from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.depth import kept_layers
 from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.int4 import check_int4_shape
 from outrider.engine.logits import Best, Logits
+from outrider.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,8 +110,12 @@ class CpuEngine(Engine):
         digest = read_tokenizer_digest(path)
         weights = Weights(path, progress)
         rows = config.context + SCRATCH if rows is None else rows
-        model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions)
-        parameters = load_layers(model, weights, config, kept)
+        parameters = check_layers(weights, config, kept)
+        try:
+            model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions)
+            load_layers(model, weights, config, kept)
+        except MemoryError:
+            raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
         weights.finish()
         return cls(
             model,

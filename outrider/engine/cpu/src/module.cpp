@@ -62,7 +62,7 @@ int make(PyObject* object, PyObject* args, PyObject*) {
     for (int size : {it.vocabulary, it.sayable, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
                      it.positions, it.slots, it.rows, threads})
       if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
-    if (it.heads % it.kv_heads || it.dim % 2 || it.sayable > it.vocabulary || threads > 1024)
+    if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.sayable > it.vocabulary || threads > 1024)
       throw std::invalid_argument("the sizes of the model do not fit one another");
     const Kernels* kernels = kernels_named(instructions);
     if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);

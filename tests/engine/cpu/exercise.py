@@ -1,0 +1,224 @@
+"""Everything that the compiled module does, with random models, passes, terms and bad input, on numpy alone.
+
+`python -m tests.engine.cpu.exercise MODULE` runs it with a module that was built by itself, with a sanitizer for one.
+It ends with `exercise: passes=… refused=…`. It is no more than a way to run the code: what that computes is compared
+with other engines elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
+KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"))
+Dice = np.random.Generator
+
+
+def load(path: Path) -> Any:
+    """The module, though it lies somewhere else than the installed one."""
+    loader = ExtensionFileLoader("_native", str(path))
+    spec = spec_from_loader("_native", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def make(
+    native: Any, dice: Dice, kinds: tuple[str, str], instructions: str, threads: int, features: tuple[int, ...]
+) -> tuple[Any, int]:
+    """A model with random weights, and its width."""
+    heads, kv_heads, dim = ((4, 2, 8), (3, 1, 20), (2, 2, 32))[int(dice.integers(3))]
+    width, ffn = (64, 96) if kinds[0] == "int4" else (int(dice.integers(5, 70)), int(dice.integers(5, 90)))
+    if kinds[0] == "int4":
+        heads, kv_heads, dim = 4, 2, 16
+    angles = np.outer(np.arange(ROWS), np.ones(dim // 2)).astype(np.float32)
+    shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5)
+    model = native.Model(
+        *kinds, shape, np.cos(angles), np.sin(angles), threads, instructions, features, bool(dice.integers(2))
+    )
+    biased, normed = bool(dice.integers(2)), bool(dice.integers(2))
+
+    def weight(*sizes: int) -> np.ndarray:
+        values = dice.normal(0, 0.3, sizes).astype(np.float32)
+        kind = int(dice.integers(3))
+        bits = values.view(np.uint32) >> np.uint32(16)
+        return values if kind == 0 else values.astype(np.float16) if kind == 1 else bits.astype(np.uint16)
+
+    def maybe(there: bool, *sizes: int) -> np.ndarray | None:
+        return weight(*sizes) if there else None
+
+    queries, keys = heads * dim, kv_heads * dim
+    for layer in range(2):
+        model.set_layer(
+            layer,
+            *(weight(width), weight(queries, width), weight(keys, width), weight(keys, width)),
+            *(maybe(biased, queries), maybe(biased, keys), maybe(biased, keys)),
+            *(maybe(normed, dim), maybe(normed, dim)),
+            *(weight(width, queries), maybe(biased, width), weight(width), weight(ffn, width), weight(ffn, width)),
+            *(maybe(biased, ffn), maybe(biased, ffn), weight(width, ffn), maybe(biased, width)),
+        )
+    model.set_ends(weight(VOCABULARY, width), weight(width), weight(VOCABULARY, width))
+    return model, width
+
+
+def segment(dice: Dice, slot: int) -> SimpleNamespace:
+    """A chain or a tree behind some rows."""
+    count = int(dice.choice([1, 2, 7, 13, 40]))
+    span = count + int(dice.integers(0, 4)) * int(dice.integers(2))
+    prefix = int(dice.integers(0, ROWS - span + 1))
+    mask = None
+    if span > count or dice.integers(2):
+        mask = dice.random((count, span)) < 0.5
+        mask[np.arange(count), span - count + np.arange(count)] = True
+    wanted = None if dice.integers(2) else int(dice.integers(0, count + 1))
+    tokens, positions = dice.integers(0, VOCABULARY, count), dice.integers(0, ROWS, count)
+    return SimpleNamespace(slot=slot, prefix=prefix, tokens=tokens, positions=positions, mask=mask, wanted=wanted)
+
+
+def run(model: Any, dice: Dice, parts: int, width: int) -> np.ndarray:
+    """One pass over some slots, after changes to their KV."""
+    slots = dice.permutation(SLOTS)[: int(dice.integers(1, SLOTS + 1))].tolist()
+    segments = [segment(dice, slot) for slot in slots]
+    outputs = sum(len(it.tokens) if it.wanted is None else it.wanted for it in segments)
+    rows = sum(len(it.tokens) for it in segments)
+    best = int(dice.choice([0, 2, 5, VOCABULARY]))
+    draws = [
+        None if dice.integers(3) == 0 else (int(dice.integers(2**62)), float(dice.choice([0.0, 0.7]))) for _ in slots
+    ]
+    logits = np.zeros((outputs, VOCABULARY), np.float32)
+    tokens, scores = np.zeros((outputs, best), np.int64), np.zeros((outputs, best))
+    features = np.zeros((rows, max(1, parts) * width), np.float32) if parts else None
+    moved = dice.permutation(ROWS)[: int(dice.integers(0, 6))].astype(np.int64)
+    model.move(slots[0], moved, np.sort(moved))
+    model.copy(slots[-1], int(dice.integers(SLOTS)), int(dice.integers(0, ROWS + 1)))
+    model.run(segments, draws, best, bool(dice.integers(2)), logits, tokens, scores, features)
+    return logits
+
+
+def exercise_models(native: Any) -> int:
+    """Gives how many passes were made. Bits may not hang on the number of threads."""
+    passes = 0
+    for instructions in native.instruction_sets():
+        for number, kinds in enumerate(KINDS):
+            for features in ((), (1, 2)):
+                logits = []
+                for threads in (1, 3):
+                    dice = np.random.default_rng(number)
+                    model, width = make(native, dice, kinds, instructions, threads, features)
+                    logits.append([run(model, dice, len(features), width) for _ in range(ROUNDS)])
+                    passes += ROUNDS
+                    assert model.sizes()["kv_bytes_taken"] <= model.sizes()["kv_bytes"]
+                for one, three in zip(*logits, strict=True):
+                    assert np.array_equal(one, three)
+    return passes
+
+
+def exercise_threads(native: Any) -> int:
+    """Callers that use one model at once are refused, all but one; two models run beside one another."""
+    dice = np.random.default_rng(0)
+    models = [make(native, dice, KINDS[0], "", 2, ())[0] for _ in range(2)]
+    refused = 0
+
+    def call(model: Any, seed: int) -> None:
+        nonlocal refused
+        own = np.random.default_rng(seed)
+        for _ in range(30):
+            try:
+                run(model, own, 0, 1)
+            except RuntimeError:
+                refused += 1
+
+    callers = [threading.Thread(target=call, args=(models[number % 2], number)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    return refused
+
+
+def exercise_samplers(native: Any) -> None:
+    dice = np.random.default_rng(1)
+    nothing = np.empty(0, np.int64)
+    for _ in range(300):
+        size = int(dice.choice([1, 2, 17, 600]))
+
+        def ids(size: int = size) -> np.ndarray:
+            return np.unique(dice.integers(0, size, int(dice.integers(0, 5))))
+
+        biased, penalties = ids(), (1.3, 0.5, 0.2) if dice.integers(2) else (1.0, 0.0, 0.0)
+        sampler = native.Sampler(
+            *(size, int(dice.integers(2**62)), float(dice.choice([0.0, 0.5, 3.0])), int(dice.choice([0, 3, 10**9]))),
+            *(float(dice.choice([1.0, 0.8])), float(dice.choice([0.0, 0.1])), penalties),
+            *(biased, dice.normal(0, 1, biased.size), ids(), ids(), bool(dice.integers(2)), ids(), 5),
+        )
+        sampler.extend(dice.integers(0, 2 * size, 30), False)
+        sampler.extend(nothing, True)
+        for _ in range(4):
+            row = dice.normal(0, 3, size).astype(np.float32)
+            row[dice.random(size) < 0.1] = dice.choice(np.array([np.nan, np.inf, -np.inf], np.float32))
+            count = int(dice.integers(1, size + 1))
+            tokens, scores = np.zeros(count, np.int64), np.zeros(count)
+            sampler.lead(row, dice.integers(0, 2 * size, 3), bool(dice.integers(2)), tokens, scores)
+            native.logprobs(row, tokens, scores)
+            sampler.extend(dice.integers(0, 2 * size, 2), True)
+
+
+def exercise_refusals(native: Any) -> int:
+    """Gives how many calls were refused: with arguments of the wrong kind, size or order."""
+    dice = np.random.default_rng(2)
+    model, _ = make(native, dice, KINDS[1], "", 1, ())
+    good = segment(dice, 0)
+    garbage: list[Any] = [
+        *(None, 0, -1, 2**40, 2**70, 1.5, "x", b"x", (), [], {}),
+        *(np.zeros(3), np.zeros(3, np.int64), np.zeros((2, 2), np.int64), np.zeros((4, 4), np.bool_), np.int64(3)),
+        *(np.zeros(0, np.float32), np.zeros(10**4, np.float32)[::2]),
+    ]
+    calls, refused = 0, 0
+    for _ in range(4000):
+        attribute = str(dice.choice([*vars(good)]))
+        bad = SimpleNamespace(**(vars(good) | {attribute: garbage[int(dice.integers(len(garbage)))]}))
+        arguments: list[Any] = [
+            *([bad], [None], 0, False),
+            *(np.zeros((80, VOCABULARY), np.float32), np.zeros((80, 2), np.int64), np.zeros((80, 2)), None),
+        ]
+        if dice.integers(2):
+            arguments[int(dice.integers(8))] = garbage[int(dice.integers(len(garbage)))]
+        whats = [garbage[int(dice.integers(len(garbage)))] for _ in range(18)]
+        for call, given in (
+            (model.run, arguments),
+            (model.move, whats[:3]),
+            (model.copy, whats[:3]),
+            (model.set_layer, [int(dice.integers(3)), *whats]),
+            (model.set_ends, whats[:3]),
+            (native.Sampler, whats[:14]),
+            (native.logprobs, whats[:3]),
+        ):
+            calls += 1
+            try:
+                call(*given)
+            except (ValueError, TypeError, BufferError, AttributeError, OverflowError, MemoryError):
+                refused += 1
+    assert 0.8 * calls < refused <= calls
+    return refused
+
+
+def main() -> None:
+    native = load(Path(sys.argv[1]))
+    passes = exercise_models(native)
+    busy = exercise_threads(native)
+    exercise_samplers(native)
+    refused = exercise_refusals(native)
+    print(f"exercise: {passes=} {refused=} {busy=}")
+
+
+if __name__ == "__main__":
+    main()
