@@ -52,6 +52,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_tiers.py",
     "tests/e2e/test_verify.py",
     "tests/e2e/test_vocabularies.py",
+    "tests/engine/cpu/test_sanitizers.py",
     "tests/engine/device/test_engine.py::test_functions_compile_whole",
     "tests/engine/test_features.py::test_rank_0",
     "tests/engine/test_hugging_face.py::test_lower_precision",

@@ -24,7 +24,6 @@ def library(name: str) -> str:
     ).stdout.strip()
 
 
-@pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("sanitizers", "runtime"),
@@ -57,7 +56,6 @@ def test_no_sanitizer_objects(sanitizers: str, runtime: str, tmp_path: Path) -> 
     assert ran.stdout.startswith("exercise: passes=")
 
 
-@pytest.mark.extended
 def test_a_million_passes_leave_nothing_behind() -> None:
     dice = np.random.default_rng(3)
     model, _ = make(_native, dice, KINDS[0], "", 1, ())
