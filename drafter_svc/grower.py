@@ -358,6 +358,7 @@ class Grower:
             if member is None or member.session is not turn.session:
                 continue  # it ended while the pass ran
             turn.session.advance(turn.segment, turn.nodes)
+            self.slots.computed(turn.session.slot, turn.session.cached)
             delta = turn.session.expand(turn.nodes, rows, self._fit(turn.session.contract))
             if member.relay is not None and turn.nodes:
                 member.relay.hint(time.monotonic())

@@ -177,6 +177,19 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
         await rig.running
 
 
+async def test_a_session_takes_the_text_that_it_shares_from_one_that_is_drafted_for() -> None:
+    rig = Rig()
+    keys = [Attachment("first", "a", 1, b"", 2), Attachment("second", "a", 1, b"", 3)]
+    with rig.at_work():
+        rig.open([*TEXT, 7, 7], key=keys[0])
+        await rig.rest()
+        rig.open([*TEXT, 2], key=keys[1])
+        await rig.rest()
+    assert rig.grower.members[keys[1]].place.cached == len(TEXT)
+    with suppress(asyncio.CancelledError):
+        await rig.running
+
+
 async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent() -> None:
     """It has begun anew by then, over another text."""
     rig = Rig()
