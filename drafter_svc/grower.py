@@ -290,6 +290,7 @@ class Grower:
     def _give_back(self, key: Attachment, member: Member) -> None:
         held = member.session.tokens[: member.session.cached] if member.session else []
         self.slots.give_back(member.place.slot, held, key.tenant, key.session_id)
+        self._passes.release(member.place.slot, len(held))
 
     def _relay(self, key: Attachment, member: Member, session: DraftSession) -> None:
         """Has the lower tier find the session."""

@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     ValidationError,
@@ -151,6 +152,7 @@ class VerifierConfig(WorkerConfig):
     """One verifier."""
 
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # a quantized target is another target
+    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: all that they can take
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that

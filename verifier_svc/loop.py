@@ -33,6 +33,7 @@ from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import Progress
 from verifier_svc.fused import Fusing, NoFusing
 from verifier_svc.levels import Drafting, NoHeads
+from verifier_svc.memory import Memory
 from verifier_svc.own import OwnDrafting
 from verifier_svc.session import Commit, Reading, Session, Start
 from verifier_svc.step import Step, Verdicts, Work, make_noise
@@ -82,6 +83,7 @@ class StepLoop:
         self._heads = heads or NoHeads()
         self._fusing = fusing or NoFusing()
         self._passes = Passes(engine)
+        self._memory = Memory(engine, self._passes, self.slots, max_nodes)
         self.pace = Pace(cost)
         self._passing: Sequence[Session] = ()  # whom the pass that runs serves
         self._ended = 0.0  # when the last pass ended
@@ -156,7 +158,9 @@ class StepLoop:
         lost = self._engine.treeless and session in self._passing
         held = [] if lost else session.tokens[: session.cached]
         self.slots.give_back(session.place.slot, held, session.tenant, session.id)
+        self._passes.release(session.place.slot, len(held))
         self.freed.set()
+        self.wake()  # there may be memory for another one
         session.dismiss("fenced" if session.fenced else "finished")
 
     @property
@@ -203,8 +207,9 @@ class StepLoop:
             self._changed.clear()
             if self._left is not None:
                 self._let_go(self._left)
-            everyone = self.sessions.values()
-            ready = sorted(filter(_is_ready, everyone), key=_reads)  # readers last: they take what is left of the chunk
+            ready = sorted(
+                self._memory.seated(self.sessions.values()), key=_reads
+            )  # readers take what is left of the chunk
             if not ready:
                 follows = False
                 await self._passes.rest(self._changed)
@@ -408,10 +413,6 @@ class StepLoop:
             self._passes.move(session.place.slot, source, target)
         session.cached += chain + len(path)
         self.slots.computed(session.place.slot, session.cached)
-
-
-def _is_ready(session: Session) -> bool:
-    return session.ready
 
 
 def _reads(session: Session) -> bool:

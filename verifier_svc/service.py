@@ -135,7 +135,7 @@ def _tell(engine: Engine, loop: StepLoop, sink: Sink) -> None:
     watch("outrider.slots", lambda: engine.slots)
     watch("outrider.sessions", lambda: len(loop.sessions))
     watch("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(loop.sessions.values())))
-    watch("outrider.kv.capacity", lambda: engine.slots * engine.context)
+    watch("outrider.kv.capacity", lambda: engine.kv_tokens or engine.slots * engine.context)
     watch("outrider.drafters", lambda: sink.streams)
     watch("outrider.frames.refused", lambda: sink.refused)
 
@@ -213,6 +213,8 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
 
 def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
+    if config.kv_memory is not None and (config.heads or config.features):
+        raise ConfigError("kv_memory: heads and features are of texts that are read once; leave it out, or them")
     rows = None if config.context is None else config.context + SCRATCH_ROWS
     folder = checkpoint_folder(config.model)
     engine = load_engine(
@@ -226,6 +228,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
         numerics=config.numerics,
         group=group,
         features=_wanted_features(config, folder),
+        kv_memory=config.kv_memory,
     )
     if config.context is not None:
         engine.context = min(engine.context, config.context)  # there are no rows for more

@@ -278,7 +278,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),
         ("weights a pass reads", f"{it.weight_bytes / 1e6:.0f} MB"),
-        ("KV of full slots", f"{it.kv_bytes / 1e6:.0f} MB"),
+        ("KV at most", f"{it.kv_bytes / 1e6:.0f} MB"),
         (
             "median step",
             f"{times.rows} tokens, {times.forward_us / 1e3:.2f} ms forward, {times.waited_us / 1e3:.2f} ms held back, "

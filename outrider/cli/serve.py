@@ -184,6 +184,9 @@ def verifier(
     resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="For the KV of all slots, as in 4GiB. [default: all that they can take]")
+    ] = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
     lookup: Annotated[
         str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix, retrieval or lookahead.")

@@ -39,8 +39,9 @@ class Traits:
     tokenizer_digest: bytes
     eos_ids: tuple[int, ...]
     weight_bytes: int  # that a pass reads, of one rank
-    kv_bytes: int  # when all slots are full, of one rank
+    kv_bytes: int  # when all slots are full, or all that there may be, of one rank
     treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
+    kv_tokens: int = 0  # that there is memory for; 0: for all slots' contexts
     ranks: int = 1  # that share the model
     sayable: int = 0  # ids from there on are padding, whose logits are -inf; 0: there are none such
     draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
@@ -95,10 +96,21 @@ class Engine(Traits, ABC):
 
     @abstractmethod
     def copy(self, source: int, target: int, rows: int) -> None:
-        """Copies KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes.
+        """Copies KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes. What the other
+        held behind them is lost.
 
         Raises ValueError for a slot or a number of rows out of range.
         """
+
+    def release(self, slot: int, rows: int) -> None:
+        """A slot's KV rows from `rows` on are not needed any more."""
+
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        """For writing a slot's rows [first, end): how many pages of memory that takes at most, and how many are free.
+
+        None: there is memory for all slots. Not while a pass runs.
+        """
+        return None
 
     def beat(self) -> None:
         """Called while there is nothing to do, so that an engine of several processes learns that one is gone."""
@@ -128,6 +140,7 @@ class Engine(Traits, ABC):
                 start = time.perf_counter()
                 self._try(segment)
                 fastest[count] = min(fastest[count], time.perf_counter() - start)
+        self.release(self.slots - 1, 0)
         return list(fastest.items())
 
     def _try(self, segment: Segment) -> None:

@@ -62,11 +62,12 @@ def load_engine(
     group: Group = ALONE,
     features: Features | None = None,
     progress: Callable[[float], None] | None = None,
+    kv_memory: int | None = None,
 ) -> Engine:
     """Loads a checkpoint folder, or a rank's part of it, with the backend; the rest is as for `NativeEngine.load`.
 
     `numerics`: "invariant" demands that a token's logits are the same bits however it was computed, which those of the
-    compiled kernels are in any case.
+    compiled kernels are in any case. `kv_memory`: see `CpuEngine.load`.
 
     Raises CheckpointError, and ConfigError where this machine, its packages or the backend lack what is asked for.
     """
@@ -76,6 +77,8 @@ def load_engine(
             "heads: only the native backend on a CPU gives the hidden states that they draft from; leave heads and "
             "features out"
         )
+    if kv_memory is not None and (why := _why_unbounded(native, device, group)):
+        raise ConfigError(f"kv_memory: only the compiled kernels keep to a bound, and {why}; leave it out")
     if native:
         if device != "cpu":
             with needing_torch(f"device {device}"):
@@ -104,6 +107,7 @@ def load_engine(
                 threads=threads,
                 features=features,
                 progress=progress,
+                kv_memory=kv_memory,
             )
         elif numerics == "invariant":
             raise ConfigError(f"numerics: invariant is for the compiled kernels alone, and {reason}; use fast")
@@ -173,6 +177,12 @@ def load_engine(
     if progress is not None:
         progress(1.0)
     return engine
+
+
+def _why_unbounded(native: bool, device: str, group: Group) -> str:
+    if not native:
+        return "the model runs through transformers"
+    return f"the device is {device}" if device != "cpu" else why_on_torch(group.shard.of)
 
 
 @contextmanager

@@ -30,9 +30,14 @@ class Passes:
         self._thread = ThreadPoolExecutor(1, "forward")
 
     def fill(self, place: Taken) -> None:
-        """Copies the KV that a slot begins with from where it is, if it is elsewhere."""
+        """Copies the KV that a slot begins with from where it is, if it is elsewhere; what else the slot held goes."""
+        self.release(place.slot, place.cached if place.source is None else 0)
         if place.source is not None:
             self._moves.append(partial(self._engine.copy, place.source, place.slot, place.cached))
+
+    def release(self, slot: int, rows: int) -> None:
+        """Nobody needs the KV of a slot's rows from `rows` on any more."""
+        self._moves.append(partial(self._engine.release, slot, rows))
 
     def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """Moves rows of a slot's KV."""
@@ -41,6 +46,12 @@ class Passes:
     def later(self, change: Callable[[], None]) -> None:
         """Has something done before the next pass or call, in order."""
         self._moves.append(change)
+
+    def settle(self) -> None:
+        """Does at once what was asked for before the next pass. None may run."""
+        moves, self._moves = self._moves, []
+        for move in moves:
+            move()
 
     async def call(self, work: Callable[[], T]) -> T:
         """Does something else between two passes."""

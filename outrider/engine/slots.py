@@ -107,6 +107,16 @@ class Slots:
         own = bool(session) and held.session == session
         return own or slot == next(iter(self._free)) or len(held.tokens) - cached < WORTHWHILE
 
+    def evict(self) -> int | None:
+        """Of the free slots that hold something, the one that was used least recently, which holds nothing from now on.
+        None: there is none such."""
+        for slot, held in self._free.items():
+            if len(held.tokens):
+                self._free[slot] = _NOTHING
+                self._free.move_to_end(slot, last=False)
+                return slot
+        return None
+
     def forget(self) -> None:
         """No slot holds anything any more."""
         self._free = OrderedDict.fromkeys(self._free, _NOTHING)

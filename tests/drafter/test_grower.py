@@ -39,6 +39,9 @@ class Engine(SimpleNamespace):
     def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
         return HostLogits(np.zeros((sum(segment.wanted for segment in segments), VOCABULARY), np.float32))
 
+    def release(self, slot: int, rows: int) -> None:
+        """Nothing is let go."""
+
     def close(self) -> None:
         """Nothing is held."""
 

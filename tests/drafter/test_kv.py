@@ -62,6 +62,9 @@ class Engine(SimpleNamespace):
     def copy(self, source: int, target: int, rows: int) -> None:
         self._cells[target, :rows] = self._cells[source, :rows]
 
+    def release(self, slot: int, rows: int) -> None:
+        """Nothing is let go."""
+
     def close(self) -> None:
         """Nothing is held."""
 

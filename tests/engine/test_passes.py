@@ -23,6 +23,9 @@ class Engine:
     def copy(self, source: int, target: int, rows: int) -> None:
         self.asked.append(("copy", source, target, rows))
 
+    def release(self, slot: int, rows: int) -> None:
+        self.asked.append(("release", slot, rows))
+
     def move(self, slot: int, *_: object) -> None:
         self.asked.append(("move", slot))
 
@@ -54,9 +57,19 @@ async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> N
     rig.passes.fill(Taken(2, 30, 1))
     rig.passes.fill(Taken(3, 30, None))  # it has what it needs
     rig.passes.move(2, ROWS, ROWS)
+    rig.passes.release(3, 7)
     await rig.judge()
     await rig.judge()
-    assert rig.engine.asked == [("move", 1), ("copy", 1, 2, 30), ("move", 2), ("judge",), ("judge",)]
+    filled = [("release", 2, 0), ("copy", 1, 2, 30), ("release", 3, 30)]
+    assert rig.engine.asked == [("move", 1), *filled, ("move", 2), ("release", 3, 7), ("judge",), ("judge",)]
+
+
+async def test_what_was_asked_for_is_done_at_once_where_that_is_wanted(rig: Rig) -> None:
+    rig.passes.move(1, ROWS, ROWS)
+    rig.passes.settle()
+    assert rig.engine.asked == [("move", 1)]
+    await rig.judge()
+    assert rig.engine.asked == [("move", 1), ("judge",)]
 
 
 async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:

@@ -53,7 +53,7 @@ def session_of(drafting: OwnDrafting, number: int = 0, plan: Plan = PLAN, **term
 
 
 def loop_of(cost: CostModel, max_nodes: int = 64) -> StepLoop:
-    engine: Any = SimpleNamespace(slots=64, treeless="")
+    engine: Any = SimpleNamespace(slots=64, treeless="", memory=lambda *_: None)
     return StepLoop(engine, cost, prefill_chunk=128, max_nodes=max_nodes, publish=lambda *_: None)
 
 

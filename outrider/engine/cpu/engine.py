@@ -27,12 +27,15 @@ from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.int4 import check_int4_shape
 from outrider.engine.logits import Best, Logits
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from outrider._native import Model
+
+PAGE = 16  # rows
+SPARE = 4  # pages beyond those of one text
 
 # Of the head. Quantized models have it in int8: in int4 it would choose other tokens too often.
 HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
@@ -52,8 +55,9 @@ class CpuEngine(Engine):
         rows: int,
         parameters: int,
         features: Features | None,
+        bounded: bool = False,
     ) -> None:
-        """`model`: with all of its weights."""
+        """`model`: with all of its weights; `bounded`: with less memory for KV than all slots together could take."""
         sizes = model.sizes()
         super().__init__(
             Traits(
@@ -69,6 +73,7 @@ class CpuEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
                 kv_bytes=sizes["kv_bytes"],
+                kv_tokens=sizes["kv_bytes"] // _page_bytes(config, config.layers) * PAGE if bounded else 0,
                 features=features,
                 sayable=config.sayable,
                 draws=True,
@@ -76,6 +81,7 @@ class CpuEngine(Engine):
             )
         )
         self._model = model
+        self._bounded = bounded
         self._width = config.width
         self._logits = np.empty(0, np.float32)  # of the last pass that was judged
         self._hidden = np.empty((0, 0), np.float32)
@@ -94,10 +100,13 @@ class CpuEngine(Engine):
         features: Features | None = None,
         progress: Callable[[float], None] | None = None,
         instructions: str = "",
+        kv_memory: int | None = None,
     ) -> CpuEngine:
         """Loads a checkpoint folder; see `NativeEngine.load`. `instructions`: the set to use; "": the best there is.
+        `kv_memory`: bytes for the KV of all slots together; None: what they can take.
 
-        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, or shapes that int4 has not.
+        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 has not, or
+        memory that is too little for one text.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
@@ -111,8 +120,9 @@ class CpuEngine(Engine):
         weights = Weights(path, progress)
         rows = config.context + SCRATCH if rows is None else rows
         parameters = check_layers(weights, config, kept)
+        memory = 0 if kv_memory is None else _checked_memory(kv_memory, config, len(kept), rows)
         try:
-            model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions)
+            model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions, memory)
             load_layers(model, weights, config, kept)
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
@@ -126,6 +136,7 @@ class CpuEngine(Engine):
             rows=rows,
             parameters=parameters,
             features=features,
+            bounded=kv_memory is not None,
         )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -182,6 +193,12 @@ class CpuEngine(Engine):
         self.check_copy(source, target, rows)
         self._model.copy(source, target, rows)
 
+    def release(self, slot: int, rows: int) -> None:
+        self._model.release(slot, rows)
+
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        return self._model.pages(slot, first, end) if self._bounded else None
+
     @property
     def kv_bytes_taken(self) -> int:
         """By pages that some slot has; a page that several share counts once."""
@@ -230,6 +247,23 @@ def _outputs(segment: Segment) -> int:
     return max(0, min(segment.outputs, len(segment.tokens)))
 
 
+def _page_bytes(config: ModelConfig, layers: int) -> int:
+    values = -(-config.head_dim // PAGE) * PAGE
+    return 4 * PAGE * layers * config.kv_heads * (config.head_dim + values)
+
+
+def _checked_memory(memory: int, config: ModelConfig, layers: int, rows: int) -> int:
+    """Raises ConfigError where one text and its tree would not fit."""
+    page = _page_bytes(config, layers)
+    least = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
+    if memory < least:
+        raise ConfigError(
+            f"kv_memory: {memory} bytes are too few for one text of {rows - SCRATCH} tokens; "
+            f"give at least {least}, or a shorter context"
+        )
+    return memory
+
+
 def _empty_model(
     config: ModelConfig,
     dtype: Dtype,
@@ -239,6 +273,7 @@ def _empty_model(
     threads: int | None,
     features: Features | None,
     instructions: str,
+    kv_memory: int,
 ) -> Model:
     from outrider._native import Model
 
@@ -259,6 +294,7 @@ def _empty_model(
             slots,
             rows,
             config.eps,
+            kv_memory,
         ),
         *config.rope.table(positions, config.head_dim),
         threads or len(os.sched_getaffinity(0)),

@@ -96,7 +96,9 @@ async def test_a_resume_from_any_chunk_repeats_nothing_and_loses_nothing(
 
 
 async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: InferenceStub) -> None:
-    first = aiter(stub.Generate(request(max_tokens=60), timeout=TIMEOUT_S))
+    long = request(max_tokens=600)  # so that it is not over before it is resumed
+    long.speculation.policy = "off"
+    first = aiter(stub.Generate(long, timeout=TIMEOUT_S))
     started = (await anext(first)).started
     chunk = (await anext(first)).chunk
     place = {"session_id": started.session_id, "generation": 1}
@@ -105,7 +107,7 @@ async def test_resuming_takes_over_and_who_read_before_is_aborted(stub: Inferenc
     )
     end, (_, rest, _) = await asyncio.gather(failed(first), answered(second))
     assert (end.code, end.metadata["outrider-error"]) == (grpc.StatusCode.ABORTED, "Superseded")
-    _, alone, _ = await answered(stub.Generate(request(max_tokens=60), timeout=TIMEOUT_S))
+    _, alone, _ = await answered(stub.Generate(long, timeout=TIMEOUT_S))
     assert chunk.text + text_of(rest) == text_of(alone)
 
 

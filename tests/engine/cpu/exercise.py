@@ -41,7 +41,7 @@ def make(
     if kinds[0] == "int4":
         heads, kv_heads, dim = 4, 2, 16
     angles = np.outer(np.arange(ROWS), np.ones(dim // 2)).astype(np.float32)
-    shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5)
+    shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5, 0)
     model = native.Model(
         *kinds, shape, np.cos(angles), np.sin(angles), threads, instructions, features, bool(dice.integers(2))
     )
@@ -100,6 +100,9 @@ def run(model: Any, dice: Dice, parts: int, width: int) -> np.ndarray:
     moved = dice.permutation(ROWS)[: int(dice.integers(0, 6))].astype(np.int64)
     model.move(slots[0], moved, np.sort(moved))
     model.copy(slots[-1], int(dice.integers(SLOTS)), int(dice.integers(0, ROWS + 1)))
+    model.release(int(dice.integers(SLOTS)), int(dice.integers(0, ROWS + 1)))
+    needed, free = model.pages(slots[0], 0, ROWS)
+    assert 0 <= needed <= free + ROWS // 16
     model.run(segments, draws, best, bool(dice.integers(2)), logits, tokens, scores, features)
     return logits
 
@@ -197,6 +200,8 @@ def exercise_refusals(native: Any) -> int:
             (model.run, arguments),
             (model.move, whats[:3]),
             (model.copy, whats[:3]),
+            (model.release, whats[:2]),
+            (model.pages, whats[:3]),
             (model.set_layer, [int(dice.integers(3)), *whats]),
             (model.set_ends, whats[:3]),
             (native.Sampler, whats[:14]),

@@ -19,6 +19,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.logits import Logits
 from outrider.engine.native import NativeEngine
+from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
 from tests.engine.checkpoints import random_tokens as random_text
 
@@ -184,19 +185,51 @@ def test_a_copy_shares_pages_until_one_of_them_is_written() -> None:
     page = alone // 6
     for slot in range(1, 8):
         engine.copy(0, slot, len(text))
-    assert engine.kv_bytes_taken == alone + 7 * page  # the last page, which is not full
-    more = random_text(engine, random, 20)
+    assert engine.kv_bytes_taken == alone  # the last page too, which is not full
+    more = random_text(engine, random, 3)
     fresh = engine.forward([prompt(7, more, len(text))])
     other = engine.forward([prompt(3, more[::-1].copy(), len(text))])
     assert np.array_equal(engine.forward([prompt(0, more, len(text))]), fresh)
     whole = load().forward([prompt(0, np.concatenate([text, more]))])
     assert np.array_equal(whole[len(text) :], fresh)
     assert not np.array_equal(other, fresh)
+    assert engine.kv_bytes_taken == alone + 3 * page  # of 7, 3 and 0
     before = engine.forward([prompt(5, more[:1], len(text))])
     engine.forward([prompt(2, more[:PAGE], 0)])  # over pages that the others see
     assert np.array_equal(engine.forward([prompt(5, more[:1], len(text))]), before)
     engine.move(4, np.array([70, 3]), np.array([1, 40]))
     assert np.array_equal(engine.forward([prompt(5, more[:1], len(text))]), before)
+
+
+def test_a_bound_on_memory_is_kept_to_and_what_is_released_is_taken_again() -> None:
+    bound = load(slots=1).kv_bytes * 2
+    engine, free = load(slots=8, kv_memory=bound), load(slots=8)
+    assert engine.kv_bytes <= bound < free.kv_bytes
+    assert free.memory(0, 0, 100) is None
+    page = engine.kv_bytes // (engine.memory(0, 0, 0) or (0, 0))[1]
+    random = np.random.default_rng(7)
+    text = random_text(engine, random, 5 * PAGE + 3)
+    assert engine.memory(0, 0, len(text)) == (6, bound // page)
+    engine.forward([prompt(0, text, wanted=0)])
+    assert engine.memory(0, len(text), len(text) + PAGE) == (1, bound // page - 6)
+    engine.copy(0, 1, len(text))
+    assert engine.memory(1, len(text), len(text) + PAGE) == (2, bound // page - 6)  # one of its own for the shared one
+    engine.release(0, 2 * PAGE + 1)
+    assert engine.memory(0, 0, 0) == (0, bound // page - 6)  # another slot has them, too
+    engine.release(1, 0)
+    assert engine.memory(0, 0, 0) == (0, bound // page - 3)
+    for slot in range(2, 8):
+        engine.forward([prompt(slot, random_text(engine, random, 300), wanted=0)])
+        engine.release(slot, 0)
+    expected = free.forward([prompt(0, text[: 2 * PAGE], wanted=1)])
+    assert np.array_equal(engine.forward([prompt(0, text[2 * PAGE - 1 : 2 * PAGE], 2 * PAGE - 1)]), expected)
+    engine.forward([prompt(slot, random_text(engine, random, 400), wanted=0) for slot in range(6)])
+    with pytest.raises(RuntimeError, match="no page of KV is free"):
+        engine.forward([prompt(7, random_text(engine, random, 400), wanted=0)])
+    with pytest.raises(
+        ConfigError, match=r"kv_memory: 1000 bytes are too few .* give at least \d+, or a shorter context"
+    ):
+        load(kv_memory=1000)
 
 
 def test_slots_that_take_one_another_s_rows_never_run_out_of_pages() -> None:

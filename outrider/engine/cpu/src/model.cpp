@@ -21,7 +21,7 @@ Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const K
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
       head_(head_kind, shape.vocabulary, shape.width, false),
-      pages_(shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows), next_(shape.layers + 1),
+      pages_(shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
       workers_(threads) {
   wide_ = up_to(shape.width, INPUTS);
   qkv_wide_ = up_to(size_t(shape.heads + 2 * shape.kv_heads) * shape.dim, INPUTS);

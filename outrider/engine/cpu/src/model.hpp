@@ -17,6 +17,7 @@ namespace outrider {
 struct Shape {
   int vocabulary, sayable, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;
   float eps;
+  size_t kv_bytes;  // of all slots together at most; 0: as much as they have places for
 };
 
 struct Layer {

@@ -51,12 +51,14 @@ int make(PyObject* object, PyObject* args, PyObject*) {
   Shape it;
   double eps;
   int threads, every;
+  unsigned long long kv_bytes;
   PyObject *cosines, *sines, *layers;
-  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiid)OOisOp", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
-                        &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps,
+  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
+                        &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
                         &cosines, &sines, &threads, &instructions, &layers, &every))
     return -1;
   it.eps = float(eps);
+  it.kv_bytes = size_t(kv_bytes);
   PyObject* made = guarded([&]() -> PyObject* {
     if (self->model) throw std::logic_error("a model is made once");
     for (int size : {it.vocabulary, it.sayable, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
@@ -298,6 +300,40 @@ PyObject* copy(PyObject* object, PyObject* args) {
   });
 }
 
+PyObject* release(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    int slot, rows;
+    if (!PyArg_ParseTuple(args, "ii", &slot, &rows)) throw Raised();
+    const Shape& shape = self->model->shape();
+    if (slot < 0 || slot >= shape.slots || rows < 0 || rows > shape.rows)
+      throw std::invalid_argument("a slot or a number of rows out of range");
+    Alone alone(self);
+    self->model->pages().release(slot, rows);
+    return nullptr;
+  });
+}
+
+PyObject* pages(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Object*>(object);
+  return guarded([&]() -> PyObject* {
+    if (!self->model) throw std::logic_error("the model was not made");
+    int slot, first, end;
+    if (!PyArg_ParseTuple(args, "iii", &slot, &first, &end)) throw Raised();
+    const Shape& shape = self->model->shape();
+    if (slot < 0 || slot >= shape.slots || first < 0 || first > end || end > shape.rows)
+      throw std::invalid_argument("a slot or rows out of range");
+    int needed, free;
+    {
+      Alone alone(self);
+      needed = self->model->pages().needed(slot, first, end);
+      free = int(self->model->pages().free());
+    }
+    return Py_BuildValue("(ii)", needed, free);
+  });
+}
+
 PyObject* sizes(PyObject* object, PyObject*) {
   auto* self = reinterpret_cast<Object*>(object);
   return guarded([&]() -> PyObject* {
@@ -327,6 +363,8 @@ PyMethodDef methods[] = {
     {"run", none_of<run>, METH_VARARGS, "One pass."},
     {"move", none_of<move>, METH_VARARGS, "Moves rows of a slot."},
     {"copy", none_of<copy>, METH_VARARGS, "Rows of a slot become another's, too."},
+    {"release", none_of<release>, METH_VARARGS, "Rows of a slot from one on are not needed any more."},
+    {"pages", pages, METH_VARARGS, "How many pages writing some rows takes at most, and how many are free."},
     {"sizes", sizes, METH_NOARGS, "Instruction set, bytes of weights and of KV."},
     {nullptr, nullptr, 0, nullptr}};
 

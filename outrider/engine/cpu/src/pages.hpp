@@ -1,8 +1,10 @@
-// Keys and values in pages of 16 rows, which slots may share: a page is copied when one of several writes to it.
+// Keys and values in pages of 16 rows, which slots may share: a page is copied when one of several writes to it. There may be
+// fewer pages than all slots together have places for; who asks for a pass sees to it that there are enough for that.
 //
 // In a page each layer's heads follow one another, each with its keys, [dim, 16], and its values, [16, padded dim].
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -16,12 +18,14 @@ namespace outrider {
 class Pages {
  public:
   Pages() = default;
-  Pages(int layers, int heads, int dim, int slots, int rows)
-      : heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads), slots_(slots),
+  // `bytes`: of all pages at most; 0: as many as slots have places for.
+  Pages(int layers, int heads, int dim, int slots, int rows, size_t bytes)
+      : heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads),
         each_((rows + LANES - 1) / LANES) {
-    const size_t count = size_t(slots) * each_;
-    memory_ = Memory(count * page_floats() * sizeof(float), false);
-    table_.assign(count, -1);
+    const size_t places = size_t(slots) * each_, page = page_floats() * sizeof(float);
+    const size_t count = bytes ? std::min(places, bytes / page) : places;
+    memory_ = Memory(count * page, false);
+    table_.assign(places, -1);
     users_.assign(count, 0);
     for (size_t page = count; page--;) free_.push_back(int32_t(page));
   }
@@ -30,6 +34,7 @@ class Pages {
   size_t head_floats() const { return size_t(dim_ + padded_) * LANES; }
   size_t page_floats() const { return parts_ * head_floats(); }
   size_t bytes() const { return memory_.bytes(); }
+  size_t free() const { return free_.size(); }
   size_t taken() const { return users_.size() - free_.size(); }
   const float* data() const { return memory_.as<float>(); }
   const int32_t* table(int slot) const { return table_.data() + size_t(slot) * each_; }
@@ -38,6 +43,21 @@ class Pages {
   // A slot's rows [0, end) are about to be read, of which those from `first` on are written before.
   void prepare(int slot, int first, int end) {
     for (int index = 0; index * LANES < end; index++) ready(slot, index, (index + 1) * LANES > first);
+  }
+
+  // The most pages that preparing this takes, if the rows before `first` are there.
+  int needed(int slot, int first, int end) const {
+    int count = 0;
+    for (int index = first / LANES; index * LANES < end; index++) {
+      const int32_t page = table(slot)[index];
+      count += page < 0 || users_[page] > 1;
+    }
+    return count;
+  }
+
+  // Rows from `rows` on are not needed any more.
+  void release(int slot, int rows) {
+    for (int index = (rows + LANES - 1) / LANES; index < each_; index++) let_go(entry(slot, index));
   }
 
   // One row's key and value of a head, of a slot that was prepared.
@@ -68,25 +88,17 @@ class Pages {
     }
   }
 
-  // Rows [0, rows) of one slot become another's, too. Whole pages are shared.
+  // Rows [0, rows) of one slot become another's, too. Takes no page: what lies behind them in the last one is the source's,
+  // and never seen.
   void copy(int source, int target, int rows) {
     if (source == target) return;
-    for (int index = 0; index < rows / LANES; index++) {
+    for (int index = 0; index * LANES < rows; index++) {
       int32_t& page = entry(target, index);
       const int32_t shared = entry(source, index);
       if (page == shared) continue;
-      if (page >= 0) let_go(page);
+      let_go(page);
       page = shared;
       if (shared >= 0) users_[shared]++;
-    }
-    const int left = rows % LANES, first = rows - left;
-    if (!left || entry(source, first / LANES) < 0) return;
-    ready(target, first / LANES, true);
-    const float* from = at(source, first);
-    float* to = at(target, first);
-    for (int part = 0; part < parts_; part++, from += head_floats(), to += head_floats()) {
-      for (int d = 0; d < dim_; d++) std::memcpy(to + d * LANES, from + d * LANES, left * sizeof(float));
-      std::memcpy(to + dim_ * LANES, from + dim_ * LANES, size_t(left) * padded_ * sizeof(float));
     }
   }
 
@@ -104,16 +116,16 @@ class Pages {
   }
 
   int32_t take() {
-    // There are as many pages as entries of the table, so that one is free whenever an entry has none of its own.
-    if (free_.empty()) throw std::logic_error("no free page");
+    if (free_.empty()) throw std::runtime_error("no page of KV is free");
     const int32_t page = free_.back();
     free_.pop_back();
     users_[page] = 1;
     return page;
   }
 
-  void let_go(int32_t page) {
-    if (--users_[page] == 0) free_.push_back(page);
+  void let_go(int32_t& page) {
+    if (page >= 0 && --users_[page] == 0) free_.push_back(page);
+    page = -1;
   }
 
   int32_t separate(int32_t page) {
@@ -124,7 +136,7 @@ class Pages {
     return own;
   }
 
-  int heads_ = 0, dim_ = 0, padded_ = 0, parts_ = 0, slots_ = 0, each_ = 0;
+  int heads_ = 0, dim_ = 0, padded_ = 0, parts_ = 0, each_ = 0;
   Memory memory_;
   std::vector<int32_t> table_;  // [slots, each]: -1: none yet
   std::vector<int32_t> users_;  // of each page
