@@ -128,10 +128,11 @@ class Sampler:
     def choose(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> Choice:
         """The token that the target says. The lowest id wins a tie."""
         tokens, scores = self.leading(logits, path, 2)
-        if not tokens.size:  # the model gave no numbers
-            tokens, scores = np.array([self.scores(logits, path).argmax()]), np.array([np.nan])
-        token, wanted = int(tokens[0]), self.contract.logprobs
-        gap = float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
+        if tokens.size:
+            token, gap = int(tokens[0]), float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
+        else:  # the model gave no numbers
+            token, gap = int(self.scores(logits, path).argmax()), np.nan
+        wanted = self.contract.logprobs
         return Choice(token, gap, b"" if wanted is None else pack(logits, token, wanted))
 
     def _unsayable(self, vocabulary: int) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from pydantic import ByteSize
 from typer.testing import CliRunner
 
 from outrider.cli import serve
@@ -57,6 +58,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "verifier": VerifierConfig(
         model=Path("/m"),
+        kv_memory=ByteSize(2**30),
         name="n",
         listen="127.0.0.1:72",
         zone="there",

@@ -64,14 +64,18 @@ def test_it_leads_with_the_tokens_of_numpy(
 ) -> None:
     logits = rows(seed, V, kind)
     slow = Sampler(contract, V, prompt + answer, len(prompt), compiled=False)
-    fast = compiled_sampler(contract, V, prompt, len(prompt))
+    fast, resumed = (compiled_sampler(contract, V, text, len(prompt)) for text in (prompt, prompt + answer))
     assert fast is not None
-    fast.extend(answer)  # as it goes on, and not as it was made
+    assert resumed is not None
+    fast.extend(answer)
     for tokens_of_path in (path, path[:3], path):  # it forgets the path again
+        again = resumed.leading(logits, tokens_of_path, count, noised=noised)
         tokens, scores = slow.leading(logits, tokens_of_path, count, noised=noised)
         found = fast.leading(logits, tokens_of_path, count, noised=noised)
-        if found is None:
+        if found is None or again is None:
+            assert again is None is found
             continue
+        assert [part.tolist() for part in found] == [part.tolist() for part in again]
         drawn = noised and not contract.greedy
         if not drawn:
             assert found[0].tolist() == tokens.tolist()
@@ -136,7 +140,19 @@ def test_a_row_without_numbers_is_chosen_from_all_the_same() -> None:
     nothing = np.full(40, np.nan, np.float32)
     for change in ({}, {"top_p": 0.5}, {"temperature": 0.0}, {"top_k": 3}, {"min_p": 0.2}):
         contract = Contract(seed=1, max_tokens=9, **change)  # type: ignore[arg-type]
-        assert 0 <= Sampler(contract, 40, [1], 1).choose(nothing).token < 40
+        sampler = Sampler(contract, 40, [1], 1)
+        choice = sampler.choose(nothing)
+        assert choice.token == sampler.scores(nothing).argmax()
+        assert np.isnan(choice.gap)
+
+
+def test_code_that_is_compiled_chooses_wherever_there_is_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract, logits = Contract(seed=1, max_tokens=9), rows(1, V, "model")
+    monkeypatch.setattr(Sampler, "scores", None)  # which numpy computes
+    assert 0 <= Sampler(contract, V, [1], 1).choose(logits).token < V
+    monkeypatch.setattr("outrider.core.compiled._native", None)
+    with pytest.raises(TypeError):
+        Sampler(contract, V, [1], 1).choose(logits)
 
 
 def test_the_best_and_the_sum_are_those_of_numpy() -> None:

@@ -120,6 +120,23 @@ async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_be
     loop._passes.close()
 
 
+async def test_nobody_takes_rows_from_a_session_that_was_preempted() -> None:
+    prompts = texts(6)
+    free, loop = bounded(None, 7), bounded(0, 7)
+    (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
+    sessions = open_all(loop, prompts)
+    while not loop._memory.preempted:
+        await stepped(loop)
+    last = begun(loop, "last", prompts[-1])  # as the one that was preempted
+    assert sessions[-1].cached == 0
+    assert last.cached < len(prompts[-1]) - 1
+    for session in sessions:
+        loop.close(session)
+    assert await finished(loop, [last]) == [expected]
+    free._passes.close()
+    loop._passes.close()
+
+
 async def test_what_sessions_share_counts_once() -> None:
     loop = bounded(0, slots=8)
     prompt = texts(1, 250)[0]

@@ -73,7 +73,7 @@ async def no_key() -> bytes:
 
 
 async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_commit() -> None:
-    engine: Any = SimpleNamespace(slots=1, treeless="")
+    engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
     loop = StepLoop(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     sink = Sink("verifier", b"", Keyring(b"", no_key))
     sink.serve(loop)

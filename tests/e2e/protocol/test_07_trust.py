@@ -416,7 +416,7 @@ async def test_a_boastful_drafter_s_scores_fall_and_nobody_else_s_nodes_are_left
 
 
 async def test_no_session_has_more_than_twice_its_fair_share_of_a_step_where_several_compete() -> None:
-    engine: Any = SimpleNamespace(slots=4, treeless="")
+    engine: Any = SimpleNamespace(slots=4, treeless="", memory=lambda *_: None)
     flat = CostModel([(2, 0.004), (256, 0.004)])  # so that every node is worth verifying
     loop = StepLoop(engine, flat, prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     tokens = (1, 2, 3)
