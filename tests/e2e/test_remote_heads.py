@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ def drafter_of(cluster: LocalCluster, *, heads: bool = True) -> Process:
 
 
 async def in_rounds(cluster: LocalCluster, prompt: list[int], temperature: float) -> tuple[Answer, Answer]:
-    """Without speculation, and with the drafter in every step."""
+    """Without speculation, and with the drafter in every step. Its stream to the verifier is open by then."""
     verifier, drafter = cluster.processes["verifier-0"].address, drafter_of(cluster).address
     contract = Contract(seed=3, max_tokens=TOKENS, temperature=temperature)
+    await decode(verifier, prompt, replace(contract, max_tokens=4), plan=ROUNDS, drafters=[drafter])
     plain = await decode(verifier, prompt, contract, plan=OFF)
     return plain, await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[drafter])
 
