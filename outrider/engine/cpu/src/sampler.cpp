@@ -11,7 +11,8 @@ constexpr double NEVER = -std::numeric_limits<double>::infinity();
 constexpr float NEVER_F = -std::numeric_limits<float>::infinity();
 // Libraries round logarithms and sums differently. What is decided by less than this is left to the slower way:
 constexpr double OF_SCORES = 1e-9;
-constexpr double OF_PROBABILITY = 1e-6;  // a share: parts of it are summed as floats
+constexpr double OF_PROBABILITY = 1e-10;  // a share
+constexpr double OF_FLOATS = 1e-6;        // of what is summed as floats
 
 bool has(const std::vector<int32_t>& ids, int32_t token) { return std::binary_search(ids.begin(), ids.end(), token); }
 
@@ -155,7 +156,11 @@ bool Sampler::cut(Row& row) const {
     const double least = kept[k - 1].score;
     kept.erase(std::remove_if(kept.begin() + k, kept.end(), [&](const Scored& it) { return it.score < least; }), kept.end());
   }
-  return (!by_share || keep_top_p(kept, terms_.top_p, rest)) && (!by_ratio || keep_min_p(kept, terms_.min_p));
+  if (by_share && !keep_top_p(kept, terms_.top_p, rest)) {
+    // Of all tokens nothing is summed as floats.
+    if (rest == 0.0 || !collect(row, 0, 0.0, -NEVER, &rest) || !keep_top_p(kept, terms_.top_p, rest)) return false;
+  }
+  return !by_ratio || keep_min_p(kept, terms_.min_p);
 }
 
 // Into `kept` all that scores at least as much as some bound: at least `least` tokens, with at least that `share` of all
@@ -190,29 +195,38 @@ bool Sampler::collect(Row& row, size_t least, double share, double deepest, doub
     for (const auto& it : row.kept) mass += weight(it);
     if (row.logits)
       *rest += kernels_.mass(row.logits, size, float(top * temperature), float(1.0 / temperature), least_logit);
-    if (mass > (share + OF_PROBABILITY) * (mass + *rest)) return true;
+    if (mass > (share + OF_FLOATS) * (mass + *rest)) return true;
   }
   return true;
 }
 
-// The smallest set of best tokens whose probability reaches p of all; sorted no further than that takes.
+// The smallest set of best tokens whose probability reaches p of all. Only those are sorted that score about as much as the
+// last one of it.
 bool Sampler::keep_top_p(std::vector<Scored>& kept, double p, double rest) {
   if (kept.empty()) return true;
-  const double top = std::min_element(kept.begin(), kept.end())->score;
-  double total = rest, reached = 0.0;
-  for (const auto& it : kept) total += std::exp(it.score - top);
-  size_t sorted = 0;
-  for (size_t i = 0; i < kept.size(); i++) {
-    if (i == sorted) {
-      sorted = std::min(kept.size(), 4 * sorted + 64);
-      if (sorted < kept.size()) std::nth_element(kept.begin() + i, kept.begin() + sorted, kept.end());
-      std::sort(kept.begin() + i, kept.begin() + sorted);
-    }
-    reached += std::exp(kept[i].score - top);
+  constexpr int PARTS = 1024;  // of the range of scores, the best first
+  double top = kept[0].score, least = top, total = rest, reached = 0.0, margin = OF_PROBABILITY;
+  for (const auto& it : kept) top = std::max(top, it.score), least = std::min(least, it.score);
+  const double scale = least < top ? (PARTS - 1) / (top - least) : 0.0;
+  const auto part_of = [&](const Scored& it) { return int((top - it.score) * scale); };
+  std::vector<double> mass(PARTS, 0.0);
+  for (const auto& it : kept) mass[part_of(it)] += std::exp(it.score - top);
+  for (double of_part : mass) total += of_part;
+  margin += OF_FLOATS * rest / total;
+  int part = 0;
+  while (part < PARTS - 1 && (reached + mass[part]) / total < p + margin) {
+    if ((reached + mass[part]) / total > p - margin) return false;
+    reached += mass[part++];
+  }
+  const auto better = std::partition(kept.begin(), kept.end(), [&](const Scored& it) { return part_of(it) < part; });
+  const auto worse = std::partition(better, kept.end(), [&](const Scored& it) { return part_of(it) == part; });
+  std::sort(better, worse);
+  for (auto it = better; it != worse; ++it) {
+    reached += std::exp(it->score - top);
     const double over = reached / total - p;
-    if (std::fabs(over) < OF_PROBABILITY) return false;
+    if (std::fabs(over) < margin) return false;
     if (over > 0.0) {
-      kept.resize(i + 1);
+      kept.erase(it + 1, kept.end());
       return true;
     }
   }

@@ -1,0 +1,19 @@
+"""The benchmark of the choice measures every way, in any vocabulary."""
+
+import pytest
+
+from bench import choice
+
+
+def test_every_way_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    choice.main(["--vocabulary", "400"])
+    shown = capsys.readouterr().out
+    assert "One choice of 400 tokens" in shown
+    for name in choice.WAYS:
+        assert name.split()[0] in shown
+
+
+def test_rows_have_what_stands_out_of_them_or_nothing() -> None:
+    flat, sure = choice.row(5000, 0), choice.row(5000, 50)
+    assert flat.max() < 9.0
+    assert (sure > 9.0).sum() > 20
