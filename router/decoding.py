@@ -96,7 +96,10 @@ class DecodeStream:
 
         Raises what the verifier answers: Unavailable and Overloaded say that another one may be asked.
         """
-        await self._send(verifier_pb2.DecodeRequest(start=_start_to_pb(self._start)))
+        start = verifier_pb2.DecodeRequest(start=_start_to_pb(self._start))
+        # A task, so that `cancel` ends it: gRPC never ends a write whose call is cancelled before its metadata went.
+        self._writing = asyncio.create_task(self._send(start))
+        await self._writing
         response = await self._read()
         if response.WhichOneof("event") != "started":
             raise self._broken("did not begin with DecodeStarted")
