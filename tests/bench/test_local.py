@@ -54,12 +54,12 @@ async def pair() -> AsyncIterator[Pair]:
 async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: Pair) -> None:
     saved = 0
     for seed in range(4):
-        ask = Ask(PROMPT, 0.7 if seed else 0.0, seed, 40)
+        ask = Ask(PROMPT, 0.7 if seed else 0.0, seed, 120)
         plain, speculative = await pair.generate(ask, "off"), await pair.generate(ask)
         assert speculative.tokens == plain.tokens
-        assert len(plain.tokens) == len(plain.arrivals) == plain.steps == 40
+        assert len(plain.tokens) == len(plain.arrivals) == plain.steps == 120
         saved += plain.steps - speculative.steps
-    assert saved > 20  # the drafter took part
+    assert saved > 40  # of 480: the drafter took part; quiet 270, beside three busy processes 137
 
 
 class Shallower(FixedGamma):
