@@ -178,7 +178,7 @@ class Verdicts:
         noised = self._session.rule.drawn is Drawn.FREELY  # else the text's own draws are not known beforehand
         rows = [0 if end < 0 else first + end for end in window.ends]
         return [
-            int(sampler.leading(self._row(row), window.path(end), noised=noised)[0][0])
+            int(sampler.leading(self._row(row), window.path(end), 1, noised=noised)[0][0])
             for row, end in zip(rows, window.ends, strict=True)
         ]
 

@@ -74,8 +74,8 @@ def compiled_sampler(
 def log_total(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int64], FloatRow, float]:
     """The logarithm of the sum of exp(logits), behind the `count` best tokens and their logits, best first."""
     if _native is None:
-        most = logits.max()
-        return *best_of(logits, count), float(most + np.log(np.exp(logits - most).sum(dtype=np.float64)))
+        most, (tokens, scores) = logits.max(), best_of(logits, count)
+        return tokens, scores.astype(np.float64), float(most + np.log(np.exp(logits - most).sum(dtype=np.float64)))
     tokens, scores = np.full(count, -1), np.empty(count)
     total = _native.logprobs(np.ascontiguousarray(logits, np.float32), tokens, scores)
     found = tokens >= 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.core.contract import Contract
 
 FloatRow = NDArray[np.float64]
+FloatT = TypeVar("FloatT", bound=np.floating[Any])
 
 
 class History:
@@ -91,16 +92,15 @@ def keep_top_p(scores: FloatRow, p: float) -> None:
     scores[order[kept:]] = -np.inf
 
 
-def best_of(scores: NDArray[np.floating[Any]], count: int) -> tuple[NDArray[np.int64], FloatRow]:
-    """The best tokens and their scores, best first, lower ids first among equals; none that may not be said."""
-    least = np.partition(scores, -count)[-count] if 0 < count < scores.size else -np.inf
-    best = np.flatnonzero(scores > least)
-    ties = np.flatnonzero(scores == least)[: max(0, count - best.size)]
-    best = np.sort(np.concatenate([best, ties]))
-    best = best[np.argsort(-scores[best], kind="stable")]
+def best_of(scores: NDArray[FloatT], count: int) -> tuple[NDArray[np.int64], NDArray[FloatT]]:
+    """The `count` best tokens and their scores, best first, lower ids first among equals; fewer where fewer have one:
+    what is -inf may not be said."""
+    count = min(count, scores.size)
+    least = np.partition(scores, -count)[-count]
+    best = np.flatnonzero(scores >= least)
+    best = best[np.argsort(-scores[best], kind="stable")][:count]
     best = best[np.isfinite(scores[best])]
-    best = best[:count]
-    return best, scores[best].astype(np.float64)
+    return best, scores[best]
 
 
 def keep_min_p(scores: FloatRow, p: float) -> None:

@@ -115,7 +115,7 @@ class Sampler:
         return scores
 
     def leading(
-        self, logits: NDArray[np.float32], path: Sequence[int] = (), count: int = 1, *, noised: bool = True
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int, *, noised: bool = True
     ) -> tuple[NDArray[np.int64], FloatRow]:
         """The tokens with the best `scores` (`noised`) or `log_weights`, and these, best first: at most `count`, fewer
         where fewer may be said. Lower ids come first among equals."""

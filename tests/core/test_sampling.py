@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
 from outrider.core.contract import Contract
-from outrider.core.filters import keep_top_p
+from outrider.core.filters import best_of, keep_top_p
 from outrider.core.logprobs import pack
 from outrider.core.noise import Draw, generation_base, gumbel_row
 from outrider.core.sampler import Sampler
@@ -318,6 +318,41 @@ def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_need
     large = np.array([900.0, 0.0, 899.0])  # whose exponentials are not finite
     keep_top_p(large, 0.9)
     assert large.tolist() == [900.0, -math.inf, 899.0]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 300), st.integers(0, 310), st.sampled_from([np.float32, np.float64]))
+def test_the_best_are_in_order_of_scores_then_ids_and_none_that_may_not_be_said(
+    seed: int, size: int, count: int, kind: type[np.floating[Any]]
+) -> None:
+    dice = np.random.default_rng(seed)
+    scores = dice.choice(np.array([-np.inf, -1.0, 0.0, 0.5, 2.0], kind), size)
+    best, theirs = best_of(scores, count)
+    expected = sorted((token for token in range(size) if scores[token] > -np.inf), key=lambda it: (-scores[it], it))
+    assert best.tolist() == expected[:count]
+    assert theirs.tolist() == [scores[token] for token in best]
+    assert theirs.dtype == kind
+
+
+def test_what_leads_at_a_node_follows_its_path() -> None:
+    contract = replace(PLAIN, presence_penalty=5.0)
+    sampler = Sampler(contract, V, [1, 2], 1, compiled=False)
+    logits = np.zeros(V, np.float32)
+    logits[[3, 7]] = 2.0, 1.0
+    for noised in (False, True):
+        weights = sampler.scores(logits, [3]) if noised else sampler.log_weights(logits, [3])
+        tokens, scores = sampler.leading(logits, [3], V, noised=noised)
+        assert tokens.tolist() == np.argsort(-weights, kind="stable").tolist()
+        assert scores.tolist() == weights[tokens].tolist()
+    assert sampler.leading(logits, [3], 1, noised=False)[0].tolist() == [7]
+
+
+def test_where_a_model_gives_no_numbers_a_token_that_may_be_said_there_is() -> None:
+    contract = replace(PLAIN, stop_ids=(0,), min_tokens=2)
+    sampler, nothing = Sampler(contract, V, [1, 2], 1, compiled=False), np.full(V, np.nan, np.float32)
+    for path, token in (([], 1), ([5], 0)):  # the answer has a token; with two it may stop
+        found = sampler.choose(nothing, path)
+        assert found.token == token
+        assert math.isnan(found.gap)
 
 
 def test_a_top_p_of_one_leaves_out_nothing_however_unlikely() -> None:
