@@ -1,4 +1,4 @@
-"""A router's Inference service that answers from a script, on a real gRPC server and its own thread."""
+"""A router's Inference service that answers from a script, on a real gRPC server in another thread."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import grpc
 import grpc.aio
@@ -236,12 +237,20 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         return ["outrider.v1.Inference"]
 
 
+@cache
+def servers_loop() -> asyncio.AbstractEventLoop:
+    """Where all scripted routers run. It is never closed: gRPC has one queue of events for all loops of a process, and
+    whichever takes an event of one that was closed fails at it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 @contextmanager
 def served(router: ScriptedRouter, listen: str = "127.0.0.1:0") -> Iterator[str]:
     """A server until the body ends; then it is gone at once, with all its calls. Yields its address."""
     addresses: list[str] = []
     ready = threading.Event()
-    loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def serve() -> None:
@@ -250,16 +259,13 @@ def served(router: ScriptedRouter, listen: str = "127.0.0.1:0") -> Iterator[str]
             ready.set()
             await stop.wait()
 
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
+    serves = asyncio.run_coroutine_threadsafe(serve(), servers_loop())
     assert ready.wait(10)
     try:
         yield addresses[0]
     finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        assert not thread.is_alive()
-        loop.close()
+        servers_loop().call_soon_threadsafe(stop.set)
+        serves.result(10)
 
 
 @pytest.fixture

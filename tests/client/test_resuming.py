@@ -424,7 +424,7 @@ async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back() 
         await asyncio.to_thread(first.__exit__, None, None, None)
         scripted.under_way.clear()
         with served(scripted, address):
-            assert await asyncio.to_thread(scripted.under_way.wait, 10)
+            await goes_on(scripted, reader)
             scripted.answers[0].reason = 2
             await asyncio.wait_for(reader, 5)
     assert scripted.resumes
@@ -443,7 +443,7 @@ async def test_a_stream_goes_on_at_the_next_router_of_several() -> None:
             assert await asyncio.to_thread(scripted.under_way.wait, 5)
             await asyncio.to_thread(router.__exit__, None, None, None)
             scripted.under_way.clear()
-            assert await asyncio.to_thread(scripted.under_way.wait, 10)
+            await goes_on(scripted, reader)
             scripted.answers[0].reason = 2
             await asyncio.wait_for(reader, 5)
     assert stream.result.token_ids == tuple(range(1, len(stream.result.token_ids) + 1))
@@ -496,6 +496,15 @@ def test_the_ordinary_client_resumes_too(router: ScriptedRouter) -> None:
 
 async def read(stream: outrider.AsyncStream) -> list[outrider.Chunk]:
     return [chunk async for chunk in stream]
+
+
+async def goes_on(router: ScriptedRouter, reader: asyncio.Task[list[outrider.Chunk]]) -> None:
+    """Returns once the router sends chunks again; raises what the reader failed with meanwhile."""
+    sending = asyncio.create_task(asyncio.to_thread(router.under_way.wait, 10))
+    await asyncio.wait({sending, reader}, return_when=asyncio.FIRST_COMPLETED)
+    if reader.done():
+        reader.result()
+    assert await sending
 
 
 async def until(holds: Callable[[], object]) -> None:
