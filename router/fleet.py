@@ -11,6 +11,7 @@ from typing import get_args
 
 import grpc.aio
 
+from outrider.core.prefixes import prefix_keys, shared, unpacked
 from outrider.core.speculation import SpeculationReason, SpeculationStatus, nearest
 from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.channels import open_channel
@@ -121,9 +122,10 @@ class Fleet:
         serving = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
         return sum(map(self._room, serving)) if serving else None
 
-    def best_first(self, workers: Sequence[Worker], holder: str, tokens: int) -> list[Worker]:
-        """Verifiers in the order in which a session over so many tokens is to try them; `holder` has its KV."""
-        return preferred([self._prospect(worker, holder) for worker in workers], tokens)
+    def best_first(self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], tenant: str) -> list[Worker]:
+        """Verifiers in the order in which a tenant's session over these tokens is to try them; `holder` has its KV."""
+        keys = prefix_keys(tokens, tenant) if len(workers) > 1 else []
+        return preferred([self._prospect(worker, holder, keys) for worker in workers], len(tokens))
 
     def take(self, worker: Worker) -> None:
         """Counts a session in, until `release`. The worker's channel stays open for so long."""
@@ -227,7 +229,7 @@ class Fleet:
         held, refused_at = self._refusals.get(worker.worker_id, (worker.slots, 0.0))
         return min(worker.slots, held + int((time.monotonic() - refused_at) / _RETRY_S))
 
-    def _prospect(self, worker: Worker, holder: str) -> Prospect:
+    def _prospect(self, worker: Worker, holder: str, keys: Sequence[int]) -> Prospect:
         full = self._placed[worker.worker_id] >= self._room(worker)
         stay = self._stays.get(worker.worker_id)
         return Prospect(
@@ -238,6 +240,7 @@ class Fleet:
             wait_s=((stay and stay.wait_s(0, worker.slots)) or 0.0) if full else 0.0,
             full=full,
             near=not apart(worker.zone, self._zone),
+            shared=shared(keys, unpacked(worker.prefixes)),
         )
 
     async def _forget(self, everyone: Sequence[Worker]) -> None:

@@ -323,7 +323,7 @@ class Generation:
             ledger.tokens, contract, await suitable(self._cluster, self._opened.model), self._answer.start
         )
         refusal: OutriderError | None = None
-        for worker in fleet.best_first(workers, self._holder, len(ledger.tokens)):
+        for worker in fleet.best_first(workers, self._holder, ledger.tokens, self.tenant):
             fleet.take(worker)
             began = time.monotonic()
             try:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from outrider.store.registry import TOP, Worker
 
-OTHER_ZONE = 0.25  # of a verifier's slots: one in our zone is taken first until it is fuller by so much
+# Of a verifier's slots: who is fuller than another by so much comes behind it, though
+OTHER_ZONE = 0.25  # that one is in another zone than we are
+PREFIX = 0.125  # it has all of the text's KV from other texts, and in proportion for less
 
 
 class Prospect(NamedTuple):
@@ -21,15 +23,17 @@ class Prospect(NamedTuple):
     full: bool  # it has no place now
     wait_s: float  # until it is expected to have one, where it is full; 0: not known
     near: bool  # it is in our zone
+    shared: int = 0  # of the text's first tokens, whose KV it has from other texts
 
 
 def preferred(prospects: Sequence[Prospect], tokens: int) -> list[Worker]:
-    """The order in which they are tried by a session of so many tokens: where its KV is, then by load and zone.
+    """The order in which they are tried by a session of so many tokens: where its KV is, then by load, zone, and what
+    it shares with other texts there.
 
     A full verifier that has the KV comes first only while waiting for it takes less time than reading the tokens anew
     at the best of the others.
     """
-    ranked = sorted(prospects, key=lambda it: (it.suspected, it.full, it.load + (0.0 if it.near else OTHER_ZONE)))
+    ranked = sorted(prospects, key=lambda it: (it.suspected, it.full, _price(it, tokens)))
     holder = next((it for it in ranked if it.holds and not it.suspected), None)
     others = [it for it in ranked if it is not holder]
     if holder is not None and (not holder.full or not others or holder.wait_s <= _read_s(others[0], tokens)):
@@ -37,9 +41,16 @@ def preferred(prospects: Sequence[Prospect], tokens: int) -> list[Worker]:
     return [it.worker for it in ranked]
 
 
+def _price(prospect: Prospect, tokens: int) -> float:
+    """What speaks against a verifier, in shares of its slots."""
+    elsewhere = 0.0 if prospect.near else OTHER_ZONE
+    return prospect.load + elsewhere - PREFIX * prospect.shared / max(1, tokens)
+
+
 def _read_s(prospect: Prospect, tokens: int) -> float:
     """Seconds that reading so many tokens takes there, and waiting for that; 0: not known."""
-    return prospect.wait_s + (tokens / prospect.worker.prefill if prospect.worker.prefill else 0.0)
+    unread = max(0, tokens - prospect.shared)
+    return prospect.wait_s + (unread / prospect.worker.prefill if prospect.worker.prefill else 0.0)
 
 
 def apart(zone: str, other: str) -> bool:

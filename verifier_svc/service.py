@@ -15,6 +15,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.budget import CostModel
 from outrider.core.lookup import Lookups
+from outrider.core.prefixes import packed
 from outrider.core.speculation import shown
 from outrider.engine.card import weights_digest
 from outrider.engine.engine import Engine
@@ -122,6 +123,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                     draining=loop.leaving,
                     prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
                     weights=weights,
+                    prefixes=packed(loop.slots.keys()),
                 )
 
             tasks.need("step loop", loop.run)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.core.prefixes import LENGTHS, MOST, prefix_keys
 from outrider.errors import Overloaded
 
 WORTHWHILE = 8  # tokens of a shared prefix below which nothing is gained by keeping to a slot
@@ -26,13 +28,18 @@ class Taken(NamedTuple):
     source: int | None  # slot whose rows [0, cached) are to be copied there before the next pass; None: none
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Held:
     """What a free slot still holds, or what a session that has one began with."""
 
     tokens: NDArray[np.int64]  # [rows] the tokens whose KV its first rows hold
     tenant: str
     session: str  # whose it was
+
+    @cached_property
+    def keys(self) -> list[int]:
+        """Of the tokens' beginnings."""
+        return prefix_keys(self.tokens, self.tenant)
 
 
 _NOTHING = _Held(np.empty(0, np.int64), "", "")
@@ -58,6 +65,16 @@ class Slots:
     def warm(self) -> int:
         """Free slots that still hold somebody's KV."""
         return sum(bool(len(held.tokens)) for held in self._free.values())
+
+    def keys(self) -> list[int]:
+        """Of the beginnings of texts whose KV is here to be shared, of the texts that came last first; see
+        outrider.core.prefixes. None where a slot's KV is of use to its own text alone."""
+        taken = [(held, self._computed[slot]) for slot, held in reversed(self._taken.items())]
+        free = [(held, len(held.tokens)) for held in reversed(self._free.values())]
+        found: dict[int, None] = {}
+        for held, rows in (*taken, *free) if self._rewinds else ():
+            found.update((key, None) for length, key in zip(LENGTHS, held.keys, strict=False) if length <= rows)
+        return [*found][:MOST]
 
     def take(self, tokens: Sequence[int], tenant: str, session: str = "") -> Taken:
         """A slot for a session over `tokens`, with as much of their KV as is there; the last token's is never counted.

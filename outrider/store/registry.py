@@ -50,6 +50,7 @@ class Worker:
     trained_for: str = ""  # digest of the model that a drafter was trained to draft for; "": it drafts for any
     draws: bool = True  # whether a drafter can draft for rules that draw from q
     treeless_why: str = ""  # why a verifier is treeless
+    prefixes: str = ""  # keys of the beginnings of texts whose KV a verifier has; see outrider.core.prefixes
 
 
 _KINDS = get_type_hints(Worker) | {"role": str}

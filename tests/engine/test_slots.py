@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider.core.prefixes import MOST, prefix_keys
 from outrider.engine.slots import Slots, Taken
 from outrider.errors import Overloaded
 
@@ -117,3 +118,37 @@ def test_where_nothing_can_be_taken_back_a_running_session_is_no_beginning() -> 
     slots = Slots(2, rewinds=False)
     slots.computed(slots.take(STORY, "a").slot, 20)
     assert slots.take([*STORY, 1], "a").cached == 0
+
+
+LONG = [*range(1000, 1200)]
+
+
+def test_it_has_the_keys_of_what_may_be_shared_the_latest_text_s_first() -> None:
+    slots = Slots(3)
+    old, other = [*range(70)], [*range(500, 600)]
+    slots.give_back(slots.take(old, "a").slot, old, "a")
+    slots.give_back(slots.take(other, "b").slot, other, "b")
+    running = slots.take(LONG, "a").slot
+    assert slots.keys() == [*prefix_keys(other, "b"), *prefix_keys(old, "a")]  # nothing of it is computed yet
+    slots.computed(running, 100)
+    assert slots.keys() == [*prefix_keys(LONG[:100], "a"), *prefix_keys(other, "b"), *prefix_keys(old, "a")]
+    assert slots.evict() is not None  # the oldest
+    assert slots.keys() == [*prefix_keys(LONG[:100], "a"), *prefix_keys(other, "b")]
+    slots.forget()
+    assert slots.keys() == []
+
+
+def test_a_beginning_that_many_share_has_one_key_and_there_is_a_bound() -> None:
+    slots = Slots(200)
+    for number in range(200):
+        place = slots.take([*LONG, *([5000 + number] * 200)], "a")
+        slots.computed(place.slot, 400)
+    keys = slots.keys()
+    assert len(keys) == len(set(keys)) == MOST
+    assert set(prefix_keys(LONG, "a")) < set(keys)
+
+
+def test_where_nothing_can_be_taken_back_there_are_no_keys() -> None:
+    slots = Slots(2, rewinds=False)
+    slots.give_back(slots.take(LONG, "a").slot, LONG, "a")
+    assert slots.keys() == []

@@ -208,7 +208,7 @@ class Fleet:
     def places(self, model: str) -> int | None:
         return None
 
-    def best_first(self, workers: list[Worker], holder: str, tokens: int) -> list[Worker]:
+    def best_first(self, workers: list[Worker], holder: str, tokens: list[int], tenant: str) -> list[Worker]:
         return sorted(workers, key=lambda worker: self.suspected(worker) or worker.worker_id != holder)
 
 

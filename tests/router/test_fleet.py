@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from outrider.core.prefixes import packed, prefix_keys
 from outrider.core.speculation import SpeculationReason
 from outrider.errors import Unavailable
 from outrider.store.client import connect
@@ -171,5 +172,29 @@ async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_
     (suspect,) = [drafter for drafter in await fleet.drafters(b"digest") if drafter.worker_id == "nearer"]
     fleet.suspect(suspect)
     assert await order(verifier) == ["near", "anywhere", "far", "nearer"]
+    await fleet.close()
+    await client.aclose()
+
+
+async def test_a_text_goes_where_another_that_begins_alike_was_read_if_its_tenant_is_the_same(redis_url: str) -> None:
+    text = [*range(300)]
+
+    def verifier(name: str, sessions: int, prefixes: str) -> Worker:
+        return Worker(name, "verifier", f"{name}:1", "m", b"digest", 9, 9, 16, sessions, 1, prefixes=prefixes)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    for worker in (verifier("a", 0, "malformed"), verifier("b", 1, packed(prefix_keys(text[:260], "mine")))):
+        await registry.announce(worker, ttl_s=30.0)
+    fleet = Fleet(registry)
+    workers = await fleet.verifiers("m")
+
+    def order(tokens: list[int], tenant: str, holder: str = "") -> str:
+        return "".join(worker.worker_id for worker in fleet.best_first(workers, holder, tokens, tenant))
+
+    assert order(text, "mine") == "ba"
+    assert order(text, "another's") == "ab"
+    assert order(text[1:], "mine") == "ab"
+    assert order(text, "mine", holder="a") == "ab"
     await fleet.close()
     await client.aclose()

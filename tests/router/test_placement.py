@@ -44,10 +44,12 @@ def test_of_each_tier_so_many_and_who_is_there_stays() -> None:
     assert placed(*many, each=0) == {}
 
 
-def prospect(name: str, load: float = 0.0, *, prefill: float = 1000.0, wait_s: float = 0.0, **known: bool) -> Prospect:
+def prospect(
+    name: str, load: float = 0.0, *, prefill: float = 1000.0, wait_s: float = 0.0, shared: int = 0, **known: bool
+) -> Prospect:
     verifier = Worker(name, "verifier", name, "m", b"", 10, 10, 8, 0, 0, prefill=prefill)
     stands = {"suspected": False, "holds": False, "full": False, "near": True} | known
-    return Prospect(verifier, load=load, wait_s=wait_s, **stands)
+    return Prospect(verifier, load=load, wait_s=wait_s, shared=shared, **stands)
 
 
 def order(*prospects: Prospect, tokens: int = 100) -> str:
@@ -58,6 +60,17 @@ def test_a_session_goes_where_its_kv_is_then_where_there_is_least_load_and_near_
     assert order(prospect("a", 0.5), prospect("b", 0.2), prospect("c", 0.9, holds=True)) == "cba"
     assert order(prospect("a", 0.1, near=False), prospect("b", 0.3)) == "ba"
     assert order(prospect("a", 0.1, near=False), prospect("b", 0.5)) == "ab"
+
+
+def test_what_it_shares_with_other_texts_there_is_worth_an_eighth_of_the_slots() -> None:
+    assert order(prospect("a", 0.1), prospect("b", 0.2, shared=96)) == "ba"
+    assert order(prospect("a", 0.1), prospect("b", 0.3, shared=96)) == "ab"
+    assert order(prospect("a", 0.1), prospect("b", 0.2, shared=64), tokens=1000) == "ab"  # a small part of the text
+    assert order(prospect("a"), prospect("b", 0.1, shared=96, full=True)) == "ab"
+    assert order(prospect("a"), prospect("b", 0.1, shared=96, suspected=True)) == "ab"
+    held = prospect("h", 1.0, holds=True, full=True, wait_s=0.5)
+    assert order(held, prospect("a"), tokens=1000) == "ha"  # which takes a second
+    assert order(held, prospect("a", shared=768), tokens=1000) == "ah"
 
 
 def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer() -> None:
