@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
-	bench-trees bench-drafters bench-gpu docs lint manifests proto typescript clean
+	bench-trees bench-drafters bench-gpu arm docs lint manifests proto typescript clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo
@@ -84,6 +84,13 @@ bench-drafters: $(STAMP)
 # The engine on an accelerator, where there is one, against its bandwidth.
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu $(ARGS)
+
+# The kernels for arm64 against the portable ones, in an emulator. Needs g++-aarch64-linux-gnu and qemu-user-static.
+arm:
+	mkdir -p build
+	aarch64-linux-gnu-g++ -std=c++17 -O2 -ffp-contract=off -fno-math-errno -Wno-psabi -static -Ioutrider/engine/cpu/src \
+		tests/engine/cpu/kernels_agree.cpp outrider/engine/cpu/src/kernels*.cpp -o build/kernels_agree_arm
+	qemu-aarch64-static build/kernels_agree_arm
 
 # The pages of docs/, in site/: links that lead nowhere are errors. (With --quiet they would be none.)
 docs: $(STAMP)

@@ -1,8 +1,21 @@
 #include "kernels.hpp"
 
 #include <cstring>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace outrider {
+
+#if defined(__aarch64__)
+static bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
+#else
+  return true;  // all of Apple's
+#endif
+}
+#endif
 
 std::vector<const Kernels*> kernels_here() {
   std::vector<const Kernels*> found;
@@ -17,6 +30,9 @@ std::vector<const Kernels*> kernels_here() {
   if (vnni) found.insert(__builtin_cpu_is("intel") ? found.begin() : found.end(), &avx512_vnni_kernels);
   if (wide) found.push_back(&avx512_kernels);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2_kernels);
+#elif defined(__aarch64__)
+  if (has_dot_products()) found.push_back(&neon_dot_kernels);
+  found.push_back(&neon_kernels);
 #endif
   found.push_back(&portable_kernels);
   return found;

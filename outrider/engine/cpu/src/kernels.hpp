@@ -100,6 +100,8 @@ struct Kernels {
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+#elif defined(__aarch64__)
+extern const Kernels neon_kernels, neon_dot_kernels;
 #endif
 
 std::vector<const Kernels*> kernels_here();            // that this processor has, the fastest first

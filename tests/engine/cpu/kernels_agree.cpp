@@ -1,0 +1,153 @@
+// Every kernel on every instruction set that this processor has, against the portable one, on random input.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.hpp"
+
+using namespace outrider;
+using Floats = std::vector<float>;
+
+namespace {
+
+std::mt19937 dice(1);
+int wrong = 0;
+
+float uniform() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(dice); }
+
+Floats floats(size_t count) {
+  Floats x(count);
+  for (float& value : x) value = uniform();
+  return x;
+}
+
+void report(const char* set, const char* what, bool right, double worst = 0.0) {
+  std::printf("%-16s %-10s %-5s %.1e\n", set, what, right ? "right" : "WRONG", worst);
+  wrong += !right;
+}
+
+void compare(const char* set, const char* what, const Floats& found, const Floats& expected, double tolerance) {
+  double worst = 0.0;
+  for (size_t i = 0; i < found.size(); i++) {
+    const double off = std::fabs(found[i] - expected[i]) / (1.0 + std::fabs(expected[i]));
+    if (!(off <= worst)) worst = off;  // NaN, too
+  }
+  report(set, what, worst <= tolerance, worst);
+}
+
+// A linear whose packed bytes are random codes, behind finite scales.
+struct Packed {
+  Linear linear;
+  std::vector<uint8_t> data;
+  Floats scales;
+  std::vector<int32_t> zeros;
+
+  Packed(Kind kind, int outputs, int inputs) : scales(size_t(outputs), 0.01f), zeros(size_t(outputs), 0) {
+    const int groups = inputs / GROUP;
+    const size_t bytes = kind == Kind::float32 ? 64 * inputs : kind == Kind::bfloat16 ? 32 * inputs
+                         : kind == Kind::int8  ? 16 * inputs : groups * (256 + 64);
+    linear.kind = kind;
+    linear.outputs = outputs;
+    linear.inputs = linear.padded = inputs;
+    linear.panels = outputs / LANES;
+    linear.panel_bytes = bytes;
+    data.resize(bytes * linear.panels + 4096);
+    for (size_t i = 0; i < data.size(); i += 4) {
+      const float value = uniform();
+      const uint16_t half = rounded(value);
+      if (kind == Kind::float32) std::memcpy(&data[i], &value, 4);
+      else if (kind == Kind::bfloat16 || (kind == Kind::int4 && i % 320 >= 256))
+        std::memcpy(&data[i], &half, 2), std::memcpy(&data[i + 2], &half, 2);
+      else
+        for (int j = 0; j < 4; j++) data[i + j] = uint8_t(int8_t(int(dice() % 255) - 127));
+    }
+    if (kind == Kind::int8)
+      for (int o = 0; o < outputs; o++)
+        for (int i = 0; i < inputs; i++)
+          zeros[o] += INT8_ZERO * int8_t(data[(o / LANES) * bytes + size_t(i / 4) * 64 + (o % LANES) * 4 + i % 4]);
+    linear.data = data.data();
+    linear.scales = scales.data();
+    linear.zeros = zeros.data();
+  }
+};
+
+Floats product(const Kernels& kernels, const Packed& packed, const Floats& x, const Floats& weight, int rows) {
+  const Linear& l = packed.linear;
+  std::vector<uint8_t> tile(size_t(rows) * l.padded * 4 + 4096);
+  Floats scales(rows), sums(size_t(rows) * l.padded / GROUP), y(size_t(rows) * l.outputs);
+  const Tile t{tile.data(), scales.data(), sums.data(), rows};
+  for (int r = 0; r < rows; r++) kernels.pack(l.kind, &x[size_t(r) * l.inputs], weight.data(), l.inputs, l.padded, 1e-5f, t, r);
+  kernels.linear(l, t, 0, l.panels, {Into::store, y.data(), size_t(l.outputs), l.outputs}, 0);
+  return y;
+}
+
+void linears(const Kernels& kernels) {
+  const bool rounds = std::strstr(kernels.name, "bf16");  // inputs to 8 bits: of 256 products by codes up to 8, 0.03 a sum
+  const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
+      {Kind::float32, "float32", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
+      {Kind::int8, "int8", 0.03},  // an input may be rounded to the next code
+      {Kind::int4, "int4", rounds ? 0.25 : 1e-5}};
+  for (const auto& it : kinds)
+    for (int rows = 1; rows <= kernels.most_rows && rows <= portable_kernels.most_rows; rows++) {
+      dice.seed(rows);
+      const Packed packed(it.kind, 64, 256);
+      const Floats x = floats(size_t(rows) * 256), weight = floats(256);
+      compare(kernels.name, it.name, product(kernels, packed, x, weight, rows),
+              product(portable_kernels, packed, x, weight, rows), it.tolerance);
+    }
+}
+
+void choices(const Kernels& kernels) {
+  const int size = 1003;
+  Floats x = floats(size);
+  for (float& value : x) value *= 5.0f;
+  for (double temperature : {0.0, 0.7}) {
+    int64_t tokens[2][8];
+    double scores[2][8];
+    const int found = kernels.lead(x.data(), size, {123, temperature}, 8, tokens[0], scores[0]);
+    const int expected = portable_kernels.lead(x.data(), size, {123, temperature}, 8, tokens[1], scores[1]);
+    report(kernels.name, "lead", found == expected && !std::memcmp(tokens[0], tokens[1], sizeof *tokens) &&
+                                     !std::memcmp(scores[0], scores[1], sizeof *scores));
+  }
+  report(kernels.name, "most", kernels.most(x.data(), size) == portable_kernels.most(x.data(), size));
+  std::vector<int32_t> places(size), others(size);
+  const int above = kernels.above(x.data(), size, 1.0f, places.data());
+  report(kernels.name, "above", above == portable_kernels.above(x.data(), size, 1.0f, others.data()) && places == others);
+  const double mass = kernels.mass(x.data(), size, 5.0f, 1.0f, 1.0f), other = portable_kernels.mass(x.data(), size, 5.0f, 1.0f, 1.0f);
+  report(kernels.name, "mass", std::fabs(mass - other) < 1e-6 * other, std::fabs(mass / other - 1.0));
+}
+
+Floats attended(const Kernels& kernels, const Floats& pool, const Floats& query) {
+  constexpr int DIM = 64, ROWS = 40, COMMON = 33, QUERIES = 3;
+  const int32_t table[] = {2, 0, 1}, more[QUERIES][3] = {{33, 35}, {34}, {33, 36, 39}};
+  const int counts[QUERIES] = {2, 1, 3};
+  const int32_t* rows[QUERIES];
+  const float* queries[QUERIES];
+  float* outs[QUERIES];
+  Floats out(QUERIES * DIM), packed(DIM * 8), scores(8 * (ROWS + 64));
+  for (int q = 0; q < QUERIES; q++) rows[q] = more[q], queries[q] = &query[q * DIM], outs[q] = &out[q * DIM];
+  kernels.attend({QUERIES, DIM, DIM, queries, outs, pool.data(), table, 2 * LANES * DIM, 0, COMMON, ROWS, rows, counts,
+                  packed.data(), scores.data(), ROWS + 64});
+  return out;
+}
+
+Floats turned(const Kernels& kernels, Floats x, const Floats& angles, const Floats& weight) {
+  kernels.turn(x.data(), 64, weight.data(), 1e-5f, &angles[0], &angles[32], 0.125f);
+  return x;
+}
+
+}  // namespace
+
+int main() {
+  const Floats pool = floats(3 * 2 * LANES * 64), query = floats(3 * 64), angles = floats(64), weight = floats(64);
+  for (const Kernels* kernels : kernels_here()) {
+    linears(*kernels);
+    choices(*kernels);
+    compare(kernels->name, "attend", attended(*kernels, pool, query), attended(portable_kernels, pool, query), 1e-5);
+    compare(kernels->name, "turn", turned(*kernels, query, angles, weight), turned(portable_kernels, query, angles, weight), 1e-6);
+  }
+  std::printf("kernels_agree: sets=%zu wrong=%d\n", kernels_here().size(), wrong);
+  return wrong != 0;
+}

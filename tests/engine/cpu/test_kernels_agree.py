@@ -1,0 +1,22 @@
+"""The kernels of every instruction set that this processor has, without an engine around them; `make arm`: arm64's."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outrider import _native
+
+ROOT = Path(__file__).parents[3]
+SOURCES = ROOT / "outrider/engine/cpu/src"
+
+
+@pytest.mark.extended
+def test_they_compute_what_the_portable_ones_compute(tmp_path: Path) -> None:
+    program = tmp_path / "kernels_agree"
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+    sources = [Path(__file__).with_name("kernels_agree.cpp"), *SOURCES.glob("kernels*.cpp")]
+    subprocess.run(["c++", *flags, f"-I{SOURCES}", *map(str, sources), "-o", str(program)], check=True)
+    ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert ran.stdout.endswith(f"kernels_agree: sets={len(_native.instruction_sets())} wrong=0\n")
