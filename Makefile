@@ -3,11 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVERS := $(VENV)/.servers
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
 	bench-trees bench-drafters bench-gpu arm docs lint manifests proto typescript clean
 
-demo: $(STAMP)
+demo: $(SERVERS)
 	$(BIN)/outrider demo
 
 QUICK := not long and not extended
@@ -119,7 +120,14 @@ clean:
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What the demo needs: the servers alone.
+$(SERVERS): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve]'
+	touch $@
+
+# What all else needs: torch, Ray, a browser's driver, linters, ...
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[serve,gateway,ray,transformers,train,dev,bench,docs]'
-	touch $@
+	touch $(SERVERS) $@

@@ -315,7 +315,7 @@ class Run:
         folder = self.models / model
         config = read_config(folder)
         new = Shape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
-        return PaddedWeights(Weights(folder), config, new, self.device)
+        return PaddedWeights(Weights(folder), config, new)
 
     def _engine(self, weights: PaddedWeights, slots: int) -> DeviceEngine:
         from outrider.engine.device import DeviceEngine

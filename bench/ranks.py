@@ -131,37 +131,28 @@ def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meetin
     """One rank's life. Rank 0 measures what it is asked for until that is 0."""
     surroundings.settle(way.threads)
     from outrider.engine.batch import Segment
-    from outrider.engine.group import ALONE, Group
-    from outrider.engine.native import NativeEngine
-    from outrider.engine.process_group import Ranks
+    from outrider.engine.cpu.engine import CpuEngine
+    from outrider.engine.group import ALONE, Alone
     from outrider.engine.ranks import follow, lead
+    from outrider.engine.socket_group import SocketGroup
 
-    waited = 0.0
-
-    class Timed(Ranks):
-        """Counts the seconds spent in communication, those in which others are waited for among them."""
-
-        def _wait(self, *args: Any, **options: Any) -> None:
-            nonlocal waited
-            began = time.perf_counter()
-            super()._wait(*args, **options)
-            waited += time.perf_counter() - began
-
-    group: Group = Timed(rank, way.ranks, meeting, timeout_s=PATIENCE_S) if way.ranks > 1 else ALONE
+    group: SocketGroup | Alone = ALONE
+    if way.ranks > 1:
+        group = SocketGroup(rank, way.ranks, meeting, timeout_s=PATIENCE_S)
     began_bytes = _peak()
-    engine = NativeEngine.load(folder, dtype=dtype, slots=1, rows=CONTEXT + 128, threads=way.threads, group=group)
+    part = CpuEngine.load(folder, dtype=dtype, slots=1, rows=CONTEXT + 128, threads=way.threads, group=group)
     if rank:
-        follow(engine, group)
+        follow(part, group)
     else:
-        engine = lead(engine, group)  # type: ignore[assignment]
+        engine = lead(part, group)
         while rows := end.recv():
             zeros = np.zeros(rows, np.int64)
             segment = Segment(0, CONTEXT, zeros, np.arange(CONTEXT, CONTEXT + rows))
             for _ in range(BESIDE):
                 engine.forward([segment])
-            waited, began = 0.0, time.perf_counter()
+            waited, began = part.exchange_s, time.perf_counter()
             engine.forward([segment])
-            end.send((time.perf_counter() - began, waited))
+            end.send((time.perf_counter() - began, part.exchange_s - waited))
         engine.close()
     end.send((began_bytes, _peak()))
 

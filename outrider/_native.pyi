@@ -47,6 +47,7 @@ class Model:
         instructions: str,
         features: Sequence[int],
         every: bool,
+        ranks: tuple[int, float, Sequence[int]],
         /,
     ) -> None: ...
     def set_layer(self, index: int, /, *weights: Array | None) -> None: ...

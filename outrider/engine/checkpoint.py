@@ -207,6 +207,14 @@ def read_outline(folder: Path) -> Outline:
     return Outline(kind, vocabulary, context)
 
 
+def as_tensor(stored: NDArray[Any]) -> Tensor:
+    """The same numbers in the same memory; 16-bit integers are the bits of bfloat16."""
+    import torch
+
+    tensor = torch.from_numpy(stored)
+    return tensor.view(torch.bfloat16) if stored.dtype == np.uint16 else tensor
+
+
 class Weights:
     """The tensors of a checkpoint, in one safetensors file or several.
 
@@ -248,11 +256,7 @@ class Weights:
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """As `array`, for torch."""
-        import torch
-
-        array = self.array(name, *shape, rows=rows, columns=columns)
-        tensor = torch.from_numpy(array)
-        return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+        return as_tensor(self.array(name, *shape, rows=rows, columns=columns))
 
     def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
         """A tensor of that shape as it is stored, bfloat16 as uint16, or a part of it; the rest is not read.

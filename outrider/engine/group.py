@@ -1,11 +1,12 @@
-"""The ranks of a tensor-parallel group, as engines see them, and the group of one that has nobody to speak with.
+"""The ranks of a tensor-parallel group, as engines see them, and the group of one rank, which sends nothing.
 
-`outrider.engine.process_group` has those that speak.
+`outrider.engine.socket_group` has the ranks of compiled engines, `outrider.engine.process_group` those of engines on
+torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,26 @@ class Group(Protocol):
 
     shard: Shard
 
+    def send(self, message: NDArray[np.uint8]) -> None:
+        """From rank 0 to all others."""
+
+    def receive(self) -> NDArray[np.uint8]:
+        """What rank 0 sends; waits for it."""
+
+    def beat(self) -> None:
+        """A sign of life from each rank to all others; waits for theirs."""
+
+    def gather(self) -> None:
+        """Waits until all ranks are here, be it long."""
+
+    def close(self) -> None:
+        """Ends all connections."""
+
+
+@runtime_checkable
+class TensorGroup(Group, Protocol):
+    """Ranks whose engines are on torch."""
+
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, float32: the same bits on every rank."""
 
@@ -34,18 +55,6 @@ class Group(Protocol):
 
     def collect(self, part: Tensor) -> Tensor | None:
         """As `join`, on rank 0 alone; None on the others."""
-
-    def send(self, message: NDArray[np.uint8]) -> None:
-        """From rank 0 to all others."""
-
-    def receive(self) -> NDArray[np.uint8]:
-        """What rank 0 sends; waits for it."""
-
-    def gather(self) -> None:
-        """Waits until all ranks are here, be it long."""
-
-    def close(self) -> None:
-        """Ends all connections."""
 
 
 class Alone:
@@ -63,10 +72,13 @@ class Alone:
         return part
 
     def send(self, message: NDArray[np.uint8]) -> None:
-        """Nobody hears it."""
+        """There are no others."""
 
     def receive(self) -> NDArray[np.uint8]:
         raise RankLost("a group of one has nobody to receive from")
+
+    def beat(self) -> None:
+        """There are no others."""
 
     def gather(self) -> None:
         """All are here."""

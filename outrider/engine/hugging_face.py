@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine, Traits
-from outrider.engine.group import ALONE, Group, RankLost
+from outrider.engine.group import ALONE, RankLost, TensorGroup
 from outrider.engine.pretrained import Pretrained, plain_tensor
 from outrider.engine.row_cache import RowCache
 from outrider.engine.threads import Threads
@@ -40,7 +40,7 @@ class TransformersEngine(Engine):
         slots: int,
         rows: int,
         threads: int,
-        group: Group = ALONE,
+        group: TensorGroup = ALONE,
     ) -> None:
         """Takes the model over: no other engine may use it at the same time."""
         install()

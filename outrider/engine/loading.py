@@ -14,7 +14,8 @@ from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.engine import SCRATCH, Dtype, Engine, Numerics
 from outrider.engine.features import Features
-from outrider.engine.group import ALONE, Group
+from outrider.engine.group import ALONE, Alone, Group, TensorGroup
+from outrider.engine.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
 # Bytes of weights up to which a model is tried in float32 first, where a mistake shows that bfloat16's rounding hides.
@@ -32,11 +33,36 @@ def chosen_backend(folder: Path, backend: Backend) -> Literal["native", "transfo
     return "native" if read_outline(folder).model_type in SUPPORTED else "transformers"
 
 
-def why_on_torch(ranks: int) -> str:
+def is_compiled(folder: Path, backend: Backend, device: str) -> bool:
+    """Whether the compiled kernels compute a model, or a rank's part of it, on this machine. Raises CheckpointError."""
+    return device == "cpu" and not missing() and chosen_backend(folder, backend) == "native"
+
+
+def meet(
+    folder: Path, backend: Backend, device: str, rank: int, of: int, meeting: str, *, host: str, timeout_s: float = 15.0
+) -> Group:
+    """The ranks that share a model, as its engine needs them, once all have come to the `meeting`, an address of rank
+    0's host; see `SocketGroup`. Raises RankLost; CheckpointError; ConfigError where packages or the device are missing.
+    """
+    if is_compiled(folder, backend, device):
+        return SocketGroup(rank, of, meeting, host=host, timeout_s=timeout_s)
+    with needing_torch("a model that several ranks share, without the compiled kernels,"):
+        from outrider.engine.device.engine import check_device
+        from outrider.engine.process_group import CudaRanks, Ranks
+    address = meeting.partition("#")[0]
+    if device == "cpu":
+        return Ranks(rank, of, address, host=host, timeout_s=timeout_s)
+    return CudaRanks(rank, of, address, device=check_device(device), host=host, timeout_s=timeout_s)
+
+
+def _why_on_torch(group: Group) -> str:
     """Why the native backend runs a model on a CPU through torch; empty: the compiled engine does."""
-    if ranks > 1:
-        return f"the model is shared by {ranks} ranks"
-    return missing()
+    return missing() if isinstance(group, SocketGroup | Alone) else "its ranks are connected by torch.distributed"
+
+
+def _on_torch(group: Group) -> TensorGroup:
+    assert isinstance(group, TensorGroup)  # `meet` gives no other kind
+    return group
 
 
 def outline(folder: Path, backend: Backend = "auto") -> Outline:
@@ -92,11 +118,12 @@ def load_engine(
                 numerics=numerics,
                 slots=slots,
                 rows=rows,
-                group=group,
+                group=_on_torch(group),
                 progress=progress,
             )
         engine: Engine
-        if not (reason := why_on_torch(group.shard.of)):
+        reason = _why_on_torch(group)
+        if not reason and isinstance(group, SocketGroup | Alone):
             engine = CpuEngine.load(
                 path,
                 dtype=dtype,
@@ -105,6 +132,7 @@ def load_engine(
                 slots=slots,
                 rows=rows,
                 threads=threads,
+                group=group,
                 features=features,
                 progress=progress,
                 kv_memory=kv_memory,
@@ -122,7 +150,7 @@ def load_engine(
                 slots=slots,
                 rows=rows,
                 threads=threads,
-                group=group,
+                group=_on_torch(group),
                 features=features,
                 progress=progress,
             )
@@ -172,7 +200,7 @@ def load_engine(
             slots=slots,
             rows=pretrained.context + SCRATCH if rows is None else rows,
             threads=threads,
-            group=group,
+            group=_on_torch(group),
         )
     if progress is not None:
         progress(1.0)
@@ -182,7 +210,7 @@ def load_engine(
 def _why_unbounded(native: bool, device: str, group: Group) -> str:
     if not native:
         return "the model runs through transformers"
-    return f"the device is {device}" if device != "cpu" else why_on_torch(group.shard.of)
+    return f"the device is {device}" if device != "cpu" else _why_on_torch(group)
 
 
 @contextmanager

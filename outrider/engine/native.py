@@ -19,7 +19,7 @@ from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_t
 from outrider.engine.depth import kept_layers
 from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
-from outrider.engine.group import ALONE, Group
+from outrider.engine.group import ALONE, TensorGroup
 from outrider.engine.model import Layer, Model, load_model
 from outrider.engine.packing import Packed, pack, rows_of
 from outrider.engine.quantized import check_quantized
@@ -46,7 +46,7 @@ class NativeEngine(Engine):
         slots: int,
         rows: int,
         threads: int,
-        group: Group,
+        group: TensorGroup,
         features: Features | None = None,
     ) -> None:
         """`config`: the shape of this rank's part."""
@@ -89,7 +89,7 @@ class NativeEngine(Engine):
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
-        group: Group = ALONE,
+        group: TensorGroup = ALONE,
         features: Features | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> NativeEngine:

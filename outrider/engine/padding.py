@@ -2,7 +2,7 @@
 
 Everything new is inert. The new channels of the residual stream stay zero because every row that writes to them is
 zero; new heads and new feed-forward units write through zero columns; new layers write through zero projections.
-All that may be anything is random, so that it costs what real weights cost. The RMS norms divide by the mean over
+All that may be anything is random. The RMS norms divide by the mean over
 more channels: their weights shrink by sqrt(old / new) and eps by old / new, both exact when the ratio is a power of 4;
 else the norms are stored in float32, and exact to its rounding.
 
@@ -24,27 +24,41 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.engine.card import SAME, weights_digest
-from outrider.engine.checkpoint import ALL, INDEX, SAYABLE, SINGLE, ModelConfig, Weights, read_config, read_json
+from outrider.engine.checkpoint import (
+    ALL,
+    INDEX,
+    SAYABLE,
+    SINGLE,
+    STORED,
+    ModelConfig,
+    Weights,
+    as_tensor,
+    read_config,
+    read_json,
+)
 from outrider.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SEED = 20240229  # of the inert weights
 STD = 0.02  # of the inert weights
+PERIOD = 1_000_003  # inert weights after which they repeat: a prime, so that no two rows are the same
 FFN_TILE = 64  # feed-forward sizes are multiples of this
 # Proportions of models of this family: units of the feed-forward, and layers, for the width.
 FFN_PER_WIDTH = 2.75
 WIDTH_PER_LAYER = 85
 MOST_LAYERS = 128
-FILE_BYTES = 2**31  # of one file; no more is in memory at once
+FILE_BYTES = 2**31  # of one file
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -159,27 +173,40 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = 
 
 
 def _write(padded: PaddedWeights, folder: Path) -> None:
-    """One file, or several and their index; each is in memory by itself."""
+    """One file, or several and their index."""
     files: list[list[str]] = [[]]
     size = 0
-    for name, shape in padded.shapes.items():
-        more = math.prod(shape) * padded.dtype.itemsize
+    for name in padded.shapes:
+        more = padded.bytes_of(name)
         if files[-1] and size + more > FILE_BYTES:
             files.append([])
             size = 0
         files[-1].append(name)
         size += more
     listed: dict[str, str] = {}
-    total = 0
     for number, names in enumerate(files, 1):
         file = SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {name: padded.take(name, *padded.shapes[name]) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        _write_file(padded, names, folder / file)
         listed |= dict.fromkeys(names, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": listed}
+        index = {"metadata": {"total_size": sum(map(padded.bytes_of, listed))}, "weight_map": listed}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(padded: PaddedWeights, names: Sequence[str], path: Path) -> None:
+    """In the format of safetensors, whose library for numpy knows no bfloat16; one tensor at a time is in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + padded.bytes_of(name)
+        kind = _STORED[padded.dtypes[name]]
+        header[name] = {"dtype": kind, "shape": padded.shapes[name], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            padded.array(name, *padded.shapes[name]).tofile(file)
 
 
 def count_parameters(config: ModelConfig, shape: Shape) -> int:
@@ -258,9 +285,9 @@ def _tensors(config: ModelConfig, shape: Shape) -> Iterator[_Tensor]:
 
 
 class PaddedWeights:
-    """The padded tensors, each made when it is taken: on a device they need no file and no memory here."""
+    """The padded tensors, each made when it is taken."""
 
-    def __init__(self, source: Weights, config: ModelConfig, shape: Shape, device: str = "cpu") -> None:
+    def __init__(self, source: Weights, config: ModelConfig, shape: Shape) -> None:
         """`config`: of the source."""
         self.config = replace(
             config,
@@ -275,52 +302,76 @@ class PaddedWeights:
         )
         self._source = source
         self._old, self._new = config, shape
-        self._device = device
         self._tensors = {tensor.name: tensor for tensor in _tensors(config, shape)}
         self._stored = {tensor.name: tensor.size for tensor in _tensors(config, Shape.of(config))}
         self.shapes = {name: tensor.size for name, tensor in self._tensors.items()}
-        self.dtype = source.take("model.embed_tokens.weight", config.vocabulary, config.width).dtype
+        new = source.array("model.embed_tokens.weight", config.vocabulary, config.width).dtype
+        parts = {name: self._part(tensor) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: new if part is None else part.dtype for name, part in parts.items()}
+
+    def bytes_of(self, name: str) -> int:
+        """Of a whole tensor."""
+        return math.prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     def take(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """A tensor, or a part of it: as `Weights.take`."""
+        return as_tensor(self.array(name, *shape, rows=rows, columns=columns))
+
+    def array(self, name: str, *shape: int, rows: slice = ALL, columns: slice = ALL) -> NDArray[Any]:
+        """A tensor, or a part of it: as `Weights.array`."""
         tensor = self._tensors[name]
         assert shape == tensor.size, name
-        made = self._filled(tensor)
-        if (part := self._part(tensor)) is not None:
-            if tensor.place == "norm":
-                factor = math.sqrt(self._old.width / self._new.width)
-                exact = math.log2(self._new.width / self._old.width) % 2 == 0
-                part = part * factor if exact else part.float() * factor
-            made = made.to(part.dtype)
-            at, part = self._corner(tensor, made), part.to(self._device)
-            self._shaped(tensor, made, self._new)[at] = self._shaped(tensor, part, Shape.of(self._old))
-        return made[(rows, columns)[: made.dim()]]
+        part, made = self._part(tensor), self._filled(tensor)
+        if part is not None:
+            corner = self._shaped(tensor, part, Shape.of(self._old))
+            whole = self._shaped(tensor, made, self._new)
+            whole[tuple(slice(0, length) for length in corner.shape)] = corner
+        return made[(rows, columns)[: made.ndim]]
 
-    def _part(self, tensor: _Tensor) -> Tensor | None:
-        """What the source has of it."""
+    def _part(self, tensor: _Tensor) -> NDArray[Any] | None:
+        """What the source has of it, as it goes into the padded one."""
         name = tensor.name
         if name == "lm_head.weight" and self._old.tied:
             name = "model.embed_tokens.weight"
-        return self._source.take(name, *self._stored[name]) if name in self._stored else None
+        if name not in self._stored:
+            return None
+        part = self._source.array(name, *self._stored[name])
+        return _scaled(part, self._new.width / self._old.width) if tensor.place == "norm" else part
 
-    def _filled(self, tensor: _Tensor) -> Tensor:
-        made = torch.empty(tensor.size, dtype=self.dtype, device=self._device)
+    def _filled(self, tensor: _Tensor) -> NDArray[Any]:
+        dtype = self.dtypes[tensor.name]
         if tensor.fill in ("zero", "one"):
-            return made.fill_(1.0 if tensor.fill == "one" else 0.0)
-        random = torch.Generator(self._device).manual_seed(SEED + zlib.crc32(tensor.name.encode()))
-        made.normal_(0.0, STD, generator=random)
+            return np.full(tensor.size, _stored_as(np.array([tensor.fill == "one"], np.float32), dtype))
+        random = np.random.default_rng(SEED + zlib.crc32(tensor.name.encode()))
+        values = STD * random.standard_normal(min(PERIOD, math.prod(tensor.size)), np.float32)
+        made = np.resize(_stored_as(values, dtype), tensor.size)
         if tensor.fill == "ids":
-            made[: self._old.vocabulary] = 0.0
+            made[: self._old.vocabulary] = 0
         return made
 
-    def _shaped(self, tensor: _Tensor, values: Tensor, shape: Shape) -> Tensor:
+    def _shaped(self, tensor: _Tensor, values: NDArray[Any], shape: Shape) -> NDArray[Any]:
         """A view in which the source's part is a corner."""
         heads = shape.kv_heads, shape.group, self._old.head_dim
         if tensor.place == "heads":
-            return values.view(*heads, *values.shape[1:])
-        return values.view(len(values), *heads) if tensor.place == "columns" else values
+            return values.reshape(*heads, *values.shape[1:])
+        return values.reshape(len(values), *heads) if tensor.place == "columns" else values
 
-    def _corner(self, tensor: _Tensor, made: Tensor) -> tuple[slice, ...]:
-        old = self._stored.get(tensor.name, (self._old.vocabulary, self._old.width))
-        part = self._shaped(tensor, torch.empty(old, device="meta"), Shape.of(self._old))
-        return tuple(slice(0, length) for length in part.shape)
+
+_STORED = {np.dtype(dtype): name for name, dtype in STORED.items()}  # as safetensors names them
+
+
+def _scaled(norm: NDArray[Any], ratio: float) -> NDArray[Any]:
+    """A norm's weights for a stream that is `ratio` times as wide; in float32 where their own type would round them."""
+    wide = _float32(norm) * np.float32(1.0 / math.sqrt(ratio))
+    return _stored_as(wide, norm.dtype) if math.log2(ratio) % 2 == 0 else wide
+
+
+def _float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    if values.dtype == np.uint16:  # the bits of bfloat16
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32)
+
+
+def _stored_as(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """In a type of STORED; bfloat16 is cut off, not rounded."""
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if dtype == np.uint16 else values.astype(dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
-from outrider.engine.group import ALONE, Group, RankLost
+from outrider.engine.group import ALONE, RankLost, TensorGroup
 from outrider.engine.hugging_face import traits_of
 from outrider.engine.pretrained import Pretrained, plain_tensor
 from outrider.engine.threads import Threads
@@ -53,7 +53,7 @@ class PlainEngine(Engine):
         slots: int,
         rows: int,
         threads: int,
-        group: Group = ALONE,
+        group: TensorGroup = ALONE,
     ) -> None:
         """`reason`: why it can take no trees."""
         pretrained.attend_by(pretrained.attention)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 
-_MOVE, _COPY, _SEGMENT = range(3)
+_MOVE, _COPY, _RELEASE, _SEGMENT = range(4)
 _CHAIN, _ALL = -1, -1  # no mask; logits of all rows
 
 
@@ -41,7 +41,19 @@ class Copy:
         engine.copy(self.source, self.target, self.rows)
 
 
-Change = Move | Copy
+@dataclass(frozen=True, slots=True)
+class Release:
+    """See `Engine.release`."""
+
+    slot: int
+    rows: int
+
+    def apply(self, engine: Engine) -> None:
+        """Does it."""
+        engine.release(self.slot, self.rows)
+
+
+Change = Move | Copy | Release
 
 
 def encode(changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np.uint8]:
@@ -53,6 +65,8 @@ def encode(changes: Sequence[Change], segments: Sequence[Segment]) -> NDArray[np
                 parts += [np.array([_MOVE, slot, len(source)]), source, destination]
             case Copy(source, target, rows):
                 parts.append(np.array([_COPY, source, target, rows]))
+            case Release(slot, rows):
+                parts.append(np.array([_RELEASE, slot, rows]))
     for it in segments:
         span, wanted = _CHAIN if it.mask is None else it.span, _ALL if it.wanted is None else it.wanted
         parts += [np.array([_SEGMENT, it.slot, it.prefix, len(it.tokens), span, wanted]), it.tokens, it.positions]
@@ -74,6 +88,8 @@ def decode(message: NDArray[np.uint8]) -> tuple[list[Change], list[Segment]]:
                 changes.append(Move(slot, reader.take(count), reader.take(count)))
             case 1:
                 changes.append(Copy(reader.number(), reader.number(), reader.number()))
+            case 2:
+                changes.append(Release(reader.number(), reader.number()))
             case _:
                 segments.append(_segment(reader))
     return changes, segments

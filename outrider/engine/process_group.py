@@ -1,4 +1,4 @@
-"""How the ranks of a tensor-parallel group speak with one another, over torch.distributed.
+"""How the ranks of a tensor-parallel group on torch exchange their parts, over torch.distributed.
 
 On CPUs, gloo: every rank sends its part straight to the others, and all add in the order of ranks. A sum is then the
 same bits on all of them whatever its size, and takes one step; gloo's own collectives go around a ring and took two
@@ -90,6 +90,9 @@ class Ranks:
             message = first[_LENGTH : _LENGTH + length]
             missing = length - len(message)
             return np.concatenate([message, self._receive(missing)]) if missing else message
+
+    def beat(self) -> None:
+        self._exchange(torch.zeros(1))
 
     def gather(self) -> None:
         self._exchange(torch.zeros(1), GATHER)

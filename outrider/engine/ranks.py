@@ -14,7 +14,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.group import Group, RankLost
 from outrider.engine.logits import Logits
-from outrider.engine.plan import Change, Copy, Move, decode, encode
+from outrider.engine.plan import Change, Copy, Move, Release, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ _STOP = np.zeros(1, np.uint8)  # a message that is no plan: those are of whole n
 
 
 class Leader(Engine):
-    """Rank 0's engine as the whole. KV changes wait for the next pass and travel with its plan.
+    """Rank 0's engine as the whole. It makes KV changes at once; the others hear of them with the next pass's plan.
 
     `forward` and `beat` may raise RankLost; the group is over then.
     """
@@ -40,11 +40,17 @@ class Leader(Engine):
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
-        self._changes.append(Move(slot, source, destination))
+        self._change(Move(slot, source, destination))
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
-        self._changes.append(Copy(source, target, rows))
+        self._change(Copy(source, target, rows))
+
+    def release(self, slot: int, rows: int) -> None:
+        self._change(Release(slot, rows))
+
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        return self._engine.memory(slot, first, end)  # all ranks have as many pages, and the same ones free
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         self._announce(segments)
@@ -59,19 +65,21 @@ class Leader(Engine):
 
     def beat(self) -> None:
         self._group.send(encode((), ()))
-        _answer(self._group)
+        self._group.beat()
 
     def close(self) -> None:
         with suppress(RankLost):
             self._group.send(_STOP)
 
     def _announce(self, segments: Sequence[Segment]) -> None:
-        """Has the others do the step, and makes its changes here."""
+        """Sends the step's plan to the others, with the changes since the last one."""
         self.check_segments(segments)
         changes, self._changes = self._changes, []
         self._group.send(encode(changes, segments))
-        for change in changes:
-            change.apply(self._engine)
+
+    def _change(self, change: Change) -> None:
+        change.apply(self._engine)
+        self._changes.append(change)
 
 
 def lead(engine: Engine, group: Group) -> Engine:
@@ -88,15 +96,8 @@ def follow(engine: Engine, group: Group) -> None:
     while len(message := group.receive()) != len(_STOP):
         changes, segments = decode(message)
         if not segments:
-            _answer(group)
+            group.beat()
             continue
         for change in changes:
             change.apply(engine)
         engine.forward(segments)
-
-
-def _answer(group: Group) -> None:
-    """A sign of life of each to all."""
-    import torch
-
-    group.sum(torch.zeros(1))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
-from outrider.engine.group import ALONE, Group
+from outrider.engine.group import ALONE, TensorGroup
 from outrider.engine.hugging_face import Masks, TransformersEngine
 from outrider.engine.plain import PlainEngine, Reading
 from outrider.engine.pretrained import Pretrained
@@ -38,7 +38,7 @@ class Way(NamedTuple):
     reason: str = ""  # why it takes no trees
 
     def build(
-        self, pretrained: Pretrained, *, slots: int, rows: int, threads: int, group: Group
+        self, pretrained: Pretrained, *, slots: int, rows: int, threads: int, group: TensorGroup
     ) -> TransformersEngine | PlainEngine:
         """The engine."""
         if self.masks is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ from outrider.rpc.server import NOT_SERVING, SERVING, Health, probed
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+    from outrider.engine.group import Group
 
 PLACE_S = 60.0  # for the cluster to make room that it has
 
@@ -194,25 +196,27 @@ class Rank:
         self._rank = rank
         self._listening: asyncio.Future[str]
         self._serving: asyncio.Task[None] | None = None
-        self._group: Any = None
+        self._group: Group
 
     async def meeting(self) -> str:
-        """Where the ranks meet: a port of this one's node."""
+        """Where the ranks meet: a port of this one's node, and what only they know."""
         self._listening = asyncio.get_running_loop().create_future()
         host = self._host()
         with socket.create_server((host, 0)) as server:
-            return f"tcp://{host}:{server.getsockname()[1]}"
+            return f"tcp://{host}:{server.getsockname()[1]}#{secrets.token_hex(16)}"
 
     async def join(self, meeting: str) -> None:
         """Meets the others."""
-        from outrider.engine.device.engine import check_device
-        from outrider.engine.process_group import CudaRanks, Ranks
+        from outrider.engine.loading import meet
+        from outrider.hub import checkpoint_folder
 
-        kind: Any = Ranks
-        if self._config.device != "cpu":
-            kind = partial(CudaRanks, device=check_device(self._config.device))
-        of = self._config.tensor_parallel
-        self._group = await asyncio.to_thread(kind, self._rank, of, meeting, host=self._host())
+        config = self._config
+
+        def met() -> Group:
+            folder, of = checkpoint_folder(config.model), config.tensor_parallel
+            return meet(folder, config.backend, config.device, self._rank, of, meeting, host=self._host())
+
+        self._group = await asyncio.to_thread(met)
 
     async def follow(self) -> None:
         """Does what rank 0 plans, to its end."""

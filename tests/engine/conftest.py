@@ -25,7 +25,7 @@ def _one_thread() -> None:
     scope="session",
     params=[
         pytest.param(CpuEngine, id="compiled"),
-        pytest.param(NativeEngine, id="torch", marks=pytest.mark.extended),  # ranks run on it in `make test`
+        pytest.param(NativeEngine, id="torch", marks=pytest.mark.extended),  # without a compiler
     ],
 )
 def engine_class(request: pytest.FixtureRequest) -> EngineClass:

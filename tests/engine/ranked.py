@@ -1,4 +1,4 @@
-"""A tensor-parallel group over gloo on this machine: rank 0 here, the others in processes of their own."""
+"""A tensor-parallel group on this machine: rank 0 here, the others in processes of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,30 +20,41 @@ from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine
 from outrider.engine.group import ALONE, Group, RankLost
 from outrider.engine.loading import load_engine
-from outrider.engine.native import NativeEngine
 from outrider.engine.process_group import Ranks
 from outrider.engine.ranks import follow, lead
+from outrider.engine.socket_group import SocketGroup
 
+Connected = Literal["sockets", "torch"]  # ranks of compiled engines, or of those on torch
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}
+
+
+def connect(by: Connected, rank: int, of: int, meeting: str, timeout_s: float) -> SocketGroup | Ranks:
+    """This rank's end of the group."""
+    if by == "sockets":
+        return SocketGroup(rank, of, meeting, timeout_s=timeout_s, meeting_s=30.0)
+    return Ranks(rank, of, meeting.partition("#")[0], timeout_s=timeout_s)
 
 
 def meeting_point() -> str:
     """An address that nobody listens on yet."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}#secret"
 
 
-def load(folder: Path, group: Ranks, loading: dict[str, Any]) -> Engine:
+def load(folder: Path, group: Group, loading: dict[str, Any]) -> Engine:
     """A rank's engine: the device's where `loading` names one."""
     if "device" not in loading:
         return load_engine(folder, group=group, **loading)
+    assert isinstance(group, Ranks)
     return DeviceEngine.load(folder, group=group, **{key: value for key, value in loading.items() if key != "threads"})
 
 
-def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, timeout_s: float, loading: Any) -> None:
+def follow_along(
+    by: Connected, folders: Sequence[Path], rank: int, of: int, meeting: str, timeout_s: float, loading: Any
+) -> None:
     """A rank's whole life; its exit status is 3 when it lost another one."""
     torch.set_num_threads(1)
-    group = Ranks(rank, of, meeting, timeout_s=timeout_s)
+    group = connect(by, rank, of, meeting, timeout_s)
     try:
         for folder in folders:
             follow(load(folder, group, loading), group)
@@ -56,7 +67,7 @@ def follow_along(folders: Sequence[Path], rank: int, of: int, meeting: str, time
 class Ranked:
     """A group as its rank 0 sees it."""
 
-    group: Ranks
+    group: SocketGroup | Ranks
     loading: dict[str, Any]
     others: list[BaseProcess]
 
@@ -71,18 +82,20 @@ class Ranked:
 
 
 @contextmanager
-def ranked(of: int, *folders: Path, timeout_s: float = 30.0, **changes: Any) -> Iterator[Ranked]:
+def ranked(
+    of: int, *folders: Path, by: Connected = "sockets", timeout_s: float = 30.0, **changes: Any
+) -> Iterator[Ranked]:
     """Ranks that load the checkpoints one after another."""
     meeting, loading = meeting_point(), LOADING | changes
     spawn = multiprocessing.get_context("spawn")
     others: list[BaseProcess] = [
-        spawn.Process(target=follow_along, args=(folders, rank, of, meeting, timeout_s, loading), daemon=True)
+        spawn.Process(target=follow_along, args=(by, folders, rank, of, meeting, timeout_s, loading), daemon=True)
         for rank in range(1, of)
     ]
     for process in others:
         process.start()
     try:
-        group = Ranks(0, of, meeting, timeout_s=timeout_s)
+        group = connect(by, 0, of, meeting, timeout_s)
         try:
             yield Ranked(group, loading, others)
         finally:
@@ -97,9 +110,9 @@ def ranked(of: int, *folders: Path, timeout_s: float = 30.0, **changes: Any) -> 
 def grown(folder: Path, rank: int, of: int, meeting: str, answer: Connection) -> None:
     """Loads a rank's part and runs a pass in a process of its own; answers by how much its memory grew."""
     torch.set_num_threads(1)
-    group: Group = Ranks(rank, of, meeting) if of > 1 else ALONE
+    group: Group = connect("sockets", rank, of, meeting, 30.0) if of > 1 else ALONE
     before = _most_memory()
-    engine = NativeEngine.load(folder, group=group, **LOADING)
+    engine = load(folder, group, LOADING)
     group.gather()
     engine.forward([Segment(0, 0, np.arange(64), np.arange(64))])
     answer.send(_most_memory() - before)

@@ -155,7 +155,7 @@ def test_what_torchao_has_no_kernel_for_is_refused_with_what_to_use(tmp_path: Pa
 def test_ranks_share_a_model_by_its_own_plan(tmp_path: Path) -> None:
     folders = [make_family(tmp_path / name, name) for name in ("llama", "qwen2-moe")]
     random = np.random.default_rng(7)
-    with ranked(2, *folders, backend="transformers", slots=SLOTS) as group:
+    with ranked(2, *folders, by="torch", backend="transformers", slots=SLOTS) as group:
         for folder in folders:
             one = load(folder)
             history, tree = random_tokens(one, random, 21), Tree.random(one, random, 9)
@@ -171,7 +171,7 @@ def test_ranks_share_a_model_by_its_own_plan(tmp_path: Path) -> None:
 
 def test_a_model_without_a_plan_is_not_shared(tmp_path: Path) -> None:
     folder = make_family(tmp_path, "opt")
-    with ranked(1, folder) as group:
+    with ranked(1, folder, by="torch") as group:
         group.group.shard = Shard(0, 2)  # the plan is asked before anything is shared
         with pytest.raises(ConfigError, match="tensor_parallel: transformers cannot share this model among 2 ranks"):
             load_engine(folder, dtype="float32", slots=1, threads=1, group=group.group)

@@ -14,33 +14,43 @@ import pytest
 
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, read_config
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.engine import Engine
 from outrider.engine.group import RankLost
 from outrider.engine.native import NativeEngine
 from outrider.engine.padding import pad_checkpoint
-from outrider.engine.plan import Copy, Move, decode, encode
+from outrider.engine.plan import Copy, Move, Release, decode, encode
 from outrider.engine.sharding import Shard, degrees
 from outrider.errors import ConfigError
 from tests.engine.checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
-from tests.engine.ranked import LOADING, growth, ranked
+from tests.engine.ranked import LOADING, Connected, growth, ranked
 
 SHAPES = ("grouped", "one-kv-head-llama3", "untied-wide-heads", "biased", "narrow-heads", "mistral", "qwen2", "qwen3")
 FFN = 96  # of random checkpoints: four ranks can share it
 
 
-@pytest.fixture(scope="class", params=[2, 4])
+WAYS: list[tuple[Connected, int]] = [("sockets", 2), ("sockets", 4), ("torch", 2), ("torch", 4)]
+
+
+def load_alone(by: Connected, folder: Path) -> Engine:
+    """The whole model in one process, on the engine that such ranks have."""
+    return (CpuEngine if by == "sockets" else NativeEngine).load(folder, **LOADING)
+
+
+@pytest.fixture(scope="class", params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """The reference target on that many ranks, and on one."""
-    with ranked(request.param, MODELS / "target") as ranks, ranks.lead(MODELS / "target") as leader:
-        yield leader, NativeEngine.load(MODELS / "target", **LOADING)
+    by, of = request.param
+    with ranked(of, MODELS / "target", by=by) as ranks, ranks.lead(MODELS / "target") as leader:
+        yield leader, load_alone(by, MODELS / "target")
 
 
-@pytest.mark.parametrize("of", [2, 4])
-def test_shares_of_every_shape_add_up(of: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "of"), WAYS)
+def test_shares_of_every_shape_add_up(by: Connected, of: int, tmp_path: Path) -> None:
     folders = [make_checkpoint(tmp_path / shape, shape, FFN) for shape in SHAPES]
-    with ranked(of, *folders) as ranks:
+    with ranked(of, *folders, by=by) as ranks:
         for folder in folders:
-            alone = NativeEngine.load(folder, **LOADING)
+            alone = load_alone(by, folder)
             with ranks.lead(folder) as leader:
                 assert leader.parameters == alone.parameters
                 assert leader.weight_bytes <= (1 / of + 0.1) * alone.weight_bytes
@@ -79,10 +89,11 @@ class TestTheReferenceTarget:
         assert [count for count, seconds in pair[0].measure_costs((2, 8), 64, 2) if seconds > 0] == [2, 8]
 
 
+@pytest.mark.parametrize("by", ["sockets", "torch"])
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_freezes_is_noticed_by_all(ending: signal.Signals, tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_freezes_is_noticed_by_all(ending: signal.Signals, by: Connected, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped", FFN)
-    with ranked(4, folder, timeout_s=2.0) as ranks, ranks.lead(folder) as leader:
+    with ranked(4, folder, by=by, timeout_s=2.0) as ranks, ranks.lead(folder) as leader:
         others = ranks.others
         leader.forward([prompt(0, np.array([1, 2, 3]))])
         leader.beat()
@@ -99,11 +110,12 @@ def test_a_rank_that_dies_or_freezes_is_noticed_by_all(ending: signal.Signals, t
             leader.forward([prompt(0, np.array([1]), 3)])
 
 
-def test_a_group_that_is_not_complete_gives_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["sockets", "torch"])
+def test_a_group_that_is_not_complete_gives_up(by: Connected, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped", FFN)
     with (
         pytest.raises(RankLost),
-        ranked(2, timeout_s=2.0) as ranks,  # rank 1 has nothing to load, and goes
+        ranked(2, by=by, timeout_s=2.0) as ranks,  # rank 1 has nothing to load, and goes
         ranks.lead(folder) as leader,
     ):
         leader.beat()
@@ -119,7 +131,7 @@ def test_two_ranks_take_no_more_than_three_fifths_of_the_memory_each(tmp_path: P
 
 def test_plans_survive_the_message() -> None:
     random = np.random.default_rng(3)
-    moves = Move(3, random.integers(0, 50, 9), random.integers(0, 50, 9)), Copy(1, 2, 30)
+    moves = Move(3, random.integers(0, 50, 9), random.integers(0, 50, 9)), Copy(1, 2, 30), Release(4, 17)
     masked = Segment(1, 5, random.integers(0, 9, 7), random.integers(0, 9, 7), random.random((7, 11)) < 0.5, 3)
     changes, segments = decode(encode(moves, [masked, prompt(2, np.array([4, 5]))]))
     assert str(changes) == str(list(moves))

@@ -25,8 +25,10 @@ from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.depth import kept_layers
 from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
+from outrider.engine.group import ALONE, Alone
 from outrider.engine.int4 import check_int4_shape
 from outrider.engine.logits import Best, Logits
+from outrider.engine.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "int8
 
 
 class CpuEngine(Engine):
-    """All of a model, or some of its layers, on a CPU."""
+    """All of a model, some of its layers, or a rank's part of them, on a CPU."""
 
     def __init__(
         self,
@@ -55,9 +57,11 @@ class CpuEngine(Engine):
         rows: int,
         parameters: int,
         features: Features | None,
+        group: SocketGroup | Alone = ALONE,
         bounded: bool = False,
     ) -> None:
-        """`model`: with all of its weights; `bounded`: with less memory for KV than all slots together could take."""
+        """`model`: with all of its weights; `config`: the shape of this rank's part; `bounded`: with less memory for KV
+        than all slots together could take."""
         sizes = model.sizes()
         super().__init__(
             Traits(
@@ -73,7 +77,7 @@ class CpuEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
                 kv_bytes=sizes["kv_bytes"],
-                kv_tokens=sizes["kv_bytes"] // _page_bytes(config, config.layers) * PAGE if bounded else 0,
+                kv_tokens=sizes["kv_bytes"] // _page_bytes(config) * PAGE if bounded else 0,
                 features=features,
                 sayable=config.sayable,
                 draws=True,
@@ -82,6 +86,7 @@ class CpuEngine(Engine):
         )
         self._model = model
         self._bounded = bounded
+        self._group = group
         self._width = config.width
         self._logits = np.empty(0, np.float32)  # of the last pass that was judged
         self._hidden = np.empty((0, 0), np.float32)
@@ -97,6 +102,7 @@ class CpuEngine(Engine):
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
+        group: SocketGroup | Alone = ALONE,
         features: Features | None = None,
         progress: Callable[[float], None] | None = None,
         instructions: str = "",
@@ -105,8 +111,8 @@ class CpuEngine(Engine):
         """Loads a checkpoint folder; see `NativeEngine.load`. `instructions`: the set to use; "": the best there is.
         `kv_memory`: bytes for the KV of all slots together; None: what they can take.
 
-        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 has not, or
-        memory that is too little for one text.
+        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 has not,
+        memory that is too little for one text, and ranks that cannot share the model.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
@@ -114,33 +120,36 @@ class CpuEngine(Engine):
         kept = kept_layers(config.layers, layers, skip)
         if features is not None:
             features.check(len(kept))
+        part = group.shard.config(replace(config, layers=len(kept)))
         if dtype == "int4":
-            check_int4_shape(config)
+            check_int4_shape(part)
         digest = read_tokenizer_digest(path)
         weights = Weights(path, progress)
         rows = config.context + SCRATCH if rows is None else rows
         parameters = check_layers(weights, config, kept)
-        memory = 0 if kv_memory is None else _checked_memory(kv_memory, config, len(kept), rows)
+        memory = 0 if kv_memory is None else _checked_memory(kv_memory, part, rows)
         try:
-            model = _empty_model(config, dtype, len(kept), slots, rows, threads, features, instructions, memory)
-            load_layers(model, weights, config, kept)
+            model = _empty_model(part, dtype, slots, rows, threads, features, instructions, memory, group)
+            load_layers(model, weights, config, group.shard, kept)
         except MemoryError:
             raise CheckpointError(f"{path}: there is not enough memory for {parameters / 1e6:.0f} M weights") from None
         weights.finish()
         return cls(
             model,
-            replace(config, layers=len(kept)),
+            part,
             digest,
             dtype=dtype,
             slots=slots,
             rows=rows,
             parameters=parameters,
             features=features,
+            group=group,
             bounded=kv_memory is not None,
         )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
-        logits = np.empty((sum(map(_outputs, segments)), self.vocabulary), np.float32)
+        outputs = 0 if self._group.shard.rank else sum(map(_outputs, segments))
+        logits = np.empty((outputs, self.vocabulary), np.float32)
         self._run(segments, (), 0, logits, _NO_TOKENS, _NO_SCORES)
         return logits
 
@@ -170,13 +179,16 @@ class CpuEngine(Engine):
     ) -> None:
         wanted, hidden = self.features, None
         if wanted is not None:
-            rows = sum(len(segment.tokens) for segment in segments) if wanted.every else len(logits)
+            rows = sum(len(it.tokens) if wanted.every else _outputs(it) for it in segments)
             hidden = np.empty((rows, wanted.parts * self._width), np.float32)
         try:
             self._model.run(segments, draws, best, walks, logits, tokens, scores, hidden)
         except ValueError:
             self.check_segments(segments)  # which says more
             raise
+        except ConnectionError as error:
+            assert isinstance(self._group, SocketGroup)
+            raise self._group.lost(str(error)) from error
         if hidden is not None:
             self._hidden = hidden
 
@@ -198,6 +210,12 @@ class CpuEngine(Engine):
 
     def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
         return self._model.pages(slot, first, end) if self._bounded else None
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that passes have spent in exchange with other ranks, waiting for them included."""
+        seconds: float = self._model.sizes()["exchange_s"]
+        return seconds
 
     @property
     def kv_bytes_taken(self) -> int:
@@ -247,14 +265,14 @@ def _outputs(segment: Segment) -> int:
     return max(0, min(segment.outputs, len(segment.tokens)))
 
 
-def _page_bytes(config: ModelConfig, layers: int) -> int:
+def _page_bytes(config: ModelConfig) -> int:
     values = -(-config.head_dim // PAGE) * PAGE
-    return 4 * PAGE * layers * config.kv_heads * (config.head_dim + values)
+    return 4 * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
 
 
-def _checked_memory(memory: int, config: ModelConfig, layers: int, rows: int) -> int:
+def _checked_memory(memory: int, config: ModelConfig, rows: int) -> int:
     """Raises ConfigError where one text and its tree would not fit."""
-    page = _page_bytes(config, layers)
+    page = _page_bytes(config)
     least = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
     if memory < least:
         raise ConfigError(
@@ -267,13 +285,13 @@ def _checked_memory(memory: int, config: ModelConfig, layers: int, rows: int) ->
 def _empty_model(
     config: ModelConfig,
     dtype: Dtype,
-    layers: int,
     slots: int,
     rows: int,
     threads: int | None,
     features: Features | None,
     instructions: str,
     kv_memory: int,
+    group: SocketGroup | Alone,
 ) -> Model:
     from outrider._native import Model
 
@@ -285,7 +303,7 @@ def _empty_model(
             config.vocabulary,
             config.sayable,
             config.width,
-            layers,
+            config.layers,
             config.heads,
             config.kv_heads,
             config.head_dim,
@@ -301,4 +319,5 @@ def _empty_model(
         instructions,
         () if features is None else features.layers,
         features is not None and features.every,
+        (group.shard.rank, group.timeout_s, group.sockets) if isinstance(group, SocketGroup) else (0, 0.0, ()),
     )

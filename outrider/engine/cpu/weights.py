@@ -1,69 +1,107 @@
-"""A checkpoint's tensors, one after another, into the compiled model, which packs them."""
+"""A checkpoint's tensors, one after another, into the compiled model, which packs them; of each what a rank holds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoint import ModelConfig, Weights
+from outrider.engine.checkpoint import ALL, ModelConfig, Weights
+from outrider.engine.sharding import Shard
 
 if TYPE_CHECKING:
     from outrider._native import Model
 
-Named = tuple[str, *tuple[int, ...]]  # a tensor and its shape
+
+class _Part(NamedTuple):
+    """A tensor, and what a rank holds of it."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    rows: slice = ALL
+    columns: slice = ALL
 
 
 def check_layers(source: Weights, config: ModelConfig, kept: Sequence[int]) -> int:
-    """Gives the number of parameters of the `kept` layers and both ends. Raises CheckpointError for a tensor that is
-    missing or of another shape, before anything of that shape is made."""
-    named = [shape for layer in kept for shape in _layer(config, f"model.layers.{layer}") if shape is not None]
-    named += _ends(config)
-    for name, *shape in named:
+    """Gives the number of parameters of the `kept` layers and both ends, on all ranks. Raises CheckpointError for a
+    tensor that is missing or of another shape, before anything of that shape is made."""
+    parts = [part for layer in kept for part in _layer(config, Shard(), f"model.layers.{layer}") if part is not None]
+    parts += _ends(config, Shard())
+    shapes = {part.name: part.shape for part in parts}  # a tied head is the embedding
+    for name, shape in shapes.items():
         source.check(name, *shape)
-    return sum(math.prod(shape) for _, *shape in named)
+    return sum(map(math.prod, shapes.values()))
 
 
-def load_layers(model: Model, source: Weights, config: ModelConfig, kept: Sequence[int]) -> None:
-    """Reads the `kept` layers and both ends; bfloat16 as the bits of it. Raises CheckpointError."""
+def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard, kept: Sequence[int]) -> None:
+    """Reads the `kept` layers and both ends; bfloat16 as the bits of it. `config`: of the whole model.
 
-    def take(named: Named | None) -> NDArray[Any] | None:
-        return None if named is None else source.array(*named)
+    Raises CheckpointError.
+    """
+
+    def take(part: _Part | None) -> NDArray[Any] | None:
+        if part is None:
+            return None
+        return np.ascontiguousarray(source.array(part.name, *part.shape, rows=part.rows, columns=part.columns))
 
     for index, layer in enumerate(kept):
-        model.set_layer(index, *map(take, _layer(config, f"model.layers.{layer}")))
-    embedding, norm, *head = (source.array(*named) for named in _ends(config))
-    model.set_ends(embedding, norm, head[0] if head else embedding)
+        model.set_layer(index, *map(take, _layer(config, shard, f"model.layers.{layer}")))
+    embedding, norm, head = map(take, _ends(config, shard))
+    assert embedding is not None
+    assert norm is not None
+    assert head is not None
+    missing = -(-config.vocabulary // shard.of) - len(head)  # ranks have equally many rows
+    model.set_ends(embedding, norm, np.pad(head, ((0, missing), (0, 0))) if missing else head)
 
 
-def _ends(it: ModelConfig) -> list[Named]:
-    head: list[Named] = [] if it.tied else [("lm_head.weight", it.vocabulary, it.width)]
-    return [("model.embed_tokens.weight", it.vocabulary, it.width), ("model.norm.weight", it.width), *head]
+def _ends(it: ModelConfig, shard: Shard) -> list[_Part]:
+    matrix = it.vocabulary, it.width
+    head = "model.embed_tokens.weight" if it.tied else "lm_head.weight"
+    return [
+        _Part("model.embed_tokens.weight", matrix, columns=shard.part(it.width)),
+        _Part("model.norm.weight", (it.width,)),
+        _Part(head, matrix, shard.tokens(it.vocabulary)),
+    ]
 
 
-def _layer(it: ModelConfig, prefix: str) -> list[Named | None]:
-    """In the order of `Model.set_layer`; None for what such a model does not have."""
+def _layer(it: ModelConfig, shard: Shard, prefix: str) -> list[_Part | None]:
+    """In the order of `Model.set_layer`; None for what such a model, or this rank, does not have."""
     attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = it.heads * it.head_dim, it.kv_heads * it.head_dim
+    heads = shard.kv_heads(it)
+    own_queries, own_units = shard.part(it.heads, it.head_dim), shard.part(it.ffn)
+    own_keys = slice(heads.start * it.head_dim, heads.stop * it.head_dim)
+
+    def outputs(name: str, count: int, own: slice) -> _Part:
+        return _Part(f"{name}.weight", (count, it.width), own)
+
+    def inputs(name: str, count: int, own: slice) -> _Part:
+        return _Part(f"{name}.weight", (it.width, count), columns=own)
+
+    def vector(name: str, count: int, own: slice = ALL, *, there: bool = True) -> _Part | None:
+        return _Part(name, (count,), own) if there else None
+
+    first = not shard.rank  # a bias is added once
     return [
-        (f"{prefix}.input_layernorm.weight", it.width),
-        (f"{attention}.q_proj.weight", queries, it.width),
-        (f"{attention}.k_proj.weight", keys, it.width),
-        (f"{attention}.v_proj.weight", keys, it.width),
-        (f"{attention}.q_proj.bias", queries) if it.qkv_bias else None,
-        (f"{attention}.k_proj.bias", keys) if it.qkv_bias else None,
-        (f"{attention}.v_proj.bias", keys) if it.qkv_bias else None,
-        (f"{attention}.q_norm.weight", it.head_dim) if it.head_norms else None,
-        (f"{attention}.k_norm.weight", it.head_dim) if it.head_norms else None,
-        (f"{attention}.o_proj.weight", it.width, queries),
-        (f"{attention}.o_proj.bias", it.width) if it.output_bias else None,
-        (f"{prefix}.post_attention_layernorm.weight", it.width),
-        (f"{ffn}.gate_proj.weight", it.ffn, it.width),
-        (f"{ffn}.up_proj.weight", it.ffn, it.width),
-        (f"{ffn}.gate_proj.bias", it.ffn) if it.ffn_bias else None,
-        (f"{ffn}.up_proj.bias", it.ffn) if it.ffn_bias else None,
-        (f"{ffn}.down_proj.weight", it.width, it.ffn),
-        (f"{ffn}.down_proj.bias", it.width) if it.ffn_bias else None,
+        vector(f"{prefix}.input_layernorm.weight", it.width),
+        outputs(f"{attention}.q_proj", queries, own_queries),
+        outputs(f"{attention}.k_proj", keys, own_keys),
+        outputs(f"{attention}.v_proj", keys, own_keys),
+        vector(f"{attention}.q_proj.bias", queries, own_queries, there=it.qkv_bias),
+        vector(f"{attention}.k_proj.bias", keys, own_keys, there=it.qkv_bias),
+        vector(f"{attention}.v_proj.bias", keys, own_keys, there=it.qkv_bias),
+        vector(f"{attention}.q_norm.weight", it.head_dim, there=it.head_norms),
+        vector(f"{attention}.k_norm.weight", it.head_dim, there=it.head_norms),
+        inputs(f"{attention}.o_proj", queries, own_queries),
+        vector(f"{attention}.o_proj.bias", it.width, there=it.output_bias and first),
+        vector(f"{prefix}.post_attention_layernorm.weight", it.width),
+        outputs(f"{ffn}.gate_proj", it.ffn, own_units),
+        outputs(f"{ffn}.up_proj", it.ffn, own_units),
+        vector(f"{ffn}.gate_proj.bias", it.ffn, own_units, there=it.ffn_bias),
+        vector(f"{ffn}.up_proj.bias", it.ffn, own_units, there=it.ffn_bias),
+        inputs(f"{ffn}.down_proj", it.ffn, own_units),
+        vector(f"{ffn}.down_proj.bias", it.width, there=it.ffn_bias and first),
     ]

@@ -37,7 +37,7 @@ from outrider.engine.device.said import Said
 from outrider.engine.device.staging import Inputs, Staging
 from outrider.engine.device.weights import ModelWeights, load_weights
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits
-from outrider.engine.group import ALONE, Group
+from outrider.engine.group import ALONE, TensorGroup
 from outrider.engine.logits import Logits
 from outrider.engine.weights import Source
 from outrider.errors import ConfigError
@@ -83,7 +83,7 @@ class DeviceEngine(Engine):
         device: torch.device,
         slots: int,
         rows: int,
-        group: Group,
+        group: TensorGroup,
         kernels: Kernels,
         recorder: Recorder,
     ) -> None:
@@ -136,7 +136,7 @@ class DeviceEngine(Engine):
         slots: int,
         rows: int | None = None,
         numerics: Numerics = "fast",
-        group: Group = ALONE,
+        group: TensorGroup = ALONE,
         compiling: Compiling = "plain",
         progress: Callable[[float], None] | None = None,
     ) -> DeviceEngine:
@@ -177,7 +177,7 @@ class DeviceEngine(Engine):
         kept: Sequence[int] | None = None,
         slots: int,
         rows: int | None = None,
-        group: Group = ALONE,
+        group: TensorGroup = ALONE,
         compiling: Compiling = "plain",
     ) -> DeviceEngine:
         """Over weights from anywhere."""

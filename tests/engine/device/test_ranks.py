@@ -19,7 +19,7 @@ FFN = 96
 
 def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
     folders = [make_checkpoint(tmp_path / shape, shape, FFN) for shape in SHAPES]
-    with ranked(2, *folders, device="cpu") as ranks:
+    with ranked(2, *folders, by="torch", device="cpu") as ranks:
         for folder in folders:
             alone = NativeEngine.load(folder, **LOADING)
             single = DeviceEngine.load(folder, device="cpu", dtype="float32", slots=8)

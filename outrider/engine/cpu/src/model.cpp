@@ -16,11 +16,11 @@ size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * uni
 }  // namespace
 
 Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
-             const float* sines, Wanted wanted)
-    : shape_(shape), kind_(kind), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)),
+             const float* sines, Wanted wanted, std::unique_ptr<Exchange> exchange)
+    : shape_(shape), kind_(kind), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)), exchange_(std::move(exchange)),
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
-      head_(head_kind, shape.vocabulary, shape.width, false),
+      head_(head_kind, head_tokens(), shape.width, false),
       pages_(shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
       workers_(threads) {
   wide_ = up_to(shape.width, INPUTS);
@@ -126,6 +126,7 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
   qkv_ = qkv_memory_.of<float>(rows * qkv_wide_);
   attended_ = attended_memory_.of<float>(rows * attended_wide_);
   active_ = active_memory_.of<float>(rows * ffn_wide_);
+  if (exchange_) part_ = part_memory_.of<float>(std::max(rows * shape_.width, outputs_.size() * head_tokens()));
   const size_t inputs = std::max(std::max(wide_, attended_wide_), ffn_wide_);
   const size_t tile_bytes = rows * inputs * 4 + rows * (inputs / GROUP + 1) * 4;
   if (rows_ > APART) shared_tile_.of<uint8_t>(tile_bytes);
@@ -136,6 +137,7 @@ void Model::run(const std::vector<Segment>& segments, const Results& results) {
     worker.more.resize(queries * size_t(widest));
   }
   pool_.run([&](int thread) { compute(thread, results); });
+  if (lost_) std::rethrow_exception(lost_);
 }
 
 void Model::compute(int thread, const Results& results) {
@@ -143,6 +145,7 @@ void Model::compute(int thread, const Results& results) {
   const size_t parts = std::max<size_t>(1, wanted_.layers.size());
   embed(thread);
   pool_.meet(thread);
+  if (!add_up(thread, hidden_, size_t(rows_) * wide_)) return;
   int rows = rows_;
   for (int index = 0; index < shape_.layers; index++) {
     const Layer& layer = layers_[index];
@@ -161,12 +164,10 @@ void Model::compute(int thread, const Results& results) {
       rows = int(outputs_.size());
       if (!rows) break;
     }
-    apply(thread, layer.output, attended_, attended_wide_, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
-    pool_.meet(thread);
+    if (!project(thread, layer.output, attended_, attended_wide_, rows)) return;
     apply(thread, layer.gate_up, hidden_, wide_, layer.ffn_norm.data(), rows, {Into::gate, active_, ffn_wide_, int(ffn_wide_)});
     pool_.meet(thread);
-    apply(thread, layer.down, active_, ffn_wide_, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
-    pool_.meet(thread);
+    if (!project(thread, layer.down, active_, ffn_wide_, rows)) return;
     if (!results.features) continue;
     for (size_t part = 0; part < wanted_.layers.size(); part++) {
       if (wanted_.layers[part] != index + 1) continue;
@@ -186,11 +187,63 @@ void Model::compute(int thread, const Results& results) {
       std::memcpy(results.features + size_t(row) * shape_.width, normed.data(), shape_.width * sizeof(float));
     }
   }
-  if (outputs_.empty()) return;
-  apply(thread, head_, hidden_, wide_, norm_.data(), int(outputs_.size()),
-        {Into::store, results.logits, size_t(shape_.vocabulary), shape_.vocabulary}, whole ? outputs_.data() : nullptr);
+  if (!outputs_.empty() && judge(thread, results, whole ? outputs_.data() : nullptr)) choose(thread, results);
+}
+
+// What a linear makes of x goes into the residual stream. False: another rank is lost, and the pass with it.
+bool Model::project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows) {
+  if (!exchange_) {
+    apply(thread, linear, x, stride, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
+  } else {
+    const size_t width = size_t(shape_.width);
+    apply(thread, linear, x, stride, nullptr, rows, {Into::store, part_, width, int(width)});
+    pool_.meet(thread);
+    if (!add_up(thread, part_, size_t(rows) * width)) return false;
+    for (int row = thread; row < rows; row += pool_.size())
+      for (size_t i = 0; i < width; i++) hidden_[row * wide_ + i] += part_[row * width + i];
+  }
   pool_.meet(thread);
-  choose(thread, results);
+  return true;
+}
+
+// Where several ranks share the model, x becomes the sum of their x. False: another one is lost.
+bool Model::add_up(int thread, float* x, size_t count) {
+  if (!exchange_) return true;
+  if (!thread) {
+    try {
+      exchange_->sum(x, count);
+    } catch (const std::exception&) {
+      lost_ = std::current_exception();
+    }
+  }
+  pool_.meet(thread);
+  return !lost_;
+}
+
+// Logits of the outputs. `chosen`: their rows; null: the first ones. False: there are none here, or another rank is lost.
+bool Model::judge(int thread, const Results& results, const int* chosen) {
+  const size_t vocabulary = size_t(shape_.vocabulary), tokens = size_t(head_tokens());
+  const int outputs = int(outputs_.size());
+  const Output all{Into::store, results.logits, vocabulary, int(vocabulary)}, part{Into::store, part_, tokens, int(tokens)};
+  apply(thread, head_, hidden_, wide_, norm_.data(), outputs, exchange_ ? part : all, chosen);
+  pool_.meet(thread);
+  if (!exchange_) return true;
+  if (!thread) {
+    try {
+      exchange_->collect(part_, size_t(outputs) * tokens);
+    } catch (const std::exception&) {
+      lost_ = std::current_exception();
+    }
+  }
+  pool_.meet(thread);
+  if (lost_ || rank()) return false;
+  for (int output = thread; output < outputs; output += pool_.size())
+    for (int from = 0; from < ranks(); from++) {
+      const size_t first = std::min(from * tokens, vocabulary), count = std::min(tokens, vocabulary - first);
+      const float* logits = (from ? exchange_->part(from) : part_) + size_t(output) * tokens;
+      std::copy(logits, logits + count, results.logits + output * vocabulary + first);
+    }
+  return true;  // each thread chooses from the rows that it has just copied, or meets the others before
 }
 
 void Model::embed(int thread) {
@@ -198,9 +251,10 @@ void Model::embed(int thread) {
   for (const auto& segment : *segments_)
     for (int i = 0; i < segment.count; i++, row++) {
       if (row % pool_.size() != thread) continue;
-      const Array table{embedding_type_, embedding_.as<void>(), shape_.vocabulary, shape_.width};
-      table.read(segment.tokens[i], hidden_ + row * wide_);
-      std::fill(hidden_ + row * wide_ + shape_.width, hidden_ + (row + 1) * wide_, 0.0f);
+      const int columns = shape_.width / ranks();
+      const Array table{embedding_type_, embedding_.as<void>(), shape_.vocabulary, columns};
+      std::fill(hidden_ + row * wide_, hidden_ + (row + 1) * wide_, 0.0f);
+      table.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
     }
 }
 

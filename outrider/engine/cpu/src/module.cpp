@@ -45,17 +45,38 @@ Kind kind_named(const std::string& name) {
   throw std::invalid_argument("a type is float32, bfloat16, int8 or int4, not " + name);
 }
 
+std::vector<int> integers(PyObject* object) {
+  const Reference all(PySequence_List(object));
+  std::vector<int> numbers;
+  for (Py_ssize_t i = 0; i < PyList_Size(all.get()); i++) {
+    const long number = PyLong_AsLong(PyList_GetItem(all.get(), i));
+    if (number == -1 && PyErr_Occurred()) throw Raised();
+    numbers.push_back(int(number));
+  }
+  return numbers;
+}
+
+// The other ranks, if there are any: this one's place among them, seconds that one may be silent, a socket to each.
+std::unique_ptr<Exchange> exchange_of(int rank, double timeout_s, PyObject* sockets, const Shape& shape) {
+  std::vector<int> connected = integers(sockets);
+  if (connected.size() < 2) return nullptr;
+  if (rank < 0 || size_t(rank) >= connected.size() || connected.size() > 1024 || shape.width % int(connected.size()) || !(timeout_s > 0))
+    throw std::invalid_argument("these ranks cannot share the model");
+  return std::make_unique<Exchange>(std::move(connected), rank, timeout_s);
+}
+
 int make(PyObject* object, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Object*>(object);
   const char *kind, *head_kind, *instructions;
   Shape it;
   double eps;
-  int threads, every;
+  int threads, every, rank;
   unsigned long long kv_bytes;
-  PyObject *cosines, *sines, *layers;
-  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
+  PyObject *cosines, *sines, *layers, *sockets;
+  double timeout_s;
+  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
                         &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
-                        &cosines, &sines, &threads, &instructions, &layers, &every))
+                        &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
     return -1;
   it.eps = float(eps);
   it.kv_bytes = size_t(kv_bytes);
@@ -72,13 +93,10 @@ int make(PyObject* object, PyObject* args, PyObject*) {
     const Buffer c(cosines, false), s(sines, false);
     Wanted wanted;
     wanted.every = every;
-    const Reference sequence(PySequence_List(layers));
-    for (Py_ssize_t i = 0; i < PyList_Size(sequence.get()); i++)
-      wanted.layers.push_back(int(PyLong_AsLong(PyList_GetItem(sequence.get(), i))));
-    if (PyErr_Occurred()) throw Raised();
+    wanted.layers = integers(layers);
     self->busy = new std::atomic<bool>(false);
     self->model = new Model(it, kind_named(kind), kind_named(head_kind), threads, *kernels, c.as<float>('f', angles),
-                            s.as<float>('f', angles), std::move(wanted));
+                            s.as<float>('f', angles), std::move(wanted), exchange_of(rank, timeout_s, sockets, it));
     return nothing();
   });
   if (!made) return -1;
@@ -141,8 +159,9 @@ PyObject* set_ends(PyObject* object, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw Raised();
     const Shape& it = self->model->shape();
     Buffers held;
-    const Array e = taken(held, embedding, it.vocabulary, it.width), n = taken(held, norm, 1, it.width);
-    const Array h = taken(held, head, it.vocabulary, it.width);
+    const Model& model = *self->model;
+    const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
+    const Array h = taken(held, head, model.head_tokens(), it.width);
     if (!e.data || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
     Alone alone(self);
     self->model->set_ends(e, n, h);
@@ -250,7 +269,7 @@ PyObject* run(PyObject* object, PyObject* args) {
       held.push_back(std::make_unique<Buffer>(it, true));
       return *held.back();
     };
-    results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
+    if (!self->model->rank()) results.logits = writable(logits).as<float>('f', outputs * shape.vocabulary);
     results.best = best;
     results.walks = walks != 0;
     if (best) {
@@ -339,9 +358,10 @@ PyObject* sizes(PyObject* object, PyObject*) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     Model& model = *self->model;
-    return Py_BuildValue("{s:s,s:n,s:n,s:n}", "instructions", model.kernels().name, "weight_bytes",
+    return Py_BuildValue("{s:s,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
                          Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
-                         Py_ssize_t(model.pages().taken() * model.pages().page_floats() * sizeof(float)));
+                         Py_ssize_t(model.pages().taken() * model.pages().page_floats() * sizeof(float)), "exchange_s",
+                         model.exchange_seconds());
   });
 }
 
@@ -365,7 +385,7 @@ PyMethodDef methods[] = {
     {"copy", none_of<copy>, METH_VARARGS, "Rows of a slot become another's, too."},
     {"release", none_of<release>, METH_VARARGS, "Rows of a slot from one on are not needed any more."},
     {"pages", pages, METH_VARARGS, "How many pages writing some rows takes at most, and how many are free."},
-    {"sizes", sizes, METH_NOARGS, "Instruction set, bytes of weights and of KV."},
+    {"sizes", sizes, METH_NOARGS, "Instruction set, bytes of weights and of KV, seconds of exchange with other ranks."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {{Py_tp_init, reinterpret_cast<void*>(make)},

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "exchange.hpp"
 #include "linear.hpp"
 
 namespace outrider {
@@ -85,6 +86,8 @@ PyObject* guarded(Work work) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
+  } catch (const RankGone& error) {
+    PyErr_SetString(PyExc_ConnectionError, error.what());
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
