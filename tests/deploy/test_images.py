@@ -102,5 +102,5 @@ def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
 def test_extras_that_stages_install_exist() -> None:
     text = " ".join(line for stage in stages().values() for line in stage)
     named = re.findall(r"\.whl\)\[([\w,]+)\]", text) + re.findall(r"ARG EXTRAS=([\w,]+)", text)
-    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve", "torch"}
+    assert {extra for names in named for extra in names.split(",")} == {"router", "gateway", "serve"}
     assert {"router", "gateway", "serve", "ray"} <= PROJECT["project"]["optional-dependencies"].keys()
