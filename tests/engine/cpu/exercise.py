@@ -7,8 +7,10 @@ with other engines elsewhere.
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
+from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -19,6 +21,8 @@ import numpy as np
 
 VOCABULARY, ROWS, SLOTS, ROUNDS = 97, 80, 3, 12
 KINDS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("int4", "int8"))
+SHAPE = (VOCABULARY, VOCABULARY, 8, 1, 1, 1, 8, 8, ROWS, SLOTS, ROWS, 1e-5, 0)
+ANGLES = np.zeros((ROWS, 4), np.float32)
 Dice = np.random.Generator
 
 
@@ -33,17 +37,25 @@ def load(path: Path) -> Any:
 
 
 def make(
-    native: Any, dice: Dice, kinds: tuple[str, str], instructions: str, threads: int, features: tuple[int, ...]
+    native: Any,
+    dice: Dice,
+    kinds: tuple[str, str],
+    instructions: str,
+    threads: int,
+    features: tuple[int, ...],
+    ranks: tuple[int, float, Sequence[int]] = (0, 0.0, ()),
 ) -> tuple[Any, int]:
-    """A model with random weights, and its width."""
+    """A model with random weights, and its width. `ranks`: this one, how long it waits, and sockets to each."""
+    of = max(1, len(ranks[2]))
     heads, kv_heads, dim = ((4, 2, 8), (3, 1, 20), (2, 2, 32))[int(dice.integers(3))]
     width, ffn = (64, 96) if kinds[0] == "int4" else (int(dice.integers(5, 70)), int(dice.integers(5, 90)))
     if kinds[0] == "int4":
         heads, kv_heads, dim = 4, 2, 16
+    width = -(-width // of) * of
     angles = np.outer(np.arange(ROWS), np.ones(dim // 2)).astype(np.float32)
     shape = (VOCABULARY, VOCABULARY - 7, width, 2, heads, kv_heads, dim, ffn, ROWS, SLOTS, ROWS, 1e-5, 0)
     model = native.Model(
-        *kinds, shape, np.cos(angles), np.sin(angles), threads, instructions, features, bool(dice.integers(2))
+        *(*kinds, shape, np.cos(angles), np.sin(angles), threads, instructions, features, bool(dice.integers(2))), ranks
     )
     biased, normed = bool(dice.integers(2)), bool(dice.integers(2))
 
@@ -66,7 +78,7 @@ def make(
             *(weight(width, queries), maybe(biased, width), weight(width), weight(ffn, width), weight(ffn, width)),
             *(maybe(biased, ffn), maybe(biased, ffn), weight(width, ffn), maybe(biased, width)),
         )
-    model.set_ends(weight(VOCABULARY, width), weight(width), weight(VOCABULARY, width))
+    model.set_ends(weight(VOCABULARY, width // of), weight(width), weight(-(-VOCABULARY // of), width))
     return model, width
 
 
@@ -148,6 +160,44 @@ def exercise_threads(native: Any) -> int:
     return refused
 
 
+def exercise_ranks(native: Any) -> int:
+    """Ranks that are threads of this process; then one goes, and the others notice. Gives how many passes were made."""
+    passes = 0
+    for of in (2, 3):
+        pairs = {(one, other): socket.socketpair() for one in range(of) for other in range(one)}
+        ends = [
+            [-1 if it == rank else pairs[max(it, rank), min(it, rank)][it > rank].fileno() for it in range(of)]
+            for rank in range(of)
+        ]
+        lost: list[int] = []
+
+        def live(rank: int, ends: Any = ends, lost: list[int] = lost, gone: Any = pairs[1, 0][0], of: int = of) -> None:
+            dice = np.random.default_rng(of)
+            model, width = make(native, dice, KINDS[of % 2], "", 2, (1,), (rank, 1.0, ends[rank]))
+            for _ in range(ROUNDS):
+                run(model, dice, 1, width)
+            if rank == 1:
+                gone.shutdown(socket.SHUT_RDWR)
+                return
+            for _ in range(3):
+                try:
+                    run(model, dice, 1, width)
+                except ConnectionError:
+                    lost.append(rank)
+
+        ranks = [threading.Thread(target=live, args=(rank,)) for rank in range(of)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert sorted(lost) == sorted(3 * [rank for rank in range(of) if rank != 1])
+        passes += of * ROUNDS
+        for pair in pairs.values():
+            for end in pair:
+                end.close()
+    return passes
+
+
 def exercise_samplers(native: Any) -> None:
     dice = np.random.default_rng(1)
     nothing = np.empty(0, np.int64)
@@ -204,6 +254,7 @@ def exercise_refusals(native: Any) -> int:
             (model.pages, whats[:3]),
             (model.set_layer, [int(dice.integers(3)), *whats]),
             (model.set_ends, whats[:3]),
+            (native.Model, ["float32", "float32", SHAPE, *(2 * [ANGLES]), 1, "", (), False, tuple(whats[:3])]),
             (native.Sampler, whats[:14]),
             (native.logprobs, whats[:3]),
         ):
@@ -218,7 +269,7 @@ def exercise_refusals(native: Any) -> int:
 
 def main() -> None:
     native = load(Path(sys.argv[1]))
-    passes = exercise_models(native)
+    passes = exercise_models(native) + exercise_ranks(native)
     busy = exercise_threads(native)
     exercise_samplers(native)
     refused = exercise_refusals(native)
