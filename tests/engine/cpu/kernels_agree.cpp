@@ -106,9 +106,10 @@ void choices(const Kernels& kernels) {
   for (double temperature : {0.0, 0.7}) {
     int64_t tokens[2][8];
     double scores[2][8];
-    const int found = kernels.lead(x.data(), size, {123, temperature}, 8, tokens[0], scores[0]);
-    const int expected = portable_kernels.lead(x.data(), size, {123, temperature}, 8, tokens[1], scores[1]);
-    report(kernels.name, "lead", found == expected && !std::memcmp(tokens[0], tokens[1], sizeof *tokens) &&
+    Leaders ours{8, tokens[0], scores[0]}, expected{8, tokens[1], scores[1]};
+    lead(kernels, x.data(), size, {123, temperature}, ours);
+    lead(portable_kernels, x.data(), size, {123, temperature}, expected);
+    report(kernels.name, "lead", ours.found == expected.found && !std::memcmp(tokens[0], tokens[1], sizeof *tokens) &&
                                      !std::memcmp(scores[0], scores[1], sizeof *scores));
   }
   report(kernels.name, "most", kernels.most(x.data(), size) == portable_kernels.most(x.data(), size));

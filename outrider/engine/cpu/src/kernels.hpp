@@ -77,6 +77,33 @@ struct Draw {
   double temperature;  // 0: none, and no noise
 };
 
+constexpr int PIECE = 512;  // logits that are looked at together
+
+// The best tokens of what was looked at so far, best first, lower ids first among equals.
+struct Leaders {
+  int most;  // to be kept
+  int64_t* tokens;
+  double* scores;
+  int found = 0;
+  float bound = -__builtin_inff();  // what a token's score must exceed to be one of them, roughly
+
+  void add(double score, int64_t token) {
+    const auto better = [&](int place) {
+      return score > scores[place] || (score == scores[place] && token < tokens[place]);
+    };
+    if (!(score > -__builtin_inf()) || (found == most && !better(most - 1))) return;
+    int place = found < most ? found++ : most - 1;
+    for (; place && better(place - 1); place--) {
+      scores[place] = scores[place - 1];
+      tokens[place] = tokens[place - 1];
+    }
+    scores[place] = score;
+    tokens[place] = token;
+    // Rounding moves the bound of a score by far less than this.
+    if (found == most) bound = float(scores[most - 1] - 1e-3 - 1e-5 * __builtin_fabs(scores[most - 1]));
+  }
+};
+
 struct Kernels {
   const char* name;
   int most_rows;     // of a tile
@@ -88,14 +115,20 @@ struct Kernels {
   void (*attend)(const Attention&);
   // One head's vector: an RMS norm where there is a weight, and the turn by `cosines` and `sines`, [dim / 2]; then `scale`.
   void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
-  // The `count` best tokens, best first, lower ids first among equals; gives how many there are that may be drawn.
-  int (*lead)(const float* logits, int vocabulary, const Draw&, int count, int64_t* tokens, double* scores);
+  // Looks at the logits of tokens first, first + 1, ...: at most PIECE of them.
+  void (*lead)(const float* logits, int first, int count, const Draw&, Leaders&);
   float (*most)(const float* x, int count);
   // Places of what is more than `bound`, into `places` with room for all; gives how many.
   int (*above)(const float* x, int count, float bound, int32_t* places);
   // The sum of exp((x - top) * factor) over the x that are not more than `bound`.
   double (*mass)(const float* x, int count, float top, float factor, float bound);
 };
+
+// Looks at a whole row.
+inline void lead(const Kernels& kernels, const float* logits, int vocabulary, const Draw& draw, Leaders& leaders) {
+  for (int first = 0; first < vocabulary; first += PIECE)
+    kernels.lead(logits + first, first, vocabulary - first < PIECE ? vocabulary - first : PIECE, draw, leaders);
+}
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)

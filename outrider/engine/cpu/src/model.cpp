@@ -400,7 +400,9 @@ int64_t Model::choose(const Results& results, const Row& at) const {
   double* scores = results.scores + size_t(at.output) * results.best;
   const Draw draw{mix64(at.segment->base + position * PHI), at.segment->temperature};
   const float* logits = results.logits + size_t(at.output) * shape_.vocabulary;
-  const int found = kernels_.lead(logits, shape_.sayable, draw, results.best, tokens, scores);
+  Leaders leaders{results.best, tokens, scores};
+  lead(kernels_, logits, shape_.sayable, draw, leaders);
+  const int found = leaders.found;
   std::fill(tokens + found, tokens + results.best, -1);
   std::fill(scores + found, scores + results.best, -std::numeric_limits<double>::infinity());
   return tokens[0];

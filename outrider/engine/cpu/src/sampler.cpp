@@ -14,8 +14,6 @@ constexpr double OF_SCORES = 1e-9;
 constexpr double OF_PROBABILITY = 1e-10;  // a share
 constexpr double OF_FLOATS = 1e-6;        // of what is summed as floats
 
-bool has(const std::vector<int32_t>& ids, int32_t token) { return std::binary_search(ids.begin(), ids.end(), token); }
-
 // outrider.core.noise.gumbel_row, of one token.
 double gumbel(uint64_t key, int32_t token) {
   const uint32_t bits = uint32_t(mix64(key + uint64_t(token + 1) * PHI) >> 32);
@@ -23,124 +21,100 @@ double gumbel(uint64_t key, int32_t token) {
   return -std::log(-std::log1p(-u));
 }
 
-// The best of what is added, best first.
-class Leaders {
- public:
-  Leaders(int most, int found, int64_t* tokens, double* scores)
-      : most_(most), found_(found), tokens_(tokens), scores_(scores) {}
-
-  void add(double score, int64_t token) {
-    const auto better = [&](int place) {
-      return score > scores_[place] || (score == scores_[place] && token < tokens_[place]);
-    };
-    if (!(score > NEVER) || (found_ == most_ && !better(most_ - 1))) return;
-    int place = found_ < most_ ? found_++ : most_ - 1;
-    for (; place && better(place - 1); place--) {
-      scores_[place] = scores_[place - 1];
-      tokens_[place] = tokens_[place - 1];
-    }
-    scores_[place] = score;
-    tokens_[place] = token;
-  }
-  int found() const { return found_; }
-
- private:
-  const int most_;
-  int found_;
-  int64_t* tokens_;
-  double* scores_;
-};
-
 }  // namespace
 
 void Sampler::extend(const int64_t* tokens, size_t count, bool answer) {
   length_ += int64_t(count);
-  if (!terms_.penalizes()) return;
-  for (size_t i = 0; i < count; i++) {
-    if (tokens[i] >= terms_.vocabulary) continue;
-    Said& said = said_[int32_t(tokens[i])];
-    said.session++;
-    said.answer += answer;
-  }
+  if (terms_.penalizes()) said_ = joined(said_, counted(tokens, count, answer));
 }
 
-// As if the answer went on with these tokens, or not after all.
-void Sampler::count_path(const int64_t* path, size_t count, int by) {
-  if (!terms_.penalizes()) return;
-  for (size_t i = 0; i < count; i++) {
-    if (path[i] >= terms_.vocabulary) continue;
-    const auto it = said_.try_emplace(int32_t(path[i])).first;
-    it->second.session += by;
-    it->second.answer += by;
-    if (!it->second.session) said_.erase(it);
+// How often each of these tokens is there, by ascending ids.
+std::vector<Sampler::Said> Sampler::counted(const int64_t* tokens, size_t count, bool answer) const {
+  std::vector<int32_t> ids;
+  for (size_t i = 0; i < count; i++)
+    if (tokens[i] < terms_.vocabulary) ids.push_back(int32_t(tokens[i]));
+  std::sort(ids.begin(), ids.end());
+  std::vector<Said> said;
+  for (int32_t token : ids) {
+    if (said.empty() || said.back().token != token) said.push_back({token, 0, 0});
+    said.back().session++;
+    said.back().answer += answer;
   }
+  return said;
+}
+
+std::vector<Sampler::Said> Sampler::joined(const std::vector<Said>& one, const std::vector<Said>& other) {
+  std::vector<Said> both;
+  both.reserve(one.size() + other.size());
+  for (auto a = one.begin(), b = other.begin(); a != one.end() || b != other.end();) {
+    const bool first = b == other.end() || (a != one.end() && a->token <= b->token);
+    both.push_back(first ? *a++ : *b++);
+    if (first && b != other.end() && b->token == both.back().token) {
+      both.back().session += b->session;
+      both.back().answer += (b++)->answer;
+    }
+  }
+  return both;
 }
 
 int Sampler::lead(const float* logits, const int64_t* path, size_t path_count, bool noised, int count, int64_t* tokens,
                   double* scores) {
   static thread_local Row row;
   const int64_t position = length_ + int64_t(path_count);
-  count_path(path, path_count, 1);
-  set_apart(row, logits, position);
-  count_path(path, path_count, -1);
+  set_apart(row, logits, position, path, path_count);
   noised = noised && !terms_.greedy();
   const uint64_t key = mix64(terms_.base + uint64_t(position) * PHI);
   const bool cuts = terms_.cuts();
   if (cuts && !cut(row)) return UNDECIDED;
-  int found = 0;
-  if (!cuts && row.logits) {
-    found = kernels_.lead(row.logits, terms_.vocabulary, {key, noised ? terms_.temperature : 0.0}, count, tokens, scores);
-    for (int i = 0; i < found && !noised && !terms_.greedy(); i++) scores[i] /= terms_.temperature;
+  Leaders leaders{count, tokens, scores};
+  if (!cuts) {
+    const Draw draw{key, noised ? terms_.temperature : 0.0};
+    in_pieces(row, [&](const float* x, int first, int size) { kernels_.lead(x, first, size, draw, leaders); });
+    for (int i = 0; i < leaders.found && !noised && !terms_.greedy(); i++) scores[i] /= terms_.temperature;
   }
-  Leaders leaders(count, found, tokens, scores);
   for (const auto& it : cuts ? row.kept : row.apart)
     leaders.add(noised ? it.score + gumbel(key, it.token) : it.score, it.token);
-  if (noised && leaders.found() > 1 && count > 1 && scores[0] - scores[1] < OF_SCORES) return UNDECIDED;
-  return leaders.found();
+  if (noised && leaders.found > 1 && scores[0] - scores[1] < OF_SCORES) return UNDECIDED;
+  return leaders.found;
 }
 
 // log p up to a constant: a token's logit after bias and penalties, over the temperature.
-double Sampler::adjusted(float logit, int32_t token, double bias) const {
+double Sampler::adjusted(float logit, double bias, const Said& said) const {
   double score = double(logit) + bias;
-  const auto it = said_.find(token);
-  if (it != said_.end()) {
-    if (terms_.repetition != 1.0) score = score < 0 ? score * terms_.repetition : score / terms_.repetition;
-    if (it->second.answer) score -= terms_.presence + terms_.frequency * double(it->second.answer);
-  }
+  if (said.session && terms_.repetition != 1.0) score = score < 0 ? score * terms_.repetition : score / terms_.repetition;
+  if (said.answer) score -= terms_.presence + terms_.frequency * double(said.answer);
   return terms_.greedy() ? score : score / terms_.temperature;
 }
 
-// Takes out of the row what may not be said, and what is not scored by its logit alone.
-void Sampler::set_apart(Row& row, const float* logits, int64_t position) const {
+// Sets apart what may not be said, and what is not scored by its logit alone.
+void Sampler::set_apart(Row& row, const float* logits, int64_t position, const int64_t* path, size_t path_count) const {
+  constexpr int32_t NONE = std::numeric_limits<int32_t>::max();
+  row.logits = terms_.restricted ? nullptr : logits;
   row.apart.clear();
-  row.logits = logits;
-  const bool unstopped = position < terms_.first_stop && !terms_.stops.empty();
-  const auto add = [&](int32_t token) {
-    if (has(terms_.banned, token) || (unstopped && has(terms_.stops, token))) return;
-    const auto by = std::lower_bound(terms_.bias.begin(), terms_.bias.end(), std::make_pair(token, NEVER));
-    const bool biased = by != terms_.bias.end() && by->first == token;
-    row.apart.push_back({adjusted(logits[token], token, biased ? by->second : 0.0), token});
-  };
-  if (terms_.restricted) {
-    for (int32_t token : terms_.allowed) add(token);
-    row.logits = nullptr;
-    return;
+  row.ids.clear();
+  const std::vector<Said> last = terms_.penalizes() ? counted(path, path_count, true) : std::vector<Said>();
+  const size_t stops = position < terms_.first_stop ? terms_.stops.size() : 0;
+  size_t biased = 0, said = 0, on_path = 0, banned = 0, stop = 0, allowed = 0;  // where each list stands
+  const auto id = [&](const auto& ids, size_t at, size_t size) { return at < size ? ids[at] : NONE; };
+  while (true) {
+    const int32_t by = biased < terms_.bias.size() ? terms_.bias[biased].first : NONE;
+    const int32_t before = said < said_.size() ? said_[said].token : NONE;
+    const int32_t late = on_path < last.size() ? last[on_path].token : NONE;
+    const int32_t never = id(terms_.banned, banned, terms_.banned.size()), end = id(terms_.stops, stop, stops);
+    const int32_t may = id(terms_.allowed, allowed, terms_.restricted ? terms_.allowed.size() : 0);
+    const int32_t token = std::min({by, before, late, never, end, may});
+    if (token == NONE) return;
+    Said counts{token, 0, 0};
+    const double bias = by == token ? terms_.bias[biased++].second : 0.0;
+    if (before == token) counts = said_[said++];
+    if (late == token) counts.session += last[on_path].session, counts.answer += last[on_path].answer, on_path++;
+    banned += never == token;
+    stop += end == token;
+    allowed += may == token;
+    row.ids.push_back(token);
+    if (never == token || end == token || (terms_.restricted && may != token)) continue;
+    row.apart.push_back({adjusted(logits[token], bias, counts), token});
   }
-  if (terms_.bias.empty() && said_.empty() && terms_.banned.empty() && !unstopped) return;
-  row.copy.assign(logits, logits + terms_.vocabulary);
-  row.logits = row.copy.data();
-  for (const auto& it : terms_.bias) {
-    add(it.first);
-    row.copy[it.first] = NEVER_F;
-  }
-  for (const auto& it : said_) {
-    if (row.copy[it.first] == NEVER_F) continue;  // it is biased, too, or its logit says never
-    add(it.first);
-    row.copy[it.first] = NEVER_F;
-  }
-  for (int32_t token : terms_.banned) row.copy[token] = NEVER_F;
-  if (unstopped)
-    for (int32_t token : terms_.stops) row.copy[token] = NEVER_F;
 }
 
 // Leaves in `kept` what top-k, top-p and min-p leave, in that order. False: that hangs on how sums are rounded.
@@ -167,12 +141,12 @@ bool Sampler::cut(Row& row) const {
 // probability, or all that is up to `deepest` below the best. `rest`: the probability of what is not kept, the best one's
 // being 1, if a share is asked for. False where the scores are no numbers.
 bool Sampler::collect(Row& row, size_t least, double share, double deepest, double* rest) const {
-  const int size = terms_.vocabulary;
   const double temperature = terms_.temperature;
-  double top = row.logits ? double(kernels_.most(row.logits, size)) / temperature : NEVER;
+  float most = NEVER_F;
+  in_pieces(row, [&](const float* x, int, int count) { most = std::max(most, kernels_.most(x, count)); });
+  double top = double(most) / temperature;
   for (const auto& it : row.apart) top = std::max(top, it.score);
   if (!std::isfinite(top)) return false;
-  row.found.resize(size_t(size));
   const auto weight = [&](const Scored& it) { return std::exp(it.score - top); };
   for (double depth : {4.0, 9.0, 18.0, 40.0, -NEVER}) {
     const bool all = std::isinf(depth);
@@ -186,15 +160,19 @@ bool Sampler::collect(Row& row, size_t least, double share, double deepest, doub
       else if (share > 0.0) *rest += weight(it);
     };
     for (const auto& it : row.apart) take(it);
-    const int count = row.logits ? kernels_.above(row.logits, size, least_logit, row.found.data()) : 0;
-    for (int i = 0; i < count; i++) take({double(row.logits[row.found[i]]) / temperature, row.found[i]});
+    in_pieces(row, [&](const float* x, int first, int size) {
+      int32_t places[PIECE];
+      const int count = kernels_.above(x, size, least_logit, places);
+      for (int i = 0; i < count; i++) take({double(x[places[i]]) / temperature, first + places[i]});
+    });
     if (all || deepest > 0.0) return true;
     if (row.kept.size() < least) continue;
     if (share == 0.0) return true;
     double mass = 0.0;
     for (const auto& it : row.kept) mass += weight(it);
-    if (row.logits)
-      *rest += kernels_.mass(row.logits, size, float(top * temperature), float(1.0 / temperature), least_logit);
+    in_pieces(row, [&](const float* x, int, int size) {
+      *rest += kernels_.mass(x, size, float(top * temperature), float(1.0 / temperature), least_logit);
+    });
     if (mass > (share + OF_FLOATS) * (mass + *rest)) return true;
   }
   return true;

@@ -1,8 +1,9 @@
 // From a row of logits to the tokens that lead it, for one generation: what outrider.core.sampler does with numpy.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <unordered_map>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -46,8 +47,10 @@ class Sampler {
            double* scores);
 
  private:
+  // How often a token is there, in the session's text and in the answer.
   struct Said {
-    int64_t session = 0, answer = 0;
+    int32_t token;
+    int64_t session, answer;
   };
   struct Scored {
     double score;  // log p up to a constant
@@ -59,15 +62,33 @@ class Sampler {
   // A row while it is looked at.
   struct Row {
     const float* logits;        // null: none but those set apart
-    std::vector<float> copy;    // of logits, where some are set apart, which are -inf in it
-    std::vector<Scored> apart;  // what may be said and whose score is not its logit alone
+    std::vector<int32_t> ids;   // ascending, of what is set apart
+    std::vector<Scored> apart;  // of that, what may be said: its score is not its logit alone
     std::vector<Scored> kept;   // by a cut
-    std::vector<int32_t> found;
   };
 
-  void count_path(const int64_t* path, size_t count, int by);
-  double adjusted(float logit, int32_t token, double bias) const;
-  void set_apart(Row& row, const float* logits, int64_t position) const;
+  // Calls each(logits, first id, count) for pieces of the row, in which what is set apart is -inf.
+  template <class Each>
+  void in_pieces(const Row& row, Each each) const {
+    auto apart = row.ids.begin();
+    float copy[PIECE];
+    for (int first = 0; row.logits && first < terms_.vocabulary; first += PIECE) {
+      const int count = std::min(PIECE, terms_.vocabulary - first);
+      const float* piece = row.logits + first;
+      if (apart != row.ids.end() && *apart < first + count) {
+        std::copy(piece, piece + count, copy);
+        for (; apart != row.ids.end() && *apart < first + count; ++apart)
+          copy[*apart - first] = -std::numeric_limits<float>::infinity();
+        piece = copy;
+      }
+      each(piece, first, count);
+    }
+  }
+
+  std::vector<Said> counted(const int64_t* tokens, size_t count, bool answer) const;
+  static std::vector<Said> joined(const std::vector<Said>& one, const std::vector<Said>& other);
+  double adjusted(float logit, double bias, const Said& said) const;
+  void set_apart(Row& row, const float* logits, int64_t position, const int64_t* path, size_t path_count) const;
   bool cut(Row& row) const;
   bool collect(Row& row, size_t least, double share, double deepest, double* rest) const;
   static bool keep_top_p(std::vector<Scored>& kept, double p, double rest);
@@ -75,7 +96,7 @@ class Sampler {
 
   const Terms terms_;
   const Kernels& kernels_;
-  std::unordered_map<int32_t, Said> said_;  // where there are penalties
+  std::vector<Said> said_;  // by ascending ids, where there are penalties
   int64_t length_ = 0;
 };
 

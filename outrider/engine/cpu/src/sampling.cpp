@@ -112,8 +112,9 @@ PyObject* logprobs(PyObject*, PyObject* args) {
     const float* x = row.as<float>('f', size);
     if (size < 1 || count > size) throw std::invalid_argument("as many best tokens as there are");
     const Kernels& kernels = *kernels_here().front();
-    if (count) kernels.lead(x, size, {0, 0.0}, count, best.as<int64_t>('l', count), values.as<double>('d', count));
-    const float top = kernels.most(x, size);
+    Leaders leaders{count, best.as<int64_t>('l', count), values.as<double>('d', count)};
+    if (count) lead(kernels, x, size, {0, 0.0}, leaders);
+    const float top = leaders.found ? float(leaders.scores[0]) : kernels.most(x, size);
     return PyFloat_FromDouble(double(top) + std::log(kernels.mass(x, size, top, 1.0f, std::numeric_limits<float>::infinity())));
   });
 }
