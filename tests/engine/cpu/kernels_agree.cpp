@@ -73,29 +73,34 @@ struct Packed {
   }
 };
 
-Floats product(const Kernels& kernels, const Packed& packed, const Floats& x, const Floats& weight, int rows) {
+// `each`: rows of a tile.
+Floats product(const Kernels& kernels, const Packed& packed, const Floats& x, const Floats& weight, int rows, int each) {
   const Linear& l = packed.linear;
-  std::vector<uint8_t> tile(size_t(rows) * l.padded * 4 + 4096);
-  Floats scales(rows), sums(size_t(rows) * l.padded / GROUP), y(size_t(rows) * l.outputs);
-  const Tile t{tile.data(), scales.data(), sums.data(), rows};
-  for (int r = 0; r < rows; r++) kernels.pack(l.kind, &x[size_t(r) * l.inputs], weight.data(), l.inputs, l.padded, 1e-5f, t, r);
-  kernels.linear(l, t, 0, l.panels, {Into::store, y.data(), size_t(l.outputs), l.outputs}, 0);
+  std::vector<uint8_t> tile(size_t(each) * l.padded * 4 + 4096);
+  Floats scales(each), sums(size_t(each) * l.padded / GROUP), y(size_t(rows) * l.outputs);
+  const Tile t{tile.data(), scales.data(), sums.data(), each};
+  for (int first = 0; first < rows; first += each) {
+    for (int r = 0; r < each; r++)
+      kernels.pack(l.kind, &x[size_t(first + r) * l.inputs], weight.data(), l.inputs, l.padded, 1e-5f, t, r);
+    kernels.linear(l, t, 0, l.panels, {Into::store, y.data(), size_t(l.outputs), l.outputs}, first);
+  }
   return y;
 }
 
 void linears(const Kernels& kernels) {
-  const bool rounds = std::strstr(kernels.name, "bf16");  // inputs to 8 bits: of 256 products by codes up to 8, 0.03 a sum
+  const bool rounds = std::strstr(kernels.name, "bf16") || std::strstr(kernels.name, "amx");  // inputs to 8 bits: of 256 products by codes up to 8, 0.03 a sum
   const struct { Kind kind; const char* name; double tolerance; } kinds[] = {
       {Kind::float32, "float32", 1e-5}, {Kind::bfloat16, "bfloat16", rounds ? 0.03 : 1e-5},
       {Kind::int8, "int8", 0.03},  // an input may be rounded to the next code
       {Kind::int4, "int4", rounds ? 0.25 : 1e-5}};
   for (const auto& it : kinds)
-    for (int rows = 1; rows <= kernels.most_rows && rows <= portable_kernels.most_rows; rows++) {
+    for (int rows = 1; rows <= kernels.most_rows[int(it.kind)]; rows++) {
       dice.seed(rows);
-      const Packed packed(it.kind, 64, 256);
+      const Packed packed(it.kind, 96, 256);
       const Floats x = floats(size_t(rows) * 256), weight = floats(256);
-      compare(kernels.name, it.name, product(kernels, packed, x, weight, rows),
-              product(portable_kernels, packed, x, weight, rows), it.tolerance);
+      const Floats together = product(kernels, packed, x, weight, rows, rows);
+      compare(kernels.name, it.name, together, product(portable_kernels, packed, x, weight, rows, 1), it.tolerance);
+      report(kernels.name, "bits", together == product(kernels, packed, x, weight, rows, 1));
     }
 }
 

@@ -13,6 +13,10 @@
 #include <utility>
 #include <vector>
 
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0  // on macOS; Python ignores the signal
+#endif
+
 namespace outrider {
 
 // Another rank has closed its connection, or sends nothing.

@@ -14,7 +14,6 @@ constexpr int LANES = 16;       // outputs of a panel, keys of a page
 constexpr int BLOCK = 64;       // bytes of a row of a tile that lie together; inputs are padded to a multiple of 64
 constexpr int INPUTS = 64;      // multiple that inputs are padded to
 constexpr int GROUP = 32;       // inputs that share a scale in int4
-constexpr int MOST_TILE = 12;   // rows of a tile, on any instruction set
 constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product takes them without a sign
 
 enum class Kind { float32, bfloat16, int8, int4 };
@@ -106,7 +105,7 @@ struct Leaders {
 
 struct Kernels {
   const char* name;
-  int most_rows;     // of a tile
+  int most_rows[4];  // of a tile, by the kind of linear
   int most_queries;  // of attention
   // A row of inputs into its place in a tile; `weight`: after an RMS norm, null: as it is. `padded`: floats of x and weight.
   void (*pack)(Kind, const float* x, const float* weight, int width, int padded, float eps, const Tile&, int row);
@@ -132,7 +131,7 @@ inline void lead(const Kernels& kernels, const float* logits, int vocabulary, co
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_bf16_kernels, amx_kernels;
 #elif defined(__aarch64__)
 extern const Kernels neon_kernels, neon_dot_kernels;
 #endif

@@ -258,9 +258,14 @@ void Model::embed(int thread) {
     }
 }
 
+int Model::tiles_of(const PackedLinear& linear, int rows) const {
+  const int most = kernels_.most_rows[int(linear.kind)];
+  return (rows + most - 1) / most;
+}
+
 // The tile of inputs `index` rows' worth into `memory`, and its first row.
 Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const {
-  const int count = (rows + kernels_.most_rows - 1) / kernels_.most_rows;
+  const int count = tiles_of(linear, rows);
   const int each = rows / count, longer = rows % count;
   *first = index * each + std::min(index, longer);
   const size_t width = size_t(linear.padded), groups = width / GROUP;
@@ -273,7 +278,7 @@ void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t
                   const Output& output, const int* chosen) {
   const bool apart = rows_ <= APART;
   uint8_t* memory = (apart ? workers_[thread].tile : shared_tile_).of<uint8_t>(0);
-  const int tiles = (rows + kernels_.most_rows - 1) / kernels_.most_rows;
+  const int tiles = tiles_of(linear, rows);
   int first;
   for (int index = 0; index < tiles; index++) {
     const Tile tile = tile_at(linear, memory, rows, index, &first);

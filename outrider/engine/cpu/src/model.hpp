@@ -121,6 +121,7 @@ class Model {
   bool project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows);
   bool add_up(int thread, float* x, size_t count);
   bool judge(int thread, const Results& results, const int* chosen);
+  int tiles_of(const PackedLinear& linear, int rows) const;
   Tile tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const;
   void attend(int thread, int layer, bool last);
   void attend_head(Worker& worker, int layer, const Segment& segment, int first_row, int head, int least);
