@@ -22,7 +22,7 @@ from outrider.engine.features import Features
 from outrider.engine.group import RankLost
 from outrider.engine.ranks import follow, lead
 from outrider.engine.socket_group import SocketGroup
-from tests.engine.checkpoints import MODELS, Tree, make_checkpoint, prompt, random_tokens
+from tests.engine.checkpoints import MODELS, Tree, assert_same, make_checkpoint, prompt, random_tokens
 from tests.engine.ranked import meeting_point
 
 FFN = 96  # that four ranks can share
@@ -131,6 +131,15 @@ def test_a_rank_that_goes_or_sends_what_was_not_asked_for_is_lost() -> None:
     with pytest.raises(RankLost, match="rank 0 of 2 has lost another one: rank 1"):
         first.gather()
     first.close()
+
+
+@pytest.mark.parametrize("shape", ["biased", "one-kv-head-llama3", "untied-wide-heads"])
+def test_ranks_share_what_one_has(shape: str, tmp_path: Path) -> None:
+    folder, text = make_checkpoint(tmp_path, shape, FFN), np.arange(50)
+    alone = CpuEngine.load(folder, dtype="float32", slots=1, threads=1)
+    with leading(folder, 2) as engine:
+        assert engine.parameters == alone.parameters
+        assert_same(engine.forward([prompt(0, text)]), alone.forward([prompt(0, text)]))
 
 
 @pytest.mark.parametrize("of", [2, 4])
