@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from outrider.core.tree import Delta, Hints, Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.logits import Logits, rows_of
+from outrider.engine.page_budget import PageBudget
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots, Taken
 from outrider.rpc.liveness import Progress
@@ -86,6 +87,8 @@ class Grower:
         self.progress = Progress()
         self.slots = Slots(engine.slots)
         self.nodes = 0
+        self.preempted = 0  # how often a session's KV was let go, for want of memory
+        self._budget = PageBudget(engine, self.slots)
         self._engine = engine
         self._passes = Passes(engine)
         self._level_s = 0.0  # that a level takes, from the choice to the proposals
@@ -132,6 +135,7 @@ class Grower:
                 del self.sessions[member.relay.id]
                 member.relay.dismiss(LET_GO)
             self._give_back(key, member)
+            self._changed.set()  # there may be memory for another one
 
     def _note(self, key: Attachment, news: News, latest: Snapshot | Update | Hints) -> None:
         """What comes while a pass runs waits for its end; of more than there can be, all is asked for anew."""
@@ -174,7 +178,9 @@ class Grower:
             self._changed.clear()
             self._take_engine()
             turns, chunk, hold = [], self._prefill_chunk, math.inf
-            for key, member in list(self.members.items()):
+            line = list(self.members.items())
+            self._budget.open()
+            for place, (key, member) in enumerate(line):
                 if member.news or member.has_read or (member.relay is not None and member.relay.changed):
                     self._catch_up(key, member)
                 if (left := self._patience(member)) > 0.0:
@@ -182,7 +188,8 @@ class Grower:
                 elif member.session is not None and member.next is not None:
                     segment, nodes = member.next
                     reads = len(segment.tokens) - len(nodes)
-                    if reads <= chunk:  # a prompt's chunk must not wait for another session's
+                    # A prompt's chunk must not wait for another session's.
+                    if reads <= chunk and self._reserve(member.session, segment, line[place + 1 :]):
                         chunk -= reads
                         turns.append(Turn(key, member.session, segment, nodes))
             if turns:
@@ -193,6 +200,31 @@ class Grower:
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold if hold < math.inf else None):
                     await self._passes.rest(self._changed)
+
+    def _reserve(self, session: DraftSession, segment: Segment, behind: Sequence[tuple[Attachment, Member]]) -> bool:
+        """Whether there is memory for what a session is to run next, and for all of its text, once that of those
+        `behind` it has gone as far as need be: the first in line always drafts."""
+        if not self._budget.bounded:
+            return True
+        self._passes.settle()
+        end = max(segment.prefix + segment.span, len(session.tokens))
+        return self._budget.reserve(session.slot, session.cached, end, self._preemptions(behind))
+
+    def _preemptions(self, behind: Sequence[tuple[Attachment, Member]]) -> Iterator[Member]:
+        """Lets the KV of one after the other go, from the last on; they read their texts again when there is room."""
+        for _, member in reversed(behind):
+            if member.session is not None and member.session.cached:
+                self.preempted += 1
+                self._forget(member)
+                self.slots.computed(member.place.slot, 0)
+                self._engine.release(member.place.slot, 0)
+                yield member
+
+    def _forget(self, member: Member) -> None:
+        """Nothing of a session's KV is there any more; what it has drafted stays good at the upstream."""
+        member.place, member.next = Taken(member.place.slot, 0, None), None
+        if member.session is not None and not member.session.forget():
+            member.news.appendleft(member.session.snapshot())
 
     def _read_on(self) -> bool:
         """Has sessions whose texts are long read on in them. Returns whether any did."""
@@ -212,11 +244,9 @@ class Grower:
         self._agreed_before = self.agreement()
         self._fits.clear()  # what another model's scores were worth
         self.slots.forget()
+        self._budget = PageBudget(self._engine, self.slots)
         for member in self.members.values():
-            session = member.session
-            member.place, member.next = Taken(member.place.slot, 0, None), None
-            if session is not None and not session.forget():
-                member.news.appendleft(session.snapshot())
+            self._forget(member)
 
     def _patience(self, member: Member) -> float:
         """Seconds for which what is being drafted below is worth waiting for; a prompt is read at once."""

@@ -26,7 +26,7 @@ from outrider.core.lookup import Lookups
 from outrider.core.tree import Delta
 from outrider.engine.card import read_card, weights_digest
 from outrider.engine.checkpoint import read_tokenizer_digest
-from outrider.engine.engine import Engine
+from outrider.engine.engine import SCRATCH, Engine
 from outrider.engine.group import ALONE, Group
 from outrider.engine.loading import load_engine, needing_torch, outline
 from outrider.engine.ranks import lead
@@ -189,6 +189,7 @@ class Roster(DrafterServicer):
         watch("outrider.draft.passes", lambda: loop.progress.steps)
         watch("outrider.draft.nodes", lambda: loop.nodes)
         if isinstance(loop, Grower):
+            watch("outrider.kv.preemptions", lambda: loop.preempted)
             watch("outrider.draft.agreed", lambda: sum(agreed for agreed, _ in loop.agreement().values()))
             watch("outrider.draft.judged", lambda: sum(judged for _, judged in loop.agreement().values()))
         watch("outrider.drafters", lambda: sink.streams if sink is not None else 0)
@@ -271,6 +272,8 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
 
     Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
     """
+    if config.kv_memory is not None and config.heads is not None:
+        raise ConfigError("kv_memory: the memory of drafters with heads has no bound; leave it out, or heads")
     if config.heads is not None:
         with needing_torch("heads"):
             from outrider.engine.heads.eagle_engine import EagleEngine
@@ -283,6 +286,7 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         )
     engine = load_engine(
         checkpoint_folder(config.model),
+        rows=None if config.context is None else config.context + SCRATCH,
         backend=config.backend,
         dtype=config.dtype,
         device=config.device,
@@ -292,7 +296,10 @@ def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
         threads=config.threads,
         numerics=config.numerics,
         group=group,
+        kv_memory=config.kv_memory,
     )
+    if config.context is not None:
+        engine.context = min(engine.context, config.context)  # there are no rows for more
     if engine.treeless:
         raise ConfigError(f"model: {config.model} cannot draft, for it cannot grow a tree: {engine.treeless}")
     return engine

@@ -131,6 +131,7 @@ class WorkerConfig(GrpcConfig):
     threads: int = Field(default=1, ge=1)  # of a forward pass, in each rank
     slots: int = Field(default=8, ge=1)  # sessions at once
     context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
+    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: all that they can take
     prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt between two steps
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each an actor on Ray
     spread: bool = False  # ranks on as many nodes as there are, not on as few as will do
@@ -152,7 +153,6 @@ class VerifierConfig(WorkerConfig):
     """One verifier."""
 
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # a quantized target is another target
-    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: all that they can take
     max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
     lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
     store: Path | None = None  # a corpus made by `outrider index`, for that

@@ -164,6 +164,11 @@ class StepLoop:
         session.dismiss("fenced" if session.fenced else "finished")
 
     @property
+    def preempted(self) -> int:
+        """How often a session's KV was let go, for want of memory."""
+        return self._memory.preempted
+
+    @property
     def leaving(self) -> bool:
         """Whether it is going down."""
         return self._over or self._left is not None

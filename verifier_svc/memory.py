@@ -8,15 +8,13 @@ room for all of it. So a generation waits, and never fails, and the first in lin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from outrider.engine.engine import Engine
+from outrider.engine.page_budget import PAGE, SPARE, PageBudget
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from verifier_svc.session import Reading, Session
-
-PAGE = 16  # rows
-SPARE = 2  # pages of each session: the first that it writes to, and the first that accepted rows move to, may be shared
 
 log = logging.getLogger(__name__)
 
@@ -30,50 +28,40 @@ class Memory:
         self._engine = engine
         self._passes = passes
         self._slots = slots
+        self._budget = PageBudget(engine, slots)
         self._trees = nodes // PAGE + SPARE  # pages
-        self._bounded = engine.memory(0, 0, 0) is not None
 
     def seated(self, sessions: Iterable[Session]) -> list[Session]:
         """Those that are ready, and for whose next step there is memory. No pass may run.
 
         Who has yet to read is not begun with before there is room for the whole text, and nobody behind it either.
         """
-        if not self._bounded:
+        if not self._budget.bounded:
             return [session for session in sessions if session.ready]
         self._passes.settle()
+        self._budget.open(self._trees)
         line = sorted(sessions, key=_last)
         seated: list[Session] = []
-        promised, full = self._trees, False
+        full = False
         for place, session in enumerate(line):
             reads = session.unread > 1
             if not session.ready or (reads and full):
                 continue
-            needed = self._make_room(session, () if reads and place else line[place + 1 :], promised)
-            if needed is None:
-                full = full or reads
-            else:
-                promised += needed
+            behind = () if reads and place else line[place + 1 :]
+            if self._budget.reserve(
+                session.place.slot, session.cached, len(session.tokens) + 1, self._preemptions(behind)
+            ):
                 seated.append(session)
+            else:
+                full = full or reads
         return seated
 
-    def _make_room(self, session: Session, behind: Sequence[Session], promised: int) -> int | None:
-        """Pages that its text takes, once they are free beside those that are promised; None: they cannot be, though
-        those behind it let theirs go."""
-        slot = session.place.slot
-        while True:
-            memory = self._engine.memory(slot, session.cached, min(len(session.tokens) + 1, self._engine.rows))
-            assert memory is not None
-            needed, free = memory[0] + SPARE, memory[1]
-            if promised + needed <= free:
-                return needed
-            evicted = self._slots.evict()
-            if evicted is not None:
-                self._engine.release(evicted, 0)
-                continue
-            victim = next((other for other in reversed(behind) if other.cached), None)
-            if victim is None:
-                return None
-            self._preempt(victim)
+    def _preemptions(self, behind: Sequence[Session]) -> Iterator[Session]:
+        """Lets the KV of one after the other go, from the last on."""
+        for session in reversed(behind):
+            if session.cached:
+                self._preempt(session)
+                yield session
 
     def _preempt(self, session: Session) -> None:
         self.preempted += 1

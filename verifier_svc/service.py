@@ -18,7 +18,7 @@ from outrider.core.lookup import Lookups
 from outrider.core.prefixes import packed
 from outrider.core.speculation import shown
 from outrider.engine.card import weights_digest
-from outrider.engine.engine import Engine
+from outrider.engine.engine import SCRATCH, Engine
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Group
 from outrider.engine.loading import load_engine, needing_torch
@@ -45,7 +45,6 @@ from verifier_svc.levels import Drafting, HeadDrafting, NoHeads
 from verifier_svc.loop import StepLoop
 from verifier_svc.own import OwnDrafting
 
-SCRATCH_ROWS = 256  # of a slot, behind the context: room for a step's tree
 SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens in a pass whose cost is measured at start
 
 log = logging.getLogger(__name__)
@@ -138,6 +137,7 @@ def _tell(engine: Engine, loop: StepLoop, sink: Sink) -> None:
     watch("outrider.sessions", lambda: len(loop.sessions))
     watch("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(loop.sessions.values())))
     watch("outrider.kv.capacity", lambda: engine.kv_tokens or engine.slots * engine.context)
+    watch("outrider.kv.preemptions", lambda: loop.preempted)
     watch("outrider.drafters", lambda: sink.streams)
     watch("outrider.frames.refused", lambda: sink.refused)
 
@@ -217,7 +217,7 @@ def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """A rank's part of the target. Raises CheckpointError, and ConfigError for what this machine does not have."""
     if config.kv_memory is not None and (config.heads or config.features):
         raise ConfigError("kv_memory: heads and features are of texts that are read once; leave it out, or them")
-    rows = None if config.context is None else config.context + SCRATCH_ROWS
+    rows = None if config.context is None else config.context + SCRATCH
     folder = checkpoint_folder(config.model)
     engine = load_engine(
         folder,

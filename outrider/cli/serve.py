@@ -58,6 +58,9 @@ Numerics = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads of the forward pass. [default: 1]")]
 Slots = Annotated[int | None, typer.Option(help="Sessions at once. [default: 8]")]
+KvMemory = Annotated[
+    str | None, typer.Option(help="For the KV of all slots, as in 4GiB. [default: all that they can take]")
+]
 Context = Annotated[
     int | None, typer.Option("--context", help="Longest session, in tokens. [default: the checkpoint's]")
 ]
@@ -174,6 +177,7 @@ def verifier(
     threads: Threads = None,
     slots: Slots = None,
     context_tokens: Context = None,
+    kv_memory: KvMemory = None,
     prefill_chunk: PrefillChunk = None,
     tensor_parallel: TensorParallel = None,
     spread: Spread = None,
@@ -184,9 +188,6 @@ def verifier(
     resources: Resources = None,
     heartbeat_s: Heartbeat = None,
     drain_s: Drain = None,
-    kv_memory: Annotated[
-        str | None, typer.Option(help="For the KV of all slots, as in 4GiB. [default: all that they can take]")
-    ] = None,
     max_nodes: Annotated[int | None, typer.Option(help="Tree nodes in a step, all sessions. [default: 64]")] = None,
     lookup: Annotated[
         str | None, typer.Option(help="Draft without a model, too: prompt-lookup, suffix, retrieval or lookahead.")
@@ -243,6 +244,7 @@ def drafter(
     threads: Threads = None,
     slots: Slots = None,
     context_tokens: Context = None,
+    kv_memory: KvMemory = None,
     prefill_chunk: PrefillChunk = None,
     tensor_parallel: TensorParallel = None,
     spread: Spread = None,

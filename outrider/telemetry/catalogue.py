@@ -105,6 +105,13 @@ METRICS = (
     Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Sessions that are open."),
     Metric("outrider.kv.tokens", "gauge", "{token}", "verifier", "Tokens of open sessions whose KV is held."),
     Metric("outrider.kv.capacity", "gauge", "{token}", "verifier", "Tokens whose KV there is room for."),
+    Metric(
+        "outrider.kv.preemptions",
+        "counter",
+        "{session}",
+        "verifier, drafter",
+        "Sessions whose KV went, for want of memory, to be computed again.",
+    ),
     Metric("outrider.steps", "counter", "{step}", "verifier", "Forward passes."),
     Metric("outrider.step.rows", "counter", "{token}", "verifier", "Tokens in all passes."),
     Metric("outrider.step.forward", "histogram", "s", "verifier", "Of a forward pass.", (), MILLISECONDS),

@@ -94,6 +94,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "drafter": DrafterConfig(
         model=Path("/m"),
+        kv_memory=ByteSize(2**29),
         name="n",
         listen="127.0.0.1:72",
         zone="there",

@@ -42,6 +42,10 @@ class Engine(SimpleNamespace):
     def release(self, slot: int, rows: int) -> None:
         """Nothing is let go."""
 
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        """There is enough for all."""
+        return None
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from drafter_svc.grower import Grower
@@ -20,6 +21,7 @@ from outrider.core.digest import EMPTY, extend
 from outrider.core.tree import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.logits import HostLogits, Logits
+from outrider.engine.page_budget import PAGE
 
 VOCABULARY = 8
 TERMS = Contract(seed=4, max_tokens=100), Plan(version=1, depth=3, width=3, nodes=12), 4096
@@ -65,8 +67,38 @@ class Engine(SimpleNamespace):
     def release(self, slot: int, rows: int) -> None:
         """Nothing is let go."""
 
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        """There is enough for all."""
+        return None
+
     def close(self) -> None:
         """Nothing is held."""
+
+
+class Bounded(Engine):
+    """One with memory for so many pages; what is released is lost."""
+
+    def __init__(self, texts: Callable[[int], Sequence[int]], pages: int) -> None:
+        super().__init__(texts)
+        self._pages = pages
+
+    def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
+        logits = super().judge(segments)
+        assert self._taken.sum() <= self._pages
+        return logits
+
+    def release(self, slot: int, rows: int) -> None:
+        self._cells[slot, -(-rows // PAGE) * PAGE :] = -1
+
+    def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
+        own = self._taken[slot, first // PAGE : -(-end // PAGE)]
+        return len(own) - int(own.sum()), self._pages - int(self._taken.sum())
+
+    @property
+    def _taken(self) -> NDArray[np.bool_]:
+        """Pages that hold something: [slots, pages]."""
+        whole = np.pad(self._cells, ((0, 0), (0, -self.rows % PAGE)), constant_values=-1)
+        return (whole.reshape(self.slots, -1, PAGE) >= 0).any(-1)
 
 
 class Rig:
@@ -121,6 +153,19 @@ class Rig:
                 await asyncio.sleep(0.001)
         if self.running.done():
             await self.running
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for it."""
+        async with asyncio.timeout(10):
+            while not condition() and not self.running.done():
+                await asyncio.sleep(0.001)
+        if self.running.done():
+            await self.running
+
+    def cached(self, key: Attachment = KEY) -> int:
+        """Rows of a session that hold KV; -1: it has not begun."""
+        session = self.grower.members[key].session
+        return -1 if session is None else session.cached
 
     def _hear(self, key: Attachment, delta: Delta, version: int, exhausted: bool) -> None:
         self.sent.append(delta)
@@ -234,3 +279,43 @@ async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
         assert rig.sent == []
     with suppress(asyncio.CancelledError):
         await rig.running
+
+
+async def test_sessions_that_there_is_too_little_memory_for_draft_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=14))
+    rig, other = Rig(), Attachment("other", "", 2, b"", 1)
+    first, second = [index % 7 for index in range(130)], [index % 5 for index in range(140)]
+    rig.open(second, other)
+    rig.open(first)  # the first of them reads where there is room for one alone, and for the other's tree
+    with rig.at_work():
+        await rig.rest()
+        for token in range(40):
+            rig.commit([token % 7])
+        await asyncio.sleep(0.05)
+        assert (rig.cached(other), rig.cached()) == (140, 0)
+        rig.grower.closed(other)
+        await rig.until(lambda: rig.cached() == len(rig.tokens) == 170)
+    assert rig.lost == 0
+
+
+async def test_the_last_session_s_kv_goes_first_and_it_reads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=14))
+    rig, last = Rig(), Attachment("last", "", 2, b"", 1)
+    rig.open([index % 7 for index in range(60)])
+    rig.tokens, opened = [index % 5 for index in range(60)], rig.tokens
+    rig.grower.opened(last, Snapshot(tuple(rig.tokens), extend(EMPTY, rig.tokens), *TERMS))
+    rig.tokens = opened
+    with rig.at_work():
+        await rig.until(lambda: rig.ended == 2)
+        assert rig.cached() == rig.cached(last) == 60
+        for _ in range(30):
+            rig.commit([1, 2, 3, 4])
+            await rig.rest()
+        assert rig.cached() == len(rig.tokens) == 180
+        assert rig.grower.preempted > 0
+        assert rig.cached(last) == 0
+        rig.grower.closed(KEY)
+        await rig.until(lambda: rig.cached(last) == 60)
+    assert rig.lost == 0

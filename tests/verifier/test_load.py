@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from outrider.config import VerifierConfig
+from outrider.engine.engine import SCRATCH
 from tests.engine.checkpoints import MODELS
-from verifier_svc.service import SCRATCH_ROWS, load
+from verifier_svc.service import load
 
 
 def test_a_shorter_context_than_the_checkpoint_s_is_what_sessions_get() -> None:
     engine, _ = load(VerifierConfig(model=MODELS / "drafter", context=99, slots=2, max_nodes=2))
-    assert (engine.context, engine.rows) == (99, 99 + SCRATCH_ROWS)
+    assert (engine.context, engine.rows) == (99, 99 + SCRATCH)
     engine, _ = load(VerifierConfig(model=MODELS / "drafter", slots=2, max_nodes=2))
     assert engine.context == 1024
 
