@@ -284,7 +284,7 @@ async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
 async def test_sessions_that_there_is_too_little_memory_for_draft_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=14))
+    monkeypatch.setattr(Rig, "make_engine", lambda rig: Bounded(lambda slot: rig.session(slot).tokens, pages=18))
     rig, other = Rig(), Attachment("other", "", 2, b"", 1)
     first, second = [index % 7 for index in range(130)], [index % 5 for index in range(140)]
     rig.open(second, other)
