@@ -23,9 +23,9 @@ from tests.router.rig import (
 async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(drafting, "ANSWER_S", 1.0)
     monkeypatch.setattr(drafting, "SHORT_S", 0.1)
-    verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.01), FakeDrafter(frozen=True), FakeDrafter()
+    verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.1), FakeDrafter(frozen=True), FakeDrafter()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_router(redis_url))
         await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
@@ -36,9 +36,9 @@ async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
         session_id = (await call.read()).started.session_id
         await call.read()
         assert not good.attached  # the text did not wait for the drafters
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 5.0
         await until(lambda: session_id in good.attached)
-        async with asyncio.timeout(3):  # with one of the next commits
+        async with asyncio.timeout(10):  # with one of the next commits
             while (await rig.sessions.get(session_id)).drafters != (second.worker_id,):
                 await call.read()
         call.cancel()
@@ -47,7 +47,7 @@ async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
 
 async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "SHORT_S", 0.05)
-    verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeDrafter(), FakeDrafter()
+    verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.05), FakeDrafter(), FakeDrafter()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_router(redis_url))
         await stack.enter_async_context(announced(verifier, rig.registry, MODEL.digest))
@@ -58,6 +58,8 @@ async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monke
         await until(lambda: bool(second.attached))
         await until(lambda: not first.attached)
         verifier.drafters = 1  # the second one has subscribed: it stays
+        seen = verifier.steps
+        await until(lambda: verifier.steps >= seen + 5)  # what was asked before the router saw it has been answered
         asked = second.asked
         await asyncio.sleep(0.3)
         assert (second.asked, bool(second.attached)) == (asked, True)

@@ -257,14 +257,14 @@ async def test_a_client_that_goes_away_stops_the_verifier_and_leaves_the_generat
 
 
 async def test_a_deadline_ends_the_call_and_is_stored_absolute(redis_url: str) -> None:
-    verifier = FakeVerifier(SCRIPT, pace_s=0.01)
+    verifier = FakeVerifier(SCRIPT, pace_s=0.1)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        deadline = time.time() + 0.4
-        call = rig.stub.Generate(ask(max_tokens=50), timeout=0.4)
+        deadline = time.time() + 3.0
+        call = rig.stub.Generate(ask(max_tokens=50), timeout=3.0)
         session_id = (await call.read()).started.session_id
         turn = (await rig.sessions.get(session_id)).turn
         assert turn is not None
-        assert turn.deadline == pytest.approx(deadline, abs=0.2)
+        assert turn.deadline == pytest.approx(deadline, abs=1.5)
         verifier.pace_s = 10
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drain(call)

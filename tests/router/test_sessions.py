@@ -291,7 +291,7 @@ async def test_an_owner_that_waits_renews_its_lease(redis_url: str) -> None:
 async def test_a_deadline_holds_for_a_resumed_generation(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.05)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        call = rig.stub.Generate(ask(max_tokens=50), timeout=0.6)
+        call = rig.stub.Generate(ask(max_tokens=50), timeout=2.0)
         session = (await call.read()).started.session_id
         await call.read()
         call.cancel()

@@ -65,6 +65,7 @@ async def test_what_the_drafter_was_answered_is_asked_for_soon_and_cut(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafting, "LOOK_S", 0.05)
+    monkeypatch.setattr(drafting, "SHORT_S", 60.0)  # it is not asked to come again
     drafter = FakeDrafter()
 
     class Later(FakeVerifier):

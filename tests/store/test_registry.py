@@ -76,10 +76,11 @@ async def test_keep_announced_follows_the_description_and_withdraws(client: Redi
 
     registry = Registry(client)
     task = asyncio.create_task(keep_announced(redis_url, describe, 0.02))
-    await asyncio.sleep(0.1)
+    await _listed(registry)
     sessions = 7
-    await asyncio.sleep(0.1)
-    assert (await registry.workers("verifier"))[0].sessions == 7
+    async with asyncio.timeout(10):
+        while [worker.sessions for worker in await registry.workers("verifier")] != [7]:
+            await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -103,10 +104,16 @@ async def test_keep_announced_survives_an_outage_and_logs_it_once(caplog: pytest
         await _listed(registry)
         await client.config_set("requirepass", "changed")  # the server refuses us now
         await client.client_kill_filter(_type="normal", skipme=True)
+
+        def warnings() -> int:
+            return sum(entry.levelno == logging.WARNING for entry in caplog.records)
+
+        async with asyncio.timeout(10):
+            while not warnings():
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert not task.done()
-        warnings = [entry for entry in caplog.records if entry.levelno == logging.WARNING]
-        assert len(warnings) == 1
+        assert warnings() == 1
         password = server.url.partition("password=")[2]
         await client.config_set("requirepass", password)
         await _listed(registry)
@@ -143,7 +150,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
 
 
 async def test_who_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
-    client, ttl_s = connect(server.url), 0.3
+    client, ttl_s = connect(server.url), 2.0
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s)
     await registry.workers()
@@ -152,10 +159,11 @@ async def test_who_does_not_come_back_within_a_ttl_is_gone(server: Server) -> No
         await registry.workers()
     server.start()
     assert await registry.workers() == [VERIFIER]
-    await asyncio.sleep(ttl_s / 2)
+    await asyncio.sleep(0.1)
     assert await registry.workers() == [VERIFIER]
-    await asyncio.sleep(ttl_s / 2 + 0.05)
-    assert await registry.workers() == []
+    async with asyncio.timeout(10):
+        while await registry.workers():
+            await asyncio.sleep(0.05)
     await client.aclose()
 
 

@@ -132,11 +132,11 @@ async def test_a_lost_server_is_told_to_all_and_all_go_on_when_it_is_back(tmp_pa
 async def test_a_server_that_answers_too_slowly_is_not_called_one_that_is_not_there(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(store, "TIMEOUT_S", 1.0)
     client = connect(redis_url)
     assert isinstance(client, Redis)
     busy = [await client.connection_pool.get_connection() for _ in range(store.CONNECTIONS)]
-    with pytest.raises(Unavailable, match=r"answers too slowly: in 0\.1 s none of 32 connections was free"):
+    with pytest.raises(Unavailable, match=r"answers too slowly: in 1 s none of 32 connections was free"):
         await ping(client)
     await client.connection_pool.release(busy[0])
     await ping(client)

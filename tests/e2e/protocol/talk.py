@@ -101,15 +101,17 @@ class Inbox:
 async def spoken(
     outgoing: asyncio.Queue[Any], heartbeat: Any, every_s: float, beats: Callable[[], bool]
 ) -> AsyncGenerator[Any, None]:
-    """What is put into a queue, up to a None; heartbeats in between."""
+    """What is put into a queue, up to a None; heartbeats in between, and none before the first of it."""
+    begun = False
     while True:
         try:
             async with asyncio.timeout(every_s):
                 frame = await outgoing.get()
         except TimeoutError:
-            if beats():
+            if begun and beats():
                 yield heartbeat
             continue
+        begun = True
         if frame is None:
             return
         yield frame

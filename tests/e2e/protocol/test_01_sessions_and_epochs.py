@@ -25,7 +25,8 @@ async def test_whoever_begins_or_resumes_a_generation_first_raises_the_epoch(clu
         for turn in range(2):
             await client.generate("import", session=session, max_tokens=2, seed=turn, timeout=30)
             epochs.append((await client.get_session(session)).epoch)
-        stream = client.stream("import", session=session, max_tokens=300, ignore_eos=True, timeout=30)
+        long = {"max_tokens": 800, "ignore_eos": True, "speculation": "off"}
+        stream = client.stream("import", session=session, timeout=30, **long)  # type: ignore[arg-type]
         chunks = aiter(stream)
         await anext(chunks)
         epochs.append((await client.get_session(session)).epoch)

@@ -15,7 +15,7 @@ from outrider.v1 import types_pb2
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, delta, drafting, hello_to, start_of, subscribed
-from tests.e2e.protocol.talk import new_name
+from tests.e2e.protocol.talk import WITHIN_S, new_name
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -97,7 +97,9 @@ async def test_a_drafter_keeps_one_stream_to_an_upstream_for_all_its_sessions(dr
         assert not stream.inbox.of("subscribe")
         stream.say(closed=pb.Closed(attachment=1, reason="finished"))
         stream.commit(text.whole[:21], 20)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(WITHIN_S):
+            while await refused_by(peer.drafter) < before + 2:
+                await asyncio.sleep(0.01)
         assert await refused_by(peer.drafter) == before + 2
         third = pb.AttachRequest(session_id=peer.subscribed.session_id, epoch=1, upstream=peer.upstream.address)
         await peer.drafter.Attach(third)

@@ -94,6 +94,7 @@ async def test_whoever_is_silent_is_taken_for_dead(verifier: str, drafter: str, 
 async def test_a_peer_that_is_stuck_in_one_step_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
     async with drafting(verifier) as slow, drafting(verifier) as stuck:
         slow.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000)))
+        stuck.beats = False  # one that met the end would fail the call, in gRPC's words
         stuck.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000) + 1))
         end = await stuck.inbox.end()
         assert (end.code, "stuck" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
@@ -163,15 +164,15 @@ async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
 async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_kv_stays(
     verifier: str, text: Text
 ) -> None:
-    opening = {"tokens": text.prompt, "contract": text.contract, "window": 2, "lease_ms": 500}
+    opening = {"tokens": text.prompt, "contract": text.contract, "window": 2, "lease_ms": 2000}
     async with decoding(verifier, **opening) as silent, decoding(verifier, **opening) as heard:
         await silent.said(2)
         silent.beats = False
         began = time.monotonic()
         end = await silent.inbox.end()
         assert (end.code, "silent" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
-        assert 0.3 < time.monotonic() - began < 0.5 + SLACK_S
-        await asyncio.sleep(0.6)
+        assert 1.0 < time.monotonic() - began < 2.0 + SLACK_S
+        await asyncio.sleep(2.1)
         assert heard.inbox.open
         again = text.whole[: len(text.prompt) + 2]
         later = {"tokens": again, "answer_position": len(text.prompt), "session_id": silent.session, "epoch": 1}
@@ -207,7 +208,7 @@ async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it
             began = time.monotonic()
             for _ in range(5):
                 await on()
-            assert time.monotonic() - began < 1.0  # nobody waits for it
+            assert time.monotonic() - began < 3.0  # nobody waits for it, which would take ten
             await on_until(0)
             assert time.monotonic() - began < SILENCE_S + SLACK_S
         finally:
