@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 28  # of a message
 _HELLO = struct.Struct("!16s16sIIH")  # protocol, proof of the secret, rank, number of ranks, port that it listens on
 _PROTOCOL = b"outrider ranks 1"
 _LENGTH = struct.Struct("!Q")
-_PORT = struct.Struct("!64sH")  # host and port of a rank
+_ADDRESS = struct.Struct("!64sH")  # host and port of a rank
 _SIGN = b"\x01"  # of life
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class SocketGroup:
                     peers[peer.rank] = peer
                     self._others[peer.rank] = peer.connection
         addresses = b"".join(
-            _PORT.pack(peers[rank].connection.getpeername()[0].encode(), peers[rank].port)
+            _ADDRESS.pack(peers[rank].connection.getpeername()[0].encode(), peers[rank].port)
             for rank in range(1, self.shard.of)
         )
         for peer in peers.values():
@@ -147,8 +147,8 @@ class SocketGroup:
             own = server.getsockname()[1]
             connection = self._others[0] = self._connect((first, port), own)
             connection.settimeout(self._left())
-            addresses = _exactly(connection, _PORT.size * (of - 1))
-            for other, (name, at) in enumerate(_PORT.iter_unpack(addresses), 1):
+            addresses = _exactly(connection, _ADDRESS.size * (of - 1))
+            for other, (name, at) in enumerate(_ADDRESS.iter_unpack(addresses), 1):
                 if other < rank:
                     self._others[other] = self._connect((name.rstrip(b"\0").decode(), at), own)
             while len(self._others) < of - 1:
