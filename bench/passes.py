@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -46,7 +46,9 @@ class PassTime:
     dtype: str  # of the weights
     rows: int
     seconds: tuple[float, ...]  # of one pass in each round
-    limit_ms: float  # the least that such a pass can take on this machine
+    limits: tuple[
+        float, ...
+    ]  # seconds that such a pass takes at least, at the rate at which the machine read beside it
 
     @property
     def ms(self) -> float:
@@ -55,8 +57,8 @@ class PassTime:
 
     @property
     def over_limit(self) -> float:
-        """The median over the least."""
-        return self.ms / self.limit_ms
+        """The median of the ratios to the least in the same round."""
+        return median(one / least for one, least in zip(self.seconds, self.limits, strict=True))
 
     def over(self, other: PassTime) -> float:
         """The median of the ratios of the two in the same round."""
@@ -99,11 +101,18 @@ async def measure_passes(options: Options, target: int, progress: Progress) -> l
             models = Models(folder, options.models / "drafter", "bfloat16", options.threads)
             peer = await stack.enter_async_context(llama_worker(models))
             sources.append(PassSource(LLAMA_CPP, "bfloat16", 2 * multiplied, peer))
+        reading = await stack.enter_async_context(
+            worker(
+                "reading", sys.executable, "-m", "bench.limit", str(options.threads), "again", environment=os.environ
+            )
+        )
+        rates: dict[int, list[float]] = {}  # 10^9 bytes per second, by rows, in each round
         found: dict[tuple[str, str, int], list[float]] = {}
         order, rounds = list(sources), max(ROUNDS, options.repetitions)
         for number in range(rounds):
             progress(f"{title}: round {number + 1} of {rounds}")
             for rows in ROWS:
+                rates.setdefault(rows, []).append(float(json.loads(await reading.request(""))))
                 for source in order:
                     found.setdefault((source.engine, source.dtype, rows), []).append(await source.seconds(rows))
             order = order[1:] + order[:1]
@@ -117,7 +126,10 @@ async def measure_passes(options: Options, target: int, progress: Progress) -> l
             source.dtype,
             rows,
             tuple(found[source.engine, source.dtype, rows]),
-            pass_limit_s(limit, source.weight_bytes, multiplied, rows) * 1e3,
+            tuple(
+                pass_limit_s(replace(limit, read_gb_s=rate), source.weight_bytes, multiplied, rows)
+                for rate in rates[rows]
+            ),
         )
         for source in sources
         for rows in ROWS
