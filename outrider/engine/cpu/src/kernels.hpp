@@ -28,6 +28,7 @@ struct Linear {
   int padded = 0;               // inputs, to a multiple of 64
   int panels = 0;               // an even number
   size_t panel_bytes = 0;
+  size_t ahead = 0;  // bytes of a panel that are asked for from memory before they are used; 0: a cache holds them
   uint8_t* data = nullptr;
   float* scales = nullptr;   // int8: [panels * 16]
   int32_t* zeros = nullptr;  // int8: [panels * 16], 128 times the sum of an output's codes

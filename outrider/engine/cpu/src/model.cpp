@@ -9,6 +9,8 @@ namespace outrider {
 namespace {
 
 constexpr int APART = 32;  // rows up to which every thread packs all inputs for itself, and none waits for another
+constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights that a cache may hold
+constexpr size_t FAR = 4096;                 // bytes of a panel
 constexpr int PANELS = 8;  // taken by all tiles of rows before the next ones, while a core's cache holds them
 
 size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
@@ -96,6 +98,13 @@ void Model::set_ends(const Array& embedding, const Array& norm, const Array& hea
   std::memcpy(embedding_.as<void>(), embedding.data, bytes);
   norm_ = norm_of(norm, int(wide_));
   fill(head_, head, Array(), 0, 1, 0);
+  if (weight_bytes() > CACHED) ask_further_ahead();
+}
+
+// The weights come from memory, and not from a cache that all cores share.
+void Model::ask_further_ahead() {
+  for (auto& it : layers_) it.qkv.ahead = it.output.ahead = it.gate_up.ahead = it.down.ahead = FAR;
+  head_.ahead = FAR;
 }
 
 void Model::run(const std::vector<Segment>& segments, const Results& results) {

@@ -114,6 +114,7 @@ class Model {
   };
 
   void fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase);
+  void ask_further_ahead();
   std::vector<float> norm_of(const Array& weight, int padded) const;
   void compute(int thread, const Results& results);
   void apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
