@@ -128,7 +128,7 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = 
 
     Of about `parameters` parameters, or of the `shape` of that name in `KNOWN`. `destination` must not exist, or be
     empty; it appears complete or not at all. The tensors keep the type that they are stored in. Raises CheckpointError
-    when `source` is no good or does not fit, or `destination` is in use.
+    when `source` is no good or does not fit, or `destination` is in use or cannot be written.
     """
     config = read_config(source)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -146,7 +146,10 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = 
         made = Path(scratch) / "checkpoint"
         made.mkdir()
         padded = PaddedWeights(Weights(source), config, new)
-        _write(padded, made)
+        try:
+            _write(padded, made)
+        except OSError as error:
+            raise CheckpointError(f"{destination}: cannot be written ({error}); is the disk full?") from None
         raw = read_json(source / "config.json")
         for per_layer in ("layer_types", "max_window_layers"):
             raw.pop(per_layer, None)

@@ -15,6 +15,7 @@ from outrider.engine.device import DeviceEngine
 from outrider.engine.loading import load_engine
 from outrider.engine.padding import PaddedWeights, choose_shape, count_parameters, known_shape, pad_checkpoint
 from outrider.errors import CheckpointError
+from tests.disks import small_disk
 from tests.engine.checkpoints import MODELS, SHAPES, Reference, assert_same, make_checkpoint, prompt
 
 TOKENS = np.random.default_rng(1).integers(0, 50, 90)
@@ -172,3 +173,10 @@ def test_more_sayable_ids_than_there_are_are_refused(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("{", '{"outrider_sayable": 132,', 1))
     with pytest.raises(CheckpointError, match="outrider_sayable is 132, must be at most vocab_size"):
         read_config(tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with pytest.raises(CheckpointError, match=r"padded: cannot be written .*; is the disk full"):
+            pad_checkpoint(MODELS / "drafter", disk / "padded", parameters=20_000_000)
+        assert not [*disk.iterdir()]
