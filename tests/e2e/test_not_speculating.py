@@ -177,7 +177,9 @@ async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> Non
         first = asyncio.create_task(client.generate("def f(", session=session, max_tokens=900, ignore_eos=True))
         while not (await client.get_session(session)).drafters:
             await asyncio.sleep(0.02)
-        result = await client.generate("import os\n", model="target", max_tokens=20, speculation="rounds")
+        result = await client.generate(
+            "import os\n", model="target", max_tokens=200, ignore_eos=True, speculation="rounds"
+        )
         assert not first.done()
         await client.cancel(session)
         await first
