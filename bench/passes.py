@@ -46,9 +46,7 @@ class PassTime:
     dtype: str  # of the weights
     rows: int
     seconds: tuple[float, ...]  # of one pass in each round
-    limits: tuple[
-        float, ...
-    ]  # seconds that such a pass takes at least, at the rate at which the machine read beside it
+    limits: tuple[float, ...]  # seconds that it takes at least, at the rate at which the machine read beside it
 
     @property
     def ms(self) -> float:

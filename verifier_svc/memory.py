@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from outrider.engine.engine import Engine
-from outrider.engine.page_budget import PAGE, SPARE, PageBudget
+from outrider.engine.engine import PAGE, Engine
+from outrider.engine.page_budget import SPARE, PageBudget
 from outrider.engine.passes import Passes
 from outrider.engine.slots import Slots
 from verifier_svc.session import Reading, Session

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from outrider.engine.engine import Engine
 from outrider.engine.slots import Slots
 
-PAGE = 16  # rows
 SPARE = 2  # pages of each session: the first that it writes to, and the first that accepted rows move to, may be shared
 
 

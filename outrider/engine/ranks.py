@@ -25,7 +25,7 @@ _STOP = np.zeros(1, np.uint8)  # a message that is no plan: those are of whole n
 
 
 class Leader(Engine):
-    """Rank 0's engine as the whole. It makes KV changes at once; the others hear of them with the next pass's plan.
+    """Rank 0's engine as the whole. It makes KV changes at once; the others receive them with the next pass's plan.
 
     `forward` and `beat` may raise RankLost; the group is over then.
     """

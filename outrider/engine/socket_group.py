@@ -26,7 +26,7 @@ from outrider.engine.sharding import Shard
 TIMEOUT_S = 15.0  # for another rank to arrive at the same operation; it is computing the same
 MEETING_S = 120.0  # for all ranks to come to where they meet
 GATHER_S = 3600.0  # for all ranks to have loaded
-HELLO_S = 5.0  # for who has connected to name itself
+HELLO_S = 5.0  # within which a new connection sends its hello
 MOST_BYTES = 1 << 28  # of a message
 
 _HELLO = struct.Struct("!16s16sIIH")  # protocol, proof of the secret, rank, number of ranks, port that it listens on
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class _Peer(NamedTuple):
-    """Who has connected."""
+    """A rank that has connected."""
 
     connection: socket.socket
     rank: int
@@ -158,7 +158,7 @@ class SocketGroup:
         self._others = dict(sorted(self._others.items()))
 
     def _connect(self, address: tuple[str, int], own_port: int) -> socket.socket:
-        """Tries until somebody listens there."""
+        """Connects, and tries again until a rank listens there."""
         while True:
             try:
                 connection = socket.create_connection(address, min(HELLO_S, self._left()))

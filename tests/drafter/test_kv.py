@@ -20,8 +20,8 @@ from outrider.core.contract import Contract, Plan
 from outrider.core.digest import EMPTY, extend
 from outrider.core.tree import Delta
 from outrider.engine.batch import Segment
+from outrider.engine.engine import PAGE
 from outrider.engine.logits import HostLogits, Logits
-from outrider.engine.page_budget import PAGE
 
 VOCABULARY = 8
 TERMS = Contract(seed=4, max_tokens=100), Plan(version=1, depth=3, width=3, nodes=12), 4096

@@ -23,7 +23,7 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.depth import kept_layers
-from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
+from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
 from outrider.engine.group import ALONE, Alone
 from outrider.engine.int4 import check_int4_shape
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from outrider._native import Model
 
-PAGE = 16  # rows
 SPARE = 4  # pages beyond those of one text
 
 # Of the head. Quantized models have it in int8: in int4 it would choose other tokens too often.

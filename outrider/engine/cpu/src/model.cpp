@@ -217,10 +217,15 @@ bool Model::project(int thread, const PackedLinear& linear, const float* x, size
 
 // Where several ranks share the model, x becomes the sum of their x. False: another one is lost.
 bool Model::add_up(int thread, float* x, size_t count) {
-  if (!exchange_) return true;
+  return !exchange_ || exchanged(thread, [&] { exchange_->sum(x, count); });
+}
+
+// Has the first thread do what needs the other ranks. False: one is lost.
+template <class Work>
+bool Model::exchanged(int thread, Work work) {
   if (!thread) {
     try {
-      exchange_->sum(x, count);
+      work();
     } catch (const std::exception&) {
       lost_ = std::current_exception();
     }
@@ -237,15 +242,7 @@ bool Model::judge(int thread, const Results& results, const int* chosen) {
   apply(thread, head_, hidden_, wide_, norm_.data(), outputs, exchange_ ? part : all, chosen);
   pool_.meet(thread);
   if (!exchange_) return true;
-  if (!thread) {
-    try {
-      exchange_->collect(part_, size_t(outputs) * tokens);
-    } catch (const std::exception&) {
-      lost_ = std::current_exception();
-    }
-  }
-  pool_.meet(thread);
-  if (lost_ || rank()) return false;
+  if (!exchanged(thread, [&] { exchange_->collect(part_, size_t(outputs) * tokens); }) || rank()) return false;
   for (int output = thread; output < outputs; output += pool_.size())
     for (int from = 0; from < ranks(); from++) {
       const size_t first = std::min(from * tokens, vocabulary), count = std::min(tokens, vocabulary - first);

@@ -121,6 +121,8 @@ class Model {
              const Output& output, const int* chosen = nullptr);
   bool project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows);
   bool add_up(int thread, float* x, size_t count);
+  template <class Work>
+  bool exchanged(int thread, Work work);
   bool judge(int thread, const Results& results, const int* chosen);
   int tiles_of(const PackedLinear& linear, int rows) const;
   Tile tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const;
