@@ -2,8 +2,8 @@
 
 Each sum is taken in one order, whatever else is in the pass: a linear's over its inputs, attention's over the keys of a
 path in the order of positions. So a token's logits and KV are the same bits in every batch, tree and chunk and with any
-number of threads, on one kind of processor. KV is float32, in pages of 16 rows, which slots share where one was copied
-from another.
+number of threads, on one kind of processor. KV is in pages of 16 rows, which slots share where one was copied from
+another: in float32 for a model in float32, else in bfloat16.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class CpuEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=sizes["weight_bytes"],
                 kv_bytes=sizes["kv_bytes"],
-                kv_tokens=sizes["kv_bytes"] // _page_bytes(config) * PAGE if bounded else 0,
+                kv_tokens=sizes["kv_bytes"] // _page_bytes(config, dtype) * PAGE if bounded else 0,
                 features=features,
                 sayable=config.sayable,
                 draws=True,
@@ -126,7 +126,7 @@ class CpuEngine(Engine):
         weights = Weights(path, progress)
         rows = config.context + SCRATCH if rows is None else rows
         parameters = check_layers(weights, config, kept)
-        memory = 0 if kv_memory is None else _checked_memory(kv_memory, part, rows)
+        memory = 0 if kv_memory is None else _checked_memory(kv_memory, part, dtype, rows)
         try:
             model = _empty_model(part, dtype, slots, rows, threads, features, instructions, memory, group)
             load_layers(model, weights, config, group.shard, kept)
@@ -264,14 +264,15 @@ def _outputs(segment: Segment) -> int:
     return max(0, min(segment.outputs, len(segment.tokens)))
 
 
-def _page_bytes(config: ModelConfig) -> int:
+def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:
     values = -(-config.head_dim // PAGE) * PAGE
-    return 4 * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
+    size = 4 if dtype == "float32" else 2
+    return size * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
 
 
-def _checked_memory(memory: int, config: ModelConfig, rows: int) -> int:
+def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -> int:
     """Raises ConfigError where one text and its tree would not fit."""
-    page = _page_bytes(config)
+    page = _page_bytes(config, dtype)
     least = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
     if memory < least:
         raise ConfigError(

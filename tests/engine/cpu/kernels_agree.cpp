@@ -14,6 +14,7 @@ namespace {
 
 std::mt19937 dice(1);
 int wrong = 0;
+constexpr int DIM = 64;  // of a head
 
 float uniform() { return std::uniform_real_distribution<float>(-1.0f, 1.0f)(dice); }
 
@@ -125,8 +126,8 @@ void choices(const Kernels& kernels) {
   report(kernels.name, "mass", std::fabs(mass - other) < 1e-6 * other, std::fabs(mass / other - 1.0));
 }
 
-Floats attended(const Kernels& kernels, const Floats& pool, const Floats& query) {
-  constexpr int DIM = 64, ROWS = 40, COMMON = 33, QUERIES = 3;
+Floats attended(const Kernels& kernels, bool halves, const void* pool, const Floats& query) {
+  constexpr int ROWS = 40, COMMON = 33, QUERIES = 3;
   const int32_t table[] = {2, 0, 1}, more[QUERIES][3] = {{33, 35}, {34}, {33, 36, 39}};
   const int counts[QUERIES] = {2, 1, 3};
   const int32_t* rows[QUERIES];
@@ -134,24 +135,47 @@ Floats attended(const Kernels& kernels, const Floats& pool, const Floats& query)
   float* outs[QUERIES];
   Floats out(QUERIES * DIM), packed(DIM * 8), scores(8 * (ROWS + 64));
   for (int q = 0; q < QUERIES; q++) rows[q] = more[q], queries[q] = &query[q * DIM], outs[q] = &out[q * DIM];
-  kernels.attend({QUERIES, DIM, DIM, queries, outs, pool.data(), table, 2 * LANES * DIM, 0, COMMON, ROWS, rows, counts,
-                  packed.data(), scores.data(), ROWS + 64});
+  const size_t page = 2 * LANES * DIM * (halves ? sizeof(uint16_t) : sizeof(float));
+  kernels.attend({QUERIES, DIM, DIM, queries, outs, halves, static_cast<const uint8_t*>(pool), table, page, 0, COMMON, ROWS,
+                  rows, counts, packed.data(), scores.data(), ROWS + 64});
   return out;
 }
 
+// What pages of one head hold, keys [DIM, 16] and values [16, DIM], in pairs: [DIM / 2, 16, 2] and [8, DIM, 2].
+std::vector<uint16_t> paired(const Floats& pool) {
+  std::vector<uint16_t> pairs(pool.size());
+  for (size_t page = 0; page < pool.size(); page += 2 * LANES * DIM)
+    for (int d = 0; d < DIM; d++)
+      for (int row = 0; row < LANES; row++) {
+        const size_t values = page + LANES * DIM;
+        pairs[page + (d / 2 * LANES + row) * 2 + d % 2] = rounded(pool[page + d * LANES + row]);
+        pairs[values + (row / 2 * DIM + d) * 2 + row % 2] = rounded(pool[values + row * DIM + d]);
+      }
+  return pairs;
+}
+
+Floats in_bfloat16(Floats values) {
+  for (float& value : values) value = widened(rounded(value));
+  return values;
+}
+
 Floats turned(const Kernels& kernels, Floats x, const Floats& angles, const Floats& weight) {
-  kernels.turn(x.data(), 64, weight.data(), 1e-5f, &angles[0], &angles[32], 0.125f);
+  kernels.turn(x.data(), DIM, weight.data(), 1e-5f, &angles[0], &angles[DIM / 2], 0.125f);
   return x;
 }
 
 }  // namespace
 
 int main() {
-  const Floats pool = floats(3 * 2 * LANES * 64), query = floats(3 * 64), angles = floats(64), weight = floats(64);
+  const Floats pool = in_bfloat16(floats(3 * 2 * LANES * DIM)), query = in_bfloat16(floats(3 * DIM));
+  const Floats angles = floats(DIM), weight = floats(DIM);
+  const std::vector<uint16_t> pairs = paired(pool);
+  const Floats expected = attended(portable_kernels, false, pool.data(), query);
   for (const Kernels* kernels : kernels_here()) {
     linears(*kernels);
     choices(*kernels);
-    compare(kernels->name, "attend", attended(*kernels, pool, query), attended(portable_kernels, pool, query), 1e-5);
+    compare(kernels->name, "attend", attended(*kernels, false, pool.data(), query), expected, 1e-5);
+    compare(kernels->name, "attend to bfloat16", attended(*kernels, true, pairs.data(), query), expected, 1e-5);
     compare(kernels->name, "turn", turned(*kernels, query, angles, weight), turned(portable_kernels, query, angles, weight), 1e-6);
   }
   std::printf("kernels_agree: sets=%zu wrong=%d\n", kernels_here().size(), wrong);

@@ -176,8 +176,9 @@ def test_the_lowest_id_wins_a_tie(instructions: str, tmp_path: Path) -> None:
     assert (choice.token, choice.gap) == (0, 0.0)
 
 
-def test_a_copy_shares_pages_until_one_of_them_is_written() -> None:
-    engine = load(slots=8)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_shares_pages_until_one_of_them_is_written(dtype: str) -> None:
+    engine = load(slots=8, dtype=dtype)
     random = np.random.default_rng(5)
     text = random_text(engine, random, 5 * PAGE + 3)
     engine.forward([prompt(0, text, wanted=0)])
@@ -190,7 +191,7 @@ def test_a_copy_shares_pages_until_one_of_them_is_written() -> None:
     fresh = engine.forward([prompt(7, more, len(text))])
     other = engine.forward([prompt(3, more[::-1].copy(), len(text))])
     assert np.array_equal(engine.forward([prompt(0, more, len(text))]), fresh)
-    whole = load().forward([prompt(0, np.concatenate([text, more]))])
+    whole = load(dtype=dtype).forward([prompt(0, np.concatenate([text, more]))])
     assert np.array_equal(whole[len(text) :], fresh)
     assert not np.array_equal(other, fresh)
     assert engine.kv_bytes_taken == alone + 3 * page  # of 7, 3 and 0
@@ -201,9 +202,10 @@ def test_a_copy_shares_pages_until_one_of_them_is_written() -> None:
     assert np.array_equal(engine.forward([prompt(5, more[:1], len(text))]), before)
 
 
-def test_a_bound_on_memory_is_kept_to_and_what_is_released_is_taken_again() -> None:
-    bound = load(slots=1).kv_bytes * 2
-    engine, free = load(slots=8, kv_memory=bound), load(slots=8)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_bound_on_memory_is_kept_to_and_what_is_released_is_taken_again(dtype: str) -> None:
+    bound = load(slots=1, dtype=dtype).kv_bytes * 2
+    engine, free = load(slots=8, dtype=dtype, kv_memory=bound), load(slots=8, dtype=dtype)
     assert engine.kv_bytes <= bound < free.kv_bytes
     assert free.memory(0, 0, 100) is None
     page = engine.kv_bytes // (engine.memory(0, 0, 0) or (0, 0))[1]
@@ -230,6 +232,11 @@ def test_a_bound_on_memory_is_kept_to_and_what_is_released_is_taken_again() -> N
         ConfigError, match=r"kv_memory: 1000 bytes are too few .* give at least \d+, or a shorter context"
     ):
         load(kv_memory=1000)
+
+
+def test_kv_of_a_model_that_is_not_in_float32_takes_half() -> None:
+    whole = load().kv_bytes
+    assert [load(dtype=dtype).kv_bytes for dtype in ("bfloat16", "int8", "int4")] == [whole // 2] * 3
 
 
 def test_slots_that_take_one_another_s_rows_never_run_out_of_pages() -> None:

@@ -59,9 +59,10 @@ struct Attention {
   int dim, padded_dim;         // of a head; of its values, to a multiple of 16
   const float* const* query;   // [queries] of dim floats each, turned and scaled
   float* const* out;           // [queries] of dim floats each
-  const float* pool;           // of pages
+  bool halves;                 // keys and values are bfloat16, two of which lie side by side, as in `Pages`
+  const uint8_t* pool;         // of pages
   const int32_t* table;        // page of each 16 cache rows of the slot
-  size_t page_floats, offset;  // of a page; of this head's keys in it, which its values follow
+  size_t page_bytes, offset;   // of a page; of this head's keys in it, which its values follow
   int common;                  // cache rows that every query sees, from the first on
   int rows;                    // cache rows up to the last that any query sees
   const int32_t* const* more;  // [queries] the rows from `common` on that each sees, ascending

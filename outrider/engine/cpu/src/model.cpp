@@ -23,7 +23,7 @@ Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const K
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
       head_(head_kind, head_tokens(), shape.width, false),
-      pages_(shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
+      pages_(kind != Kind::float32, shape.layers, shape.kv_heads, shape.dim, shape.slots, shape.rows, shape.kv_bytes), next_(shape.layers + 1),
       workers_(threads) {
   wide_ = up_to(shape.width, INPUTS);
   qkv_wide_ = up_to(size_t(shape.heads + 2 * shape.kv_heads) * shape.dim, INPUTS);
@@ -338,8 +338,8 @@ void Model::attend_head(Worker& worker, int layer, const Segment& segment, int f
   const int most = kernels_.most_queries, count = (segment.count - least) * group;
   Attention a;
   a.dim = dim, a.padded_dim = pages_.padded_dim();
-  a.pool = pages_.data(), a.table = pages_.table(segment.slot);
-  a.page_floats = pages_.page_floats(), a.offset = place;
+  a.halves = pages_.halves(), a.pool = pages_.data(), a.table = pages_.table(segment.slot);
+  a.page_bytes = pages_.page_bytes(), a.offset = place;
   a.packed = worker.attention.of<float>(0);
   a.scores = a.packed + size_t(most) * dim;
   a.score_stride = size_t(segment.prefix + segment.span) + 32;

@@ -360,7 +360,7 @@ PyObject* sizes(PyObject* object, PyObject*) {
     Model& model = *self->model;
     return Py_BuildValue("{s:s,s:n,s:n,s:n,s:d}", "instructions", model.kernels().name, "weight_bytes",
                          Py_ssize_t(model.weight_bytes()), "kv_bytes", Py_ssize_t(model.kv_bytes()), "kv_bytes_taken",
-                         Py_ssize_t(model.pages().taken() * model.pages().page_floats() * sizeof(float)), "exchange_s",
+                         Py_ssize_t(model.pages().taken() * model.pages().page_bytes()), "exchange_s",
                          model.exchange_seconds());
   });
 }

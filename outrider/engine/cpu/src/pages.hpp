@@ -1,7 +1,8 @@
 // Keys and values in pages of 16 rows, which slots may share: a page is copied when one of several writes to it. There may be
 // fewer pages than all slots together have places for; who asks for a pass sees to it that there are enough for that.
 //
-// In a page each layer's heads follow one another, each with its keys, [dim, 16], and its values, [16, padded dim].
+// In a page each layer's heads follow one another, each with its keys, [dim, 16], and its values, [16, padded dim]. In
+// bfloat16 two dimensions of a key lie side by side, and so do two rows of values: [dim / 2, 16, 2] and [8, padded dim, 2].
 #pragma once
 
 #include <algorithm>
@@ -18,27 +19,28 @@ namespace outrider {
 class Pages {
  public:
   Pages() = default;
-  // `bytes`: of all pages at most; 0: as many as slots have places for.
-  Pages(int layers, int heads, int dim, int slots, int rows, size_t bytes)
-      : heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads),
+  // `halves`: in bfloat16, else in float32. `bytes`: of all pages at most; 0: as many as slots have places for.
+  Pages(bool halves, int layers, int heads, int dim, int slots, int rows, size_t bytes)
+      : halves_(halves), heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads),
         each_((rows + LANES - 1) / LANES) {
-    const size_t places = size_t(slots) * each_, page = page_floats() * sizeof(float);
-    const size_t count = bytes ? std::min(places, bytes / page) : places;
-    memory_ = Memory(count * page, false);
+    const size_t places = size_t(slots) * each_;
+    const size_t count = bytes ? std::min(places, bytes / page_bytes()) : places;
+    memory_ = Memory(count * page_bytes(), false);
     table_.assign(places, -1);
     users_.assign(count, 0);
     for (size_t page = count; page--;) free_.push_back(int32_t(page));
   }
 
+  bool halves() const { return halves_; }
   int padded_dim() const { return padded_; }
-  size_t head_floats() const { return size_t(dim_ + padded_) * LANES; }
-  size_t page_floats() const { return parts_ * head_floats(); }
+  size_t head_bytes() const { return size_t(dim_ + padded_) * LANES * (halves_ ? sizeof(uint16_t) : sizeof(float)); }
+  size_t page_bytes() const { return parts_ * head_bytes(); }
   size_t bytes() const { return memory_.bytes(); }
   size_t free() const { return free_.size(); }
   size_t taken() const { return users_.size() - free_.size(); }
-  const float* data() const { return memory_.as<float>(); }
+  const uint8_t* data() const { return memory_.as<uint8_t>(); }
   const int32_t* table(int slot) const { return table_.data() + size_t(slot) * each_; }
-  size_t head(int layer, int head) const { return (size_t(layer) * heads_ + head) * head_floats(); }
+  size_t head(int layer, int head) const { return (size_t(layer) * heads_ + head) * head_bytes(); }
 
   // A slot's rows [0, end) are about to be read, of which those from `first` on are written before.
   void prepare(int slot, int first, int end) {
@@ -62,30 +64,22 @@ class Pages {
 
   // One row's key and value of a head, of a slot that was prepared.
   void write(int slot, int row, size_t head, const float* key, const float* value) {
-    float* keys = at(slot, row) + head;
-    for (int d = 0; d < dim_; d++) keys[d * LANES + row % LANES] = key[d];
-    std::memcpy(keys + dim_ * LANES + (row % LANES) * padded_, value, size_t(dim_) * sizeof(float));
+    uint8_t* place = at(slot, row) + head;
+    if (halves_) {
+      uint16_t* keys = reinterpret_cast<uint16_t*>(place);
+      for (int d = 0; d < dim_; d++) keys[key_at(keys, d, row)] = rounded(key[d]);
+      for (int d = 0; d < dim_; d++) keys[value_at(keys, d, row)] = rounded(value[d]);
+    } else {
+      float* keys = reinterpret_cast<float*>(place);
+      for (int d = 0; d < dim_; d++) keys[key_at(keys, d, row)] = key[d];
+      std::memcpy(keys + value_at(keys, 0, row), value, size_t(dim_) * sizeof(float));
+    }
   }
 
   // Every row is read before one is written.
   void move(int slot, const int64_t* source, const int64_t* target, size_t count) {
-    std::vector<float> rows(count * parts_ * 2 * dim_);
-    float* out = rows.data();
-    for (size_t i = 0; i < count; i++) {
-      ready(slot, int(source[i]) / LANES, false);
-      const float* page = at(slot, int(source[i]));
-      for (int part = 0; part < parts_; part++, page += head_floats()) {
-        for (int d = 0; d < dim_; d++) *out++ = page[d * LANES + source[i] % LANES];
-        std::memcpy(out, page + dim_ * LANES + (source[i] % LANES) * padded_, dim_ * sizeof(float));
-        out += dim_;
-      }
-    }
-    const float* in = rows.data();
-    for (size_t i = 0; i < count; i++) {
-      ready(slot, int(target[i]) / LANES, true);
-      for (int part = 0; part < parts_; part++, in += 2 * dim_)
-        write(slot, int(target[i]), part * head_floats(), in, in + dim_);
-    }
+    if (halves_) move_of<uint16_t>(slot, source, target, count);
+    else move_of<float>(slot, source, target, count);
   }
 
   // Rows [0, rows) of one slot become another's, too. Takes no page: what lies behind them in the last one is the source's,
@@ -104,7 +98,37 @@ class Pages {
 
  private:
   int32_t& entry(int slot, int index) { return table_[size_t(slot) * each_ + index]; }
-  float* at(int slot, int row) { return memory_.as<float>() + size_t(entry(slot, row / LANES)) * page_floats(); }
+  uint8_t* at(int slot, int row) { return memory_.as<uint8_t>() + size_t(entry(slot, row / LANES)) * page_bytes(); }
+
+  // Where a row's dimension d lies in a head's part of a page.
+  size_t key_at(const float*, int d, int row) const { return size_t(d) * LANES + row % LANES; }
+  size_t value_at(const float*, int d, int row) const { return size_t(dim_) * LANES + row % LANES * padded_ + d; }
+  size_t key_at(const uint16_t*, int d, int row) const { return (size_t(d / 2) * LANES + row % LANES) * 2 + d % 2; }
+  size_t value_at(const uint16_t*, int d, int row) const {
+    return size_t(dim_) * LANES + (row % LANES / 2 * padded_ + d) * 2 + row % 2;
+  }
+
+  template <class T>
+  void move_of(int slot, const int64_t* source, const int64_t* target, size_t count) {
+    std::vector<T> rows(count * parts_ * 2 * dim_);
+    T* held = rows.data();
+    const auto each = [&](int row, auto work) {  // place and held copy of all that a row has
+      T* head = reinterpret_cast<T*>(at(slot, row));
+      for (int part = 0; part < parts_; part++, head += head_bytes() / sizeof(T)) {
+        for (int d = 0; d < dim_; d++) work(head[key_at(head, d, row)], *held++);
+        for (int d = 0; d < dim_; d++) work(head[value_at(head, d, row)], *held++);
+      }
+    };
+    for (size_t i = 0; i < count; i++) {
+      ready(slot, int(source[i]) / LANES, false);
+      each(int(source[i]), [](const T& place, T& copy) { copy = place; });
+    }
+    held = rows.data();
+    for (size_t i = 0; i < count; i++) {
+      ready(slot, int(target[i]) / LANES, true);
+      each(int(target[i]), [](T& place, const T& copy) { place = copy; });
+    }
+  }
 
   // Page `index` of a slot is there, and its own where it is to be written.
   void ready(int slot, int index, bool written) {
@@ -130,12 +154,12 @@ class Pages {
 
   int32_t separate(int32_t page) {
     const int32_t own = take();
-    std::memcpy(memory_.as<float>() + own * page_floats(), memory_.as<float>() + page * page_floats(),
-                page_floats() * sizeof(float));
+    std::memcpy(memory_.as<uint8_t>() + own * page_bytes(), memory_.as<uint8_t>() + page * page_bytes(), page_bytes());
     let_go(page);
     return own;
   }
 
+  bool halves_ = false;
   int heads_ = 0, dim_ = 0, padded_ = 0, parts_ = 0, each_ = 0;
   Memory memory_;
   std::vector<int32_t> table_;  // [slots, each]: -1: none yet
