@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.figures import Results, last_line
 from bench.llama_cpp import build
-from bench.options import Drafts, Options, Suite
+from bench.options import Drafts, Options, Suite, parameters_of
 from bench.peers import parse_peers
 from bench.results import save
 from bench.tables import print_tables
@@ -63,6 +63,9 @@ def main(
         list[int] | None,
         typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
     ] = None,
+    unpadded: Annotated[
+        bool, typer.Option("--unpadded", help="Measure --models as they are: checkpoints of your own, for example.")
+    ] = False,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Held-out; rows: for each repetition. [default: 2]")
@@ -111,6 +114,9 @@ def main(
         for needed in (models / "target" / "config.json", models / "drafter" / "config.json"):
             if not needed.is_file():
                 raise ConfigError(f"--models: {needed} does not exist; run in a checkout of Outrider")
+        if unpadded and targets:
+            raise ConfigError("--unpadded: the target stays as it is; give no --target")
+        whole = [parameters_of(models / "target")] if unpadded else targets
         short, long = read_prompts(texts, "#short"), read_prompts(texts, "#long")
         count = prompts or preset.prompts
         if count > len(short):
@@ -118,7 +124,7 @@ def main(
         repeated = repetitions or preset.repetitions
         options = Options(
             suites=tuple(suites or preset.suites),
-            targets=tuple(targets or preset.targets),
+            targets=tuple(whole or preset.targets),
             temperatures=tuple(temperatures or (0.0, 1.0)),
             short=tuple(short[:count]),
             fresh=tuple(islice(cycle(short), count * repeated + 1)),

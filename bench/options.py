@@ -87,11 +87,24 @@ class Options:
         )
 
 
+def parameters_of(folder: Path) -> int:
+    """How many a checkpoint has. Raises CheckpointError."""
+    from outrider.engine.checkpoint import read_config
+    from outrider.engine.padding import Shape, count_parameters
+
+    config = read_config(folder)
+    return count_parameters(config, Shape.of(config))
+
+
 @asynccontextmanager
 async def padded(options: Options, parameters: int, model: str = "target") -> AsyncIterator[Path]:
-    """A reference model, padded: it costs like a model of that size and says what the small one says."""
+    """A reference model, padded: it costs like a model of that size and says what the small one says. One that has that
+    size is taken as it is."""
     from outrider.engine.padding import pad_checkpoint
 
+    if parameters == parameters_of(options.models / model):
+        yield options.models / model
+        return
     with TemporaryDirectory(prefix="outrider-bench-") as folder:
         larger = Path(folder) / model
         await asyncio.to_thread(pad_checkpoint, options.models / model, larger, parameters=parameters)

@@ -30,13 +30,18 @@ def pad(
     shape: Annotated[
         str | None, typer.Option(metavar="NAME", help="Instead: the shape of llama-3.1-8b or llama-3.2-1b.")
     ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Instead: so many token ids and nothing else, for a drafter of such a shape.")
+    ] = None,
 ) -> None:
     """Pad a checkpoint with weights that do nothing, to see how a larger model would perform."""
     from outrider.engine.padding import pad_checkpoint
     from outrider.hub import checkpoint_folder
 
-    if (parameters is None) == (shape is None):
-        raise typer.BadParameter("give either --parameters or --shape")
+    if sum(size is not None for size in (parameters, shape, vocabulary)) != 1:
+        raise typer.BadParameter("give one of --parameters, --shape and --vocabulary")
     with reported():
-        pad_checkpoint(checkpoint_folder(source), destination, parameters=parameters, shape=shape)
+        pad_checkpoint(
+            checkpoint_folder(source), destination, parameters=parameters, shape=shape, vocabulary=vocabulary
+        )
     print(f"outrider pad: wrote {destination}")

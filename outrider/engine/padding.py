@@ -123,11 +123,19 @@ def known_shape(name: str, config: ModelConfig) -> Shape:
     return shape
 
 
-def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = None, shape: str | None = None) -> int:
+def pad_checkpoint(
+    source: Path,
+    destination: Path,
+    *,
+    parameters: int | None = None,
+    shape: str | None = None,
+    vocabulary: int | None = None,
+) -> int:
     """Writes a checkpoint that says what `source` says; returns how many parameters it has.
 
-    Of about `parameters` parameters, or of the `shape` of that name in `KNOWN`. `destination` must not exist, or be
-    empty; it appears complete or not at all. The tensors keep the type that they are stored in. Raises CheckpointError
+    Of about `parameters` parameters, or of the `shape` of that name in `KNOWN`, or with a larger `vocabulary` and
+    nothing else, as a drafter needs it for a target of such a shape. `destination` must not exist, or be empty; it
+    appears complete or not at all. The tensors keep the type that they are stored in. Raises CheckpointError
     when `source` is no good or does not fit, or `destination` is in use or cannot be written.
     """
     config = read_config(source)
@@ -135,6 +143,10 @@ def pad_checkpoint(source: Path, destination: Path, *, parameters: int | None = 
         raise CheckpointError(f"{destination}: exists already; choose a folder that does not")
     if shape is not None:
         new: Shape | None = known_shape(shape, config)
+    elif vocabulary is not None:
+        if vocabulary <= config.vocabulary:
+            raise CheckpointError(f"{source}: has a vocabulary of {config.vocabulary}; ask for more than {vocabulary}")
+        new = replace(Shape.of(config), vocabulary=vocabulary)
     else:
         assert parameters is not None
         new = choose_shape(config, parameters)

@@ -216,9 +216,11 @@ def test_a_server_started_for_a_parent_that_is_gone_does_not_start() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-@pytest.mark.parametrize("chosen", [[], ["--parameters", "20M", "--shape", "tiny"]])
-def test_padding_is_to_a_size_or_to_a_shape(chosen: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen", [[], ["--parameters", "20M", "--shape", "tiny"], ["--shape", "tiny", "--vocabulary", "6000"]]
+)
+def test_padding_is_to_a_size_or_to_a_shape_or_to_a_vocabulary(chosen: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["pad", "models/drafter", str(tmp_path / "padded"), *chosen])
     assert result.exit_code == 2
-    assert "either --parameters or --shape" in result.output
+    assert "one of --parameters, --shape and" in result.output
     assert not (tmp_path / "padded").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,19 @@ def test_a_checkpoint_in_a_known_shape_says_the_same_tokens(shaped: Path, temper
         texts.append(text)
     assert texts[0] == texts[1]
     assert max(texts[1]) < 4096
+
+
+def test_a_drafter_gets_a_larger_vocabulary_and_nothing_else(tmp_path: Path) -> None:
+    padded = tmp_path / "padded"
+    pad_checkpoint(MODELS / "drafter", padded, vocabulary=6000)
+    before, after = read_config(MODELS / "drafter"), read_config(padded)
+    assert (after.vocabulary, after.sayable) == (6000, before.vocabulary)
+    assert replace(after, vocabulary=before.vocabulary, sayable=before.sayable) == before
+    larger = logits(padded)
+    assert np.array_equal(larger[:, : before.vocabulary], logits(MODELS / "drafter"))
+    assert np.isneginf(larger[:, before.vocabulary :]).all()
+    with pytest.raises(CheckpointError, match="has a vocabulary of 6000; ask for more than 6000"):
+        pad_checkpoint(padded, tmp_path / "again", vocabulary=6000)
 
 
 def test_weights_need_no_file(shaped: Path) -> None:
