@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -44,7 +45,7 @@ class Client:
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generation:
         """The whole answer to a prompt, as text or as token ids, or to `messages`. See `Options` for the keywords."""
-        return self._thread.run(self._client.generate(prompt, timeout=timeout, **options))
+        return self._thread.run(lambda: self._client.generate(prompt, timeout=timeout, **options))
 
     def samples(
         self, prompt: str | Sequence[int] | None, n: int, *, timeout: float | None = None, **options: Unpack[Options]
@@ -54,7 +55,7 @@ class Client:
         The verifier reads the prompt once: the others begin when the first one has. When one fails, all end. `timeout`
         holds for each.
         """
-        return self._thread.run(self._client.samples(prompt, n, timeout=timeout, **options))
+        return self._thread.run(lambda: self._client.samples(prompt, n, timeout=timeout, **options))
 
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
@@ -83,23 +84,23 @@ class Client:
 
     def cancel(self, session: str, *, timeout: float | None = None) -> None:
         """Ends a session's generation, wherever it runs and whoever reads it. Fine if it has ended."""
-        self._thread.run(self._client.cancel(session, timeout=timeout))
+        self._thread.run(lambda: self._client.cancel(session, timeout=timeout))
 
     def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
         """An empty session for several turns. A generation without one makes its own."""
-        return self._thread.run(self._client.create_session(model, timeout=timeout))
+        return self._thread.run(lambda: self._client.create_session(model, timeout=timeout))
 
     def get_session(self, session: str, *, timeout: float | None = None) -> Session:
         """What is known of a session. Raises NotFound."""
-        return self._thread.run(self._client.get_session(session, timeout=timeout))
+        return self._thread.run(lambda: self._client.get_session(session, timeout=timeout))
 
     def close_session(self, session: str, *, timeout: float | None = None) -> None:
         """Ends a session and has its tokens forgotten. Fine if it was closed before."""
-        self._thread.run(self._client.close_session(session, timeout=timeout))
+        self._thread.run(lambda: self._client.close_session(session, timeout=timeout))
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """The models that can be asked for right now."""
-        return self._thread.run(self._client.models(timeout=timeout))
+        return self._thread.run(lambda: self._client.models(timeout=timeout))
 
     def close(self) -> None:
         """Ends what still runs, on the server too, and disconnects. Closing twice is fine."""
@@ -136,16 +137,16 @@ class Stream:
         return self._stream.result
 
     def __iter__(self) -> Iterator[Chunk]:
-        self._thread.run(self._begin())
+        self._thread.run(self._begin)
         try:
-            while (chunk := self._thread.run(self._stream.next())) is not None:
+            while (chunk := self._thread.run(self._stream.next)) is not None:
                 yield chunk
         finally:
             self.cancel()
 
     def cancel(self) -> None:
         """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
-        self._thread.finish(self._stream.cancel())
+        self._thread.finish(self._stream.cancel)
 
     def __enter__(self) -> Self:
         return self
@@ -165,29 +166,32 @@ class _LoopThread:
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
-        self._begun: set[asyncio.Task[None]] = set()
+        self._begun: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._serve, name="outrider-client", daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The result of `work`; an interrupt here (Ctrl-C) cancels it there."""
+    def run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """The result of `work`; an interrupt here (Ctrl-C) cancels it there.
+
+        The coroutine is made on the loop's thread, so that an interrupt leaves none behind that was never awaited.
+        """
         if self._loop.is_closed():
-            work.close()
             raise RuntimeError("the client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        result: Future[ResultT] = Future()
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(self._start, work, result)
+            return result.result()
         except CancelledError:
             raise Cancelled("the client was closed during the call") from None
         finally:
-            future.cancel()
+            result.cancel()
 
-    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+    def finish(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Runs `work` if there still is a loop for it. The garbage collector may call this on any thread."""
         if self._loop.is_closed():
-            work.close()
-        elif threading.current_thread() is self._thread:
-            self._begin(work)
+            return
+        if threading.current_thread() is self._thread:
+            self._begin(work())
         else:
             self.run(work)
 
@@ -196,11 +200,25 @@ class _LoopThread:
         if threading.current_thread() is not self._thread:  # where the garbage collector may call this, too
             self._thread.join()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Callable[[], Coroutine[Any, Any, ResultT]], result: Future[ResultT]) -> None:
+        if result.cancelled():
+            return
+        task = self._begin(work())
+        result.add_done_callback(lambda _: self._withdraw(task, result))
+        task.add_done_callback(lambda done: _hand_over(done, result))
+
+    def _withdraw(self, task: asyncio.Task[ResultT], result: Future[ResultT]) -> None:
+        """Cancels a task whose result is wanted no more, from any thread."""
+        if result.cancelled():
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(task.cancel)
+
+    def _begin(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
         """Runs `work` beside what runs. The loop itself would keep no reference to it."""
         task = self._loop.create_task(work)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
+        return task
 
     def _serve(self) -> None:
         self._loop.run_forever()
@@ -216,3 +234,14 @@ class _LoopThread:
             await self._loop.shutdown_asyncgens()
         finally:
             self._loop.stop()
+
+
+def _hand_over(task: asyncio.Task[ResultT], result: Future[ResultT]) -> None:
+    error = None if task.cancelled() else task.exception()
+    with suppress(InvalidStateError):  # nobody waits for it any more
+        if task.cancelled():
+            result.cancel()
+        elif error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(task.result())

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,8 @@ from outrider import errors
 from tests.client.conftest import WORDS, ScriptedRouter
 
 TEXT = "".join(WORDS)
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def test_generate_stream_and_models(router: ScriptedRouter) -> None:
@@ -109,6 +113,39 @@ def test_an_interrupt_cancels_on_the_server_before_the_client_is_closed(router: 
     thread.join()
     assert router.cancelled_sessions == ["session-1"]
     assert router.broken.wait(5)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_at_any_line_leaves_nothing_that_was_never_awaited(
+    router: ScriptedRouter, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A signal may come between any two lines of the client's code in the calling thread."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        nonlocal lines
+        if "outrider/client" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        if event == "line" and lines == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
+
+    with outrider.Client(router.address) as client:
+        for number in range(1, 200):
+            lines = 0
+            sys.settrace(trace)
+            try:
+                client.models(timeout=5)
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.settrace(None)
+            break
+        assert [model.name for model in client.models(timeout=5)] == ["toy"]
+    assert number > 5
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_a_client_that_the_garbage_collector_finds_on_its_own_thread_ends(router: ScriptedRouter) -> None:
