@@ -103,6 +103,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.toothless
+	$(BIN)/python -m tests.words
 
 # Renders every overlay of deploy/ into build/manifests, and validates it.
 manifests: $(STAMP)

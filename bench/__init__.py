@@ -1,1 +1,1 @@
-"""Measurements, and the faults that tests and measurements share."""
+"""Benchmarks, and the fault injection that tests and benchmarks share."""

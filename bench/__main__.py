@@ -1,4 +1,4 @@
-"""`python -m bench`: how fast Outrider is against what a user would pick instead, and against the machine's limit."""
+"""`python -m bench`: compares Outrider's speed with that of alternatives, and with the machine's limit."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 from rich.console import Console
 
-from bench.figures import Results, last_line
+from bench.figures import BenchResults, last_line
 from bench.llama_cpp import build
-from bench.options import Drafts, Options, Suite, parameters_of
+from bench.options import BenchOptions, BenchSuite, Drafts, parameters_of
 from bench.peers import parse_peers
 from bench.results import save
 from bench.tables import print_tables
+from outrider.cli.errors import INTERRUPTED, reported
 from outrider.cli.load import read_prompts
 from outrider.cli.pad import parse_count
-from outrider.cli.reporting import INTERRUPTED, reported
-from outrider.core.contract import LOSSY, RULES, SHARED_NOISE, RuleName
+from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, RuleName
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
 
 class _Preset(NamedTuple):
-    """What is measured where nothing else is asked for."""
+    """The default options of a full or a quick run."""
 
-    suites: tuple[Suite, ...]
+    suites: tuple[BenchSuite, ...]
     targets: tuple[int, ...]
     prompts: int
     repetitions: int
@@ -38,13 +38,13 @@ class _Preset(NamedTuple):
     learning_tokens: int
 
 
-# What there may be rows of beside distributed. A lossy rule's speed is that of other texts than the target's.
+# Rules and drafters that can have rows of their own. Lossy rules cannot: they generate other texts than the target.
 RULES_BESIDE = [rule for rule in RULES if rule not in (SHARED_NOISE, *LOSSY)]
 DRAFTS_BESIDE = [drafts for drafts in get_args(Drafts) if drafts != "model"]
-WIDTH = 132  # of tables in a file
-MEASURES_LLAMA_CPP = {Suite.ROWS, Suite.PASSES}
+WIDTH = 132  # of tables that are printed to a file
+MEASURES_LLAMA_CPP = {BenchSuite.ROWS, BenchSuite.PASSES}
 FULL = _Preset(
-    tuple(Suite),
+    tuple(BenchSuite),
     (150_000_000, 400_000_000),
     2,
     5,
@@ -53,27 +53,29 @@ FULL = _Preset(
     ("prompt-lookup", "suffix"),
     512,
 )
-QUICK = _Preset((Suite.ROWS,), (150_000_000,), 2, 2, 48, ("recursive-rejection",), ("suffix",), 128)
+QUICK = _Preset((BenchSuite.ROWS,), (150_000_000,), 2, 2, 48, ("recursive-rejection",), ("suffix",), 128)
 
 
 def main(
-    suites: Annotated[list[Suite] | None, typer.Option("--suite", help="[default: all; --quick: rows]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The first suite, small: at most five minutes.")] = False,
+    suites: Annotated[list[BenchSuite] | None, typer.Option("--suite", help="[default: all; --quick: rows]")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run a small version of the first suite: at most five minutes.")
+    ] = False,
     targets: Annotated[
         list[int] | None,
-        typer.Option("--target", parser=parse_count, metavar="COUNT", help="Parameters. [default: 150M and 400M]"),
+        typer.Option("--target", parser=parse_count, metavar="COUNT", help="Target sizes. [default: 150M and 400M]"),
     ] = None,
     unpadded: Annotated[
         bool, typer.Option("--unpadded", help="Measure --models as they are: checkpoints of your own, for example.")
     ] = False,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 0 and 1]")] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Held-out; rows: for each repetition. [default: 2]")
+        int | None, typer.Option(min=1, help="Held-out prompts; in rows: for each repetition. [default: 2]")
     ] = None,
     repetitions: Annotated[int | None, typer.Option(min=1, help="[default: 5]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens a text. [default: 64]")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of all weights.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(min=1, help="Of the rows that are not ours.")] = 2,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="New tokens of each text. [default: 64]")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of all weights.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the rows of other engines.")] = 2,
     verifier_threads: Annotated[int, typer.Option(min=1)] = 2,
     drafter_threads: Annotated[int, typer.Option(min=1)] = 1,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="As in a cluster file.")] = None,
@@ -92,23 +94,24 @@ def main(
         ),
     ] = None,
     callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
-    load_seconds: Annotated[float, typer.Option(min=1, help="Of each window of the load suite.")] = 20.0,
+    load_seconds: Annotated[float, typer.Option(min=1, help="Seconds of each measurement of the load suite.")] = 20.0,
     round_trips: Annotated[
         list[float] | None, typer.Option("--round-trip", min=0, help="ms. [default: 0, 5, 20, 50, 200]")
     ] = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", metavar="NAME=PATH", help="A row of another engine, by its checkout.")
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME=PATH", help="Add a row of another engine, from its checkout."),
     ] = None,
     no_llama_cpp: Annotated[
-        bool, typer.Option("--no-llama-cpp", help="Leave llama.cpp out, which is else built from source once.")
+        bool, typer.Option("--no-llama-cpp", help="Leave out llama.cpp. By default it is built once from source.")
     ] = False,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
     name: Annotated[
-        str | None, typer.Option("--save", metavar="NAME", help="Of the results. [default: the time]")
+        str | None, typer.Option("--save", metavar="NAME", help="Name of the results. [default: the time]")
     ] = None,
 ) -> None:
-    """Measure. It ends with the line that scripts read, if everything that was asked for was measured."""
+    """Run the benchmark. If it measured everything, the last line is the one for scripts."""
     preset = QUICK if quick else FULL
     with reported():
         for needed in (models / "target" / "config.json", models / "drafter" / "config.json"):
@@ -122,7 +125,7 @@ def main(
         if count > len(short):
             raise ConfigError(f"--prompts: is {count}, {texts} has {len(short)} short ones")
         repeated = repetitions or preset.repetitions
-        options = Options(
+        options = BenchOptions(
             suites=tuple(suites or preset.suites),
             targets=tuple(whole or preset.targets),
             temperatures=tuple(temperatures or (0.0, 1.0)),
@@ -148,8 +151,8 @@ def main(
             ramp_s=load_seconds / 2,
             round_trips_ms=tuple(round_trips or (0.0, 5.0, 20.0, 50.0, 200.0)),
         )
-        options.cluster(models / "target")  # a wrong key is a mistake now, not after minutes
-    results = Results()
+        options.cluster(models / "target")  # checks all keys now, not after minutes
+    results = BenchResults()
     done = False
 
     began = time.monotonic()
@@ -158,7 +161,7 @@ def main(
         nonlocal began, done
         if options.llama_cpp and not MEASURES_LLAMA_CPP.isdisjoint(options.suites):
             await build(lambda what: Console(stderr=True, highlight=False).print(what, markup=False, soft_wrap=True))
-        began = time.monotonic()  # building is no part of the run
+        began = time.monotonic()  # the build does not count as run time
         await _run(options, results)
         done = True
 
@@ -168,30 +171,30 @@ def main(
     _show(options, results, name, time.monotonic() - began)
 
 
-async def _run(options: Options, results: Results) -> None:
+async def _run(options: BenchOptions, results: BenchResults) -> None:
     from bench.running import run_distance, run_gpu, run_load, run_passes, run_rows, run_tiers
 
     suites = {
-        Suite.ROWS: run_rows,
-        Suite.LOAD: run_load,
-        Suite.DISTANCE: run_distance,
-        Suite.PASSES: run_passes,
-        Suite.TIERS: run_tiers,
-        Suite.GPU: run_gpu,
+        BenchSuite.ROWS: run_rows,
+        BenchSuite.LOAD: run_load,
+        BenchSuite.DISTANCE: run_distance,
+        BenchSuite.PASSES: run_passes,
+        BenchSuite.TIERS: run_tiers,
+        BenchSuite.GPU: run_gpu,
     }
     progress = Console(stderr=True, highlight=False)
     with progress.status("starting ...") as status:
 
-        def say(what: str) -> None:
+        def report(what: str) -> None:
             status.update(what)
             if not progress.is_terminal:
                 progress.print(what, markup=False, soft_wrap=True)
 
         for suite in options.suites:
-            await suites[suite](options, results, say)
+            await suites[suite](options, results, report)
 
 
-def _show(options: Options, results: Results, name: str | None, seconds: float) -> None:
+def _show(options: BenchOptions, results: BenchResults, name: str | None, seconds: float) -> None:
     from bench.plots import draw
 
     line = last_line(results)
@@ -206,7 +209,7 @@ def _show(options: Options, results: Results, name: str | None, seconds: float) 
 
 
 def _chosen(names: Sequence[str], allowed: Sequence[Any], flag: str) -> tuple[Any, ...]:
-    """Each once. Raises ConfigError for one that there is no row of."""
+    """Return the names without duplicates. Raises ConfigError for a name without a row."""
     for name in names:
         if name not in allowed:
             raise ConfigError(f"{flag}: '{name}' must be one of {', '.join(allowed)}")
@@ -214,7 +217,7 @@ def _chosen(names: Sequence[str], allowed: Sequence[Any], flag: str) -> tuple[An
 
 
 def _section(entries: list[str] | None, flag: str) -> dict[str, str]:
-    """Keys and values of a section; pydantic reads the values."""
+    """Return the keys and values of a section; pydantic parses the values. Raises ConfigError."""
     values = dict(entry.partition("=")[::2] for entry in entries or ())
     if not all(key and value for key, value in values.items()):
         raise ConfigError(f"{flag}: must be KEY=VALUE")

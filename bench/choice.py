@@ -1,8 +1,8 @@
-"""What choosing a token from a row of logits costs: compiled code and numpy, in turn, on one thread.
+"""The cost of choosing a token from a row of logits: compiled code and numpy, in turn, on one thread.
 
-`python -m bench.choice [--vocabulary N]` prints a table. Rows are such as models give: normal noise, and some tokens
-that stand out of it; flat ones, where nothing does, are the worst case. numpy's noise is computed with each choice; a
-verifier computes it while the pass runs.
+`python -m bench.choice [--vocabulary N]` prints a table. Rows resemble those of models: normal noise, and some tokens
+with much larger logits; flat rows, without such tokens, are the worst case. numpy's noise is computed with each choice;
+a verifier computes it while the pass runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from outrider.core.contract import Contract
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 
 VOCABULARY = 151_936  # of Qwen2.5 and Qwen3
-TEXT = 1000  # tokens, of which half are the answer's
+TEXT = 1000  # tokens; half of them belong to the answer
 ROUNDS = 15
-WAYS: dict[str, dict[str, Any]] = {
+SAMPLING_TERMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1": {},
     "temperature 0.7": {"temperature": 0.7},
@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def row(vocabulary: int, standing_out: int) -> NDArray[np.float32]:
-    """Logits: [vocabulary]."""
+    """Return a row of logits: [vocabulary]."""
     dice = np.random.default_rng(1)
     logits = dice.normal(0.0, 2.0, vocabulary)
     logits[dice.integers(0, vocabulary, standing_out)] += 9.0 + dice.exponential(2.0, standing_out)
@@ -46,7 +46,7 @@ def row(vocabulary: int, standing_out: int) -> NDArray[np.float32]:
 
 
 def milliseconds(vocabulary: int, standing_out: int, terms: dict[str, Any]) -> tuple[float, float]:
-    """Of one choice, in compiled code and in numpy: medians over rounds in which each has its turn."""
+    """Return the milliseconds of a choice in compiled code and in numpy: medians over rounds that time both."""
     logits, text = row(vocabulary, standing_out), [*range(1, TEXT + 1)]
     contract = Contract(seed=1, max_tokens=TEXT, **terms)
     fast, slow = (Sampler(contract, vocabulary, text, TEXT // 2, compiled=compiled) for compiled in (True, False))
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     table = Table(title=f"One choice of {vocabulary:,} tokens, ms")
     for column in ("terms", "compiled", "numpy", "ratio", "flat row, compiled", "numpy"):
         table.add_column(column, justify="left" if column == "terms" else "right", no_wrap=column == "terms")
-    for name, terms in WAYS.items():
+    for name, terms in SAMPLING_TERMS.items():
         (compiled, numpy), flat = (milliseconds(vocabulary, count, terms) for count in (min(50, vocabulary), 0))
         table.add_row(
             name, f"{compiled:.3f}", f"{numpy:.3f}", f"{numpy / compiled:.0f}", f"{flat[0]:.3f}", f"{flat[1]:.3f}"

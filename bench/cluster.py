@@ -1,16 +1,16 @@
-"""The rows of a cluster: plain and distributed, through a router like any client."""
+"""The rows of a cluster, plain and distributed: a client's requests to a router."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from bench.asking import Ask
+from bench.requests import BenchRequest
 from outrider.cli.load import Speculation
 from outrider.cli.samples import Sample, timed
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RedisConfig
-from outrider.core.contract import SHARED_NOISE, RuleName
+from outrider.core.session.contract import SHARED_NOISE, RuleName
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.store.embedded import EmbeddedRedis
@@ -19,7 +19,7 @@ from outrider.v1.verifier_pb2 import VerifierDescription
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
 
-class Cluster:
+class BenchCluster:
     """A running cluster and a client of its router."""
 
     def __init__(self, local: LocalCluster, redis: EmbeddedRedis, client: AsyncClient) -> None:
@@ -34,51 +34,53 @@ class Cluster:
 
     @property
     def redis_url(self) -> str:
-        """Of its Redis."""
+        """URL of the cluster's Redis."""
         return self._redis.url
 
     def pids(self) -> dict[str, int]:
-        """Router, verifier, drafter and Redis, by name."""
+        """Return the process ids of router, verifier, drafter and Redis, by name."""
         return {process.name: process.pid for process in self._local.processes.values()} | {"redis": self._redis.pid}
 
     async def describe(self) -> VerifierDescription:
-        """What the verifier says of itself."""
+        """Return the verifier's description."""
         async with open_channel(self.verifier_address) as channel:
             described: VerifierDescription = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
             return described
 
 
 @asynccontextmanager
-async def running(config: ClusterConfig) -> AsyncIterator[Cluster]:
-    """Starts a cluster with a Redis of its own. Raises what LocalCluster raises."""
+async def running(config: ClusterConfig) -> AsyncIterator[BenchCluster]:
+    """Start a cluster with a new Redis. Raises the errors of LocalCluster."""
     with EmbeddedRedis() as redis:
         config = config.model_copy(update={"redis": RedisConfig(url=redis.url)})
         async with LocalCluster(config) as local, AsyncClient(local.router_address, tls=False) as client:
-            yield Cluster(local, redis, client)
+            yield BenchCluster(local, redis, client)
 
 
 class ClusterRow:
-    """A row of a running cluster, with speculation (None: as its router has it) or without ("off"), under a rule."""
+    """A row of a running cluster under a rule, with speculation (None: the router's default) or without ("off")."""
 
-    def __init__(self, name: str, cluster: Cluster, speculation: Speculation, rule: RuleName = SHARED_NOISE) -> None:
+    def __init__(
+        self, name: str, cluster: BenchCluster, speculation: Speculation, rule: RuleName = SHARED_NOISE
+    ) -> None:
         self.name = name
         self.cluster = cluster
         self.speculation: Speculation = speculation
         self._rule: RuleName = rule
 
-    async def generate(self, ask: Ask) -> Sample:
-        """Answers, as a client of the router sees it."""
+    async def generate(self, request: BenchRequest) -> Sample:
+        """Generate an answer, timed by a client of the router."""
         return await timed(
             self.cluster.client,
-            ask.prompt,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            max_tokens=ask.max_tokens,
+            request.prompt,
+            temperature=request.temperature,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
             ignore_eos=True,
             speculation=self.speculation,
             rule=self._rule,
         )
 
     def pids(self) -> Mapping[str, int]:
-        """The cluster's processes, which its rows share."""
+        """Return the cluster's processes, which all of its rows share."""
         return self.cluster.pids()

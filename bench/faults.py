@@ -1,9 +1,9 @@
-"""A TCP proxy that makes a link slow, narrow, frozen or broken, on purpose and on demand.
+"""A TCP proxy that injects faults: it delays a link, limits its bandwidth, freezes it or breaks it.
 
 async with FaultProxy("127.0.0.1:7070", delay_s=0.02, jitter_s=0.005) as proxy:
     client = outrider.AsyncClient(proxy.address)
     ...
-    proxy.freeze()  # the peer is gone and nobody is told
+    proxy.freeze()  # the peer is gone, and no packet reports it
     proxy.cut()  # every connection is reset
 """
 
@@ -23,21 +23,21 @@ Direction = Literal["up", "down"]  # from the client to the target; from the tar
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 CHUNK = 2**16  # bytes read at a time
-HELD = 2**22  # bytes under way in one direction of a connection; a link that holds them takes no more
-GRAIN_S = 0.01  # a narrow link is fed in pieces that take it about so long
+HELD = 2**22  # largest number of bytes in flight in one direction of a connection; beyond it the proxy stops reading
+GRAIN_S = 0.01  # with a bandwidth limit, the proxy reads pieces that take about this long
 _BACKLOG = 512
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 s, so that closing resets
 
 
 class FaultProxy:
-    """Listens on a port of this machine and passes what it hears to `target` and back.
+    """Listens on a port of this machine and forwards all bytes to `target` and back.
 
     `target` is "host:port", or "unix:/path". Bytes arrive in order, `delay_s` and up to `jitter_s` after they were
     sent, in each direction; each direction carries at most `bytes_per_s`, over all connections together. These three
-    may be changed while it runs; what is under way keeps its time. Jitter is drawn from `seed`, for each connection
-    and direction by itself, so that it does not depend on how connections interleave.
+    may be changed while the proxy runs; bytes in flight keep their times. Jitter is drawn from `seed`, separately for
+    each connection and direction, so that it does not depend on how connections interleave.
 
-    Runs on the loop that enters it. Leaving resets what is open and leaves no task and no socket.
+    The proxy runs on the event loop that enters it. Leaving it resets open connections and leaves no task or socket.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class FaultProxy:
         self.thawed = asyncio.Event()
         self.thawed.set()
         self._seed = seed
-        self._free_at: dict[Direction, float] = {"up": 0.0, "down": 0.0}  # when the narrow link has sent what it has
-        self._port: socket.socket | None = None  # bound, never listening: nobody else gets the port meanwhile
+        self._free_at: dict[Direction, float] = {"up": 0.0, "down": 0.0}  # when the limited link is idle again
+        self._port: socket.socket | None = None  # bound but not listening: it reserves the port
         self._listener: socket.socket | None = None
         self._connections: dict[asyncio.Task[None], _Connection] = {}
 
@@ -74,24 +74,24 @@ class FaultProxy:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """The number of open connections."""
         return len(self._connections)
 
     def cut(self) -> None:
-        """Resets all connections at once; what is under way is lost. New ones work."""
+        """Reset all connections at once; bytes in flight are lost. New connections work."""
         for task, connection in list(self._connections.items()):
             if connection.reset():
                 task.cancel()
 
     def refuse(self) -> None:
-        """From now on nobody can connect. Open connections stay."""
+        """Refuse new connections from now on. Open connections stay."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
     def accept(self) -> None:
-        """Undoes `refuse`."""
+        """Accept new connections again, after `refuse`."""
         if self._listener is None:
             host, port = self.address.split(":")
             self._listener = _bound(host, int(port))
@@ -99,36 +99,36 @@ class FaultProxy:
             asyncio.get_running_loop().add_reader(self._listener, self._welcome, self._listener)
 
     def freeze(self) -> None:
-        """From now on nothing is delivered in either direction, not even the end of a connection.
+        """Deliver nothing in either direction from now on, not even the end of a connection.
 
-        Nobody is told: connections stay open and new ones can be made, as when the peer's machine has lost its power.
-        What is sent is held; when the link holds all it can, senders feel it.
+        Connections stay open and new ones can be made, as when the peer's machine has lost its power. The proxy holds
+        sent bytes up to HELD; then senders block.
         """
         self.thawed.clear()
 
     def thaw(self) -> None:
-        """Undoes `freeze`; what was held is delivered. `cut` while frozen loses it instead."""
+        """Deliver again, after `freeze`, with the held bytes first. `cut` while frozen drops them instead."""
         self.thawed.set()
 
     def close_half(self, direction: Direction) -> None:
-        """Ends one direction of all open connections: its receivers read their end, what is sent is thrown away."""
+        """End one direction of all open connections: its receivers read the end, and sent bytes are dropped."""
         for connection in self._connections.values():
             connection.close_half(direction)
 
     def due(self, direction: Direction, size: int, jitter: random.Random) -> float:
-        """When bytes that arrive now are to be delivered: a time of the loop's clock."""
+        """Return when bytes that arrive now are to be delivered, as a time of the loop's clock."""
         now = asyncio.get_running_loop().time()
         sent = now
         if self.bytes_per_s is not None:
             sent = self._free_at[direction] = max(now, self._free_at[direction]) + size / self.bytes_per_s
         return sent + self.delay_s + (jitter.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0)
 
-    def most_at_once(self) -> int:
-        """Bytes to read at a time."""
+    def read_size(self) -> int:
+        """Return the number of bytes to read at a time."""
         return CHUNK if self.bytes_per_s is None else max(1, min(CHUNK, int(self.bytes_per_s * GRAIN_S)))
 
     def count(self, direction: Direction, size: int) -> None:
-        """Bytes were delivered."""
+        """Count delivered bytes."""
         if direction == "up":
             self.bytes_up += size
         else:
@@ -161,7 +161,7 @@ class FaultProxy:
 
 
 class _Connection:
-    """A client's connection and the one to the target that belongs to it."""
+    """A client's connection and its connection to the target."""
 
     def __init__(self, proxy: FaultProxy, accepted: socket.socket, seed: str) -> None:
         self._proxy = proxy
@@ -172,7 +172,7 @@ class _Connection:
         self._ended = False
 
     async def run(self) -> None:
-        """Until both directions have ended, or one was reset."""
+        """Forward until both directions have ended or one was reset."""
         try:
             await self._proxy.thawed.wait()
             client = await self._open(asyncio.open_connection(sock=self._accepted))
@@ -185,7 +185,7 @@ class _Connection:
             for writer in self._writers:
                 writer.close()
                 await writer.wait_closed()
-        except* OSError:  # a peer reset it, or is not there: so does the other one see it
+        except* OSError:  # a peer reset its connection or cannot be reached: reset the other one
             pass
         finally:
             self.reset()
@@ -194,12 +194,12 @@ class _Connection:
                     await writer.wait_closed()
 
     def reset(self) -> bool:
-        """Both peers see a reset, unless the connection has ended in order. False the second time."""
+        """Reset the connections to both peers, unless they have ended in order. Returns False the second time."""
         if self._ended:
             return False
         self._ended = True
         for end in [writer.get_extra_info("socket") for writer in self._writers] or [self._accepted]:
-            with suppress(OSError):  # it is closed
+            with suppress(OSError):  # the socket is closed
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         for writer in self._writers:
             writer.transport.abort()
@@ -213,13 +213,13 @@ class _Connection:
         return streams
 
     def close_half(self, direction: Direction) -> None:
-        """Ends one direction."""
+        """End one direction."""
         if direction in self._flows:
             self._flows[direction].close()
 
 
 class _Flow:
-    """One direction of a connection: what arrives waits here until it is due."""
+    """One direction of a connection: arrived bytes wait here until they are due."""
 
     def __init__(
         self,
@@ -242,13 +242,13 @@ class _Flow:
         self._closed = False
 
     async def receive(self) -> None:
-        """Takes in what the source sends, to its end."""
+        """Receive from the source until its end."""
         latest = 0.0
         arrived: bytes | OSError = b"\0"
         while isinstance(arrived, bytes) and arrived:
             await self._room.wait()
             try:
-                arrived = await self._source.read(self._proxy.most_at_once())
+                arrived = await self._source.read(self._proxy.read_size())
             except OSError as error:
                 arrived = error
             size = len(arrived) if isinstance(arrived, bytes) else 0
@@ -262,7 +262,7 @@ class _Flow:
             self._filled.set()
 
     async def deliver(self) -> None:
-        """Passes it on when it is due, to the end. Raises the OSError by which the source was lost."""
+        """Deliver bytes when they are due, until the end. Raises the OSError of a lost source."""
         loop = asyncio.get_running_loop()
         while not self._closed:
             if not self._held:
@@ -278,9 +278,9 @@ class _Flow:
             self._held.popleft()
             if isinstance(arrived, OSError):
                 raise arrived
-            await self._pass_on(arrived)
+            await self._forward(arrived)
 
-    async def _pass_on(self, data: bytes) -> None:
+    async def _forward(self, data: bytes) -> None:
         if not data:
             self.close()
             return
@@ -289,13 +289,13 @@ class _Flow:
         try:
             self._sink.write(data)
             await self._sink.drain()
-        except OSError:  # the receiver is lost; the other direction hears of it
+        except OSError:  # the receiver is lost; the other direction gets its error
             self._drop()
         else:
             self._proxy.count(self._direction, len(data))
 
     def close(self) -> None:
-        """The receiver reads its end; what is held, and what still comes, is thrown away."""
+        """End the receiver's stream; held bytes and later ones are dropped."""
         if not self._closed:
             self._drop()
             with suppress(OSError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What was measured, and the figures made of it. Pure."""
+"""The measurements of a run, and the statistics computed from them. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bench.limit import Limit
 from bench.llama_cpp import CHAINS
 from bench.passes import PassTime
+from bench.roofline import Limit
 from outrider.cli.samples import Sample, bytes_per_token, paired_ratio
 
-MEASURED_NOT = "-"
+NOT_MEASURED = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """One sample and what it is a sample of. Takes that differ in the row alone are a pair."""
+    """One sample with its conditions. Takes that differ only in the row are a pair."""
 
     target: int  # parameters
     row: str
@@ -24,17 +24,17 @@ class Take:
     repetition: int
     temperature: float
     sample: Sample
-    round_trip_ms: float | None = None  # between drafter and verifier, where it was made longer
+    round_trip_ms: float | None = None  # between drafter and verifier, if a proxy adds delay
 
     @property
     def key(self) -> tuple[int, float, str, int]:
-        """What it has in common with the takes that it is compared with."""
+        """The conditions that a take shares with those that it is compared with."""
         return self.target, self.temperature, self.prompt, self.repetition
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """Where a row's steps spend their time, one session: medians, as the verifier says them."""
+class StepProfile:
+    """Where a row's steps spend their time, with one session: medians from the verifier."""
 
     target: int
     row: str
@@ -42,36 +42,36 @@ class Profile:
     forward_ms: float
     waited_ms: float
     overhead_ms: float  # neither pass nor wait
-    predicted_ms: float  # the pass, by the verifier's cost model; NaN where that does not reach
-    floor_ms: float  # the least that such a pass can take on this machine
-    read_ms: float = math.nan  # the least time to read its weights
+    predicted_ms: float  # of the pass, by the verifier's cost model; NaN beyond the model's range
+    floor_ms: float  # lower bound of such a pass on this machine
+    read_ms: float = math.nan  # lower bound of reading the weights
 
     @property
     def over_read(self) -> float:
-        """A step without its waits, over reading its weights."""
+        """The time of a step without its waits, over that of reading its weights."""
         return (self.forward_ms + self.overhead_ms) / self.read_ms
 
     @property
     def of_floor(self) -> float:
-        """A step without its waits, over the floor."""
+        """The time of a step without its waits, over the floor."""
         return (self.forward_ms + self.overhead_ms) / self.floor_ms
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """What a process of a row held at most."""
+class RowMemory:
+    """The memory of a row's process."""
 
     target: int
     row: str
     process: str
     peak_mb: float
     resident_mb: float  # at the end
-    fixed_mb: float = 0.0  # of it, weights and the KV of all slots: a verifier's
+    fixed_mb: float = 0.0  # part of it for weights and the KV of all slots, of a verifier
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One row under one load."""
+    """The figures of one row under one load."""
 
     target: int
     row: str
@@ -83,27 +83,27 @@ class Loaded:
     first_token_p50_s: float
     gap_p50_s: float
     gap_p99_s: float
-    profile: Profile
+    profile: StepProfile
 
 
 @dataclass(slots=True)
-class Results:
-    """All of a run."""
+class BenchResults:
+    """All measurements of a run."""
 
     takes: list[Take] = field(default_factory=list)
-    firsts: list[Take] = field(default_factory=list)  # of one token each, after prompts that nobody has seen before
-    profiles: list[Profile] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
-    limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured around its rows
+    firsts: list[Take] = field(default_factory=list)  # of one token each, after prompts that no row has seen before
+    profiles: list[StepProfile] = field(default_factory=list)
+    memory: list[RowMemory] = field(default_factory=list)
+    limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured before and after its rows
     loads: list[Loaded] = field(default_factory=list)
     far: list[Take] = field(default_factory=list)  # the distance suite's
     passes: list[PassTime] = field(default_factory=list)
     tiers: list[Take] = field(default_factory=list)
-    gpu: list[str] = field(default_factory=list)  # what `bench.gpu` says
+    gpu: list[str] = field(default_factory=list)  # output lines of `bench.gpu`
 
 
 def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:
-    """The median over pairs of takes of one row's speed over another's; None without a pair."""
+    """Return the median, over pairs of takes, of one row's speed over another's; None without a pair."""
     speeds: dict[str, dict[tuple[int, float, str, int], float]] = {over: {}, under: {}}
     for take in takes:
         if take.row in speeds:
@@ -112,13 +112,13 @@ def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:
 
 
 def over_best(takes: Sequence[Take], over: str, rows: Iterable[str]) -> float | None:
-    """As `ratio`, over the one of `rows` that leaves the smallest ratio; None without a pair with any."""
+    """Return the smallest `ratio` of one row to any of `rows`; None without a pair."""
     found = [value for row in rows if (value := ratio(takes, over, row)) is not None]
     return min(found, default=None)
 
 
 def of_shortest(takes: Sequence[Take], round_trip_ms: float) -> float | None:
-    """The median over pairs of a speed at a round trip over that at the shortest one."""
+    """Return the median, over pairs, of the speed at a round trip over that at the shortest one."""
     trips = [take.round_trip_ms for take in takes if take.round_trip_ms is not None]
     speeds = {
         trip: {take.key: take.sample.tokens_per_s for take in takes if take.round_trip_ms == trip}
@@ -127,11 +127,11 @@ def of_shortest(takes: Sequence[Take], round_trip_ms: float) -> float | None:
     return paired_ratio(speeds[round_trip_ms], speeds[min(trips, default=round_trip_ms)])
 
 
-def last_line(results: Results) -> str:
-    """The line for scripts: of the largest target whose rows were measured. What was not measured is a dash."""
+def last_line(results: BenchResults) -> str:
+    """Return the line for scripts, for the largest target whose rows were measured; a dash for missing figures."""
     target = max((take.target for take in results.takes), default=0)
     takes = [take for take in results.takes if take.target == target]
-    cold, hot = ([take for take in takes if take.temperature == heat] for heat in (0.0, 1.0))
+    cold, hot = ([take for take in takes if take.temperature == temperature] for temperature in (0.0, 1.0))
     profiles = {profile.row: profile for profile in results.profiles if profile.target == target}
     plain, distributed = profiles.get("plain"), profiles.get("distributed")
     figures = {
@@ -151,5 +151,5 @@ def last_line(results: Results) -> str:
 
 
 def shown(value: float | None, digits: int = 1) -> str:
-    """A figure as tables show it; a dash where there is none."""
-    return MEASURED_NOT if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    """Format a figure for tables; a dash for a missing one."""
+    return NOT_MEASURED if value is None or not math.isfinite(value) else f"{value:.{digits}f}"

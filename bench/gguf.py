@@ -1,7 +1,7 @@
-"""A checkpoint folder of the Llama family as one GGUF file, the format that llama.cpp reads.
+"""Writes a checkpoint folder of the Llama family as one GGUF file, the format of llama.cpp.
 
-Only the model is written. There is no tokenizer (`tokenizer.ggml.model` is "no_vocab"): what reads the file works on
-token ids. Ids from `outrider_sayable` on are in the file like any others; who chooses a token has to leave them out.
+Only the model is written. There is no tokenizer (`tokenizer.ggml.model` is "no_vocab"), so readers of the file work on
+token ids. Ids from `outrider_sayable` on are in the file like any others; the sampler must exclude them.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """
@@ -18,13 +18,13 @@ from typing import BinaryIO, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.engine.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.weights import interleave
+from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.eager.weights import interleave
 from outrider.errors import CheckpointError
 
 MAGIC, VERSION = b"GGUF", 3
 ALIGNMENT = 32  # bytes
-# What the format calls types of values and of tensors.
+# The format's codes of value types and tensor types.
 UINT32, FLOAT32, STRING = 4, 6, 8
 TENSOR_TYPES = {torch.float32: 0, torch.bfloat16: 30}
 
@@ -32,7 +32,7 @@ Value = int | float | str
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of the file, and how it is made."""
+    """A tensor of the file, with the function that computes it."""
 
     name: str
     shape: tuple[int, ...]  # rows first, as in torch; the file names them in the other order
@@ -41,12 +41,12 @@ class GgufTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file, without what aligns the next one."""
+        """Bytes in the file, without the padding after them."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] = "bfloat16") -> None:
-    """Writes the checkpoint in `folder` to `path`, which appears complete or not at all.
+    """Write the checkpoint in `folder` to `path` atomically.
 
     Matrices have the type `dtype`, norms float32. One tensor at a time is in memory. Raises CheckpointError for a
     checkpoint that llama.cpp's architecture "llama" does not cover.
@@ -74,7 +74,7 @@ def write_gguf(folder: Path, path: Path, dtype: Literal["float32", "bfloat16"] =
 
 
 def metadata(config: ModelConfig) -> Mapping[str, Value]:
-    """The keys that llama.cpp needs to know the model's shape."""
+    """Return the keys that describe the model's shape to llama.cpp."""
     return {
         "general.architecture": "llama",
         "general.alignment": ALIGNMENT,
@@ -95,9 +95,10 @@ def metadata(config: ModelConfig) -> Mapping[str, Value]:
 
 
 def gguf_tensors(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> Iterator[GgufTensor]:
-    """All tensors under llama.cpp's names.
+    """Yield all tensors with llama.cpp's names.
 
-    Rows of queries and keys are reordered: llama.cpp's RoPE turns neighbours, a checkpoint's turns halves of a head.
+    Rows of queries and keys are reordered: llama.cpp's RoPE rotates pairs of neighbours, a checkpoint's rotates pairs
+    from the two halves of a head.
     """
     width, dim, ffn = config.width, config.head_dim, config.ffn
     queries, keys = config.heads * dim, config.kv_heads * dim
@@ -135,7 +136,7 @@ def gguf_tensors(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> I
 
 
 def _rope_divisors(config: ModelConfig) -> Tensor:
-    """By how much Llama 3.1's scaling slows each frequency: [head_dim / 2]."""
+    """Return the divisor of each frequency in Llama 3.1's scaling: [head_dim / 2]."""
     plain = type(config.rope)(config.rope.theta, None).frequencies(config.head_dim)
     return torch.from_numpy(plain / config.rope.frequencies(config.head_dim))
 
@@ -146,7 +147,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """A value behind its type."""
+    """Return an encoded value, with its type before it."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(value)
     if isinstance(value, float):

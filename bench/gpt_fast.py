@@ -1,4 +1,4 @@
-"""gpt-fast's model over a Hugging Face checkpoint, decoding as its own `generate.py` does. A peer, by its checkout."""
+"""gpt-fast as a peer, from its checkout: its model with a Hugging Face checkpoint, decoding like its `generate.py`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.asking import Ask
+from bench.requests import BenchRequest
 from outrider.cli.samples import Sample
-from outrider.engine.checkpoint import ModelConfig, Weights, read_config
-from outrider.engine.weights import Source
+from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
+from outrider.engine.eager.weights import WeightSource
 from outrider.errors import ConfigError
 
 CONTEXT = 1024  # the reference models'
 WARM_UP = 8  # steps
 
 
-def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[Ask], Sample]:
-    """A function that generates; compiled where there is a C++ compiler, which makes its first call slow.
+def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[BenchRequest], Sample]:
+    """Return a function that generates. With a C++ compiler it is compiled, which makes its first call slow.
 
-    Raises ConfigError for a target of a shape that gpt-fast does not know.
+    Raises ConfigError for a target with a shape that gpt-fast does not support.
     """
     torch.set_num_threads(threads)
     sys.path.insert(0, str(checkout))
@@ -44,21 +44,21 @@ def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[As
     if shutil.which("g++"):
         decode = torch.compile(_decode, fullgraph=True)
 
-    def generate(ask: Ask) -> Sample:
-        torch.manual_seed(ask.seed)
+    def generate(request: BenchRequest) -> Sample:
+        torch.manual_seed(request.seed)
         began = time.perf_counter()
         tokens: list[int] = []
         arrivals: list[float] = []
         with torch.inference_mode():
-            position = torch.arange(len(ask.prompt))
-            token = _choose(transformer(torch.tensor([ask.prompt]), position)[0, -1], ask.temperature)
+            position = torch.arange(len(request.prompt))
+            token = _choose(transformer(torch.tensor([request.prompt]), position)[0, -1], request.temperature)
             position = position[-1:] + 1
             while True:
                 tokens.append(int(token))
                 arrivals.append(time.perf_counter() - began)
-                if len(tokens) == ask.max_tokens:
+                if len(tokens) == request.max_tokens:
                     return Sample(tuple(tokens), tuple(arrivals), len(tokens))
-                token = decode(transformer, token.view(1, 1).clone(), position, ask.temperature)
+                token = decode(transformer, token.view(1, 1).clone(), position, request.temperature)
                 position = position + 1
 
     return generate
@@ -66,7 +66,7 @@ def load(checkout: Path, target: Path, dtype: str, threads: int) -> Callable[[As
 
 def step_seconds(
     checkout: Path,
-    source: Source,
+    source: WeightSource,
     config: ModelConfig,
     *,
     device: str,
@@ -75,9 +75,9 @@ def step_seconds(
     steps: int,
     compiled: bool,
 ) -> float:
-    """The median time of a greedy step over several prompts of one length, as its `generate.py` does it on CUDA.
+    """Return the median time of a greedy step over several prompts of one length, as `generate.py` does it on CUDA.
 
-    Raises ConfigError for a model or a checkout that this does not know.
+    Raises ConfigError for a model or a checkout that is not supported.
     """
     sys.path.insert(0, str(checkout))
     import model as gpt_fast
@@ -101,7 +101,7 @@ def step_seconds(
         for _ in range(WARM_UP + steps):
             began = time.perf_counter()
             tokens = decode(transformer, tokens.clone(), position)
-            tokens.tolist()  # it is streamed
+            tokens.tolist()  # as for streaming
             times.append(time.perf_counter() - began)
             position = position + 1
     return median(times[WARM_UP:])
@@ -120,7 +120,7 @@ def _decode(transformer: Any, token: Tensor, position: Tensor, temperature: floa
 
 
 def _choose(logits: Tensor, temperature: float) -> Tensor:
-    """One token, [1]: greedily, or without a synchronization as gpt-fast samples it."""
+    """Return one token, [1]: greedy, or sampled without a synchronization as gpt-fast does it."""
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
     probabilities = torch.softmax(logits.float() / temperature, -1)
@@ -143,8 +143,8 @@ def _arguments(gpt_fast: Any, config: ModelConfig) -> Any:
     )
 
 
-def _state(source: Source, config: ModelConfig, dtype: str) -> dict[str, Tensor]:
-    """The checkpoint under gpt-fast's names, as its `convert_hf_checkpoint.py` makes it."""
+def _state(source: WeightSource, config: ModelConfig, dtype: str) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors with gpt-fast's names, as its `convert_hf_checkpoint.py` makes them."""
     width, dim, ffn = config.width, config.head_dim, config.ffn
     state = {}
 
@@ -152,7 +152,7 @@ def _state(source: Source, config: ModelConfig, dtype: str) -> dict[str, Tensor]
         return source.take(name, *shape).to(getattr(torch, dtype))
 
     def turned(name: str, heads: int) -> Tensor:
-        """Its rotary embedding takes neighbouring channels for a pair; Hugging Face's, halves of a head."""
+        """Reorder rows: gpt-fast's rotary embedding pairs neighbouring channels, Hugging Face's halves of a head."""
         rows = take(name, heads * dim, width)
         return rows.view(heads, 2, dim // 2, width).transpose(1, 2).reshape(heads * dim, width)
 

@@ -1,16 +1,16 @@
-"""The engine on an accelerator, against the bandwidth that a step cannot beat. `python -m bench.gpu`, or the suite gpu.
+"""The engine on an accelerator, compared with the bandwidth limit of a step: `python -m bench.gpu`, or the suite gpu.
 
 The reference target is padded to the shape of a known model: its steps read the same bytes and multiply as much, and it
-says what the small one says, so *acceptance is the small models'*. Weights are made on the device; no file is written.
-About half of what padding adds is zero, which draws less power than weights do.
+generates the tokens of the small model, so *acceptance is that of the small models*. Weights are made on the device; no
+file is written. About half of the padding is zero, which draws less power than real weights.
 
 Floor: the bytes that a plain step must read (weights, and the KV of its texts) over the bandwidth of a copy on this
-device, and over its datasheet's. Plain and speculative are the same loop (`bench.rounds`), the host's part included;
-plain is that without a drafter. Each way runs once before it is measured, over the same texts, so that all passes are
-recorded. The two must say the same tokens, but for near ties; where they part, the gap of the plain text's choice is
-given, and a large one is a bug.
+device, and over the datasheet's. Plain and speculative decoding are the same loop (`bench.rounds`), with the host's
+part included; plain decoding has no drafter. Each of the two runs once before it is measured, over the same texts, so
+that all passes are recorded. Both must generate the same tokens, except at near ties; at the first
+difference of two texts the gap of the plain text's choice is reported, and a large gap is a bug.
 
-It needs torch, numpy, safetensors, tokenizers, typer and rich, and no server.
+The benchmark needs torch, numpy, safetensors, tokenizers, typer and rich, and no server.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.reporting import FAILURE, reported
+from outrider.cli.errors import FAILURE, reported
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.rounds import Growth, Rounds, Text
+    from bench.rounds import RoundGrowth, RoundRunner, RoundText
+    from outrider.engine.checkpoints.padding import PaddedWeights
     from outrider.engine.device import DeviceEngine
-    from outrider.engine.padding import PaddedWeights
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "tiny": "tiny"}
-REFERENCE = "reference"  # a drafter as it is, not padded
+REFERENCE = "reference"  # a drafter without padding
 DRAFTERS = {"8b": "1b", "1b": REFERENCE, "tiny": REFERENCE}
-# Depth, beam, width, verified nodes, by texts at once: the more there are, the less is free in a step for each.
+# Depth, beam, width and verified nodes, by concurrent texts: with more texts a step has less capacity for each.
 GROWTHS = {1: (6, 4, 4, 15), 8: (4, 2, 3, 7), 32: (2, 1, 2, 3)}
-DATASHEETS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, by what a device's name holds
-NEAR_TIE = {"bfloat16": 0.25, "float32": 1e-3}  # gaps below it may fall either way
+DATASHEETS = {"H200": 4.8e12, "H100": 3.35e12}  # bytes per second, by a part of the device's name
+NEAR_TIE = {"bfloat16": 0.25, "float32": 1e-3}  # rounding may decide choices with smaller gaps
 COPIED_BYTES = {"cuda": 2**32, "cpu": 2**27}
 WIDTH = 140
 NOTHING = (
@@ -58,13 +58,13 @@ NOTHING = (
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One shape under one number of texts."""
+    """The figures of one shape with one number of concurrent texts."""
 
     shape: str
     batch: int
     temperature: float
     context: int  # tokens of each text at its beginning
-    tokens: int  # that each text said at least
+    tokens: int  # new tokens of each text, at least
     dtype: str
     parameters: int
     step_bytes: int  # that a plain step must read
@@ -77,45 +77,45 @@ class Point:
     spec_step_ms: float
     spec_tok_s: float
     acceptance_length: float
-    same: int  # texts that are the same, plain and speculative
-    widest_gap: float  # of the plain text's choices where they part; 0: nowhere
+    same: int  # texts that are equal, plain and speculative
+    widest_gap: float  # largest gap of the plain text's choice at a first difference; 0: all texts are equal
     gpt_fast_step_ms: float | None
 
     @property
     def floor_ms(self) -> float:
-        """The least that a plain step can take, by the copy."""
+        """Lower bound of a plain step, by the bandwidth of a copy."""
         return self.step_bytes / self.copy_bytes_s * 1e3
 
     @property
     def floor_fraction(self) -> float:
-        """Of a plain step: 1 is the floor."""
+        """The floor over the time of a plain step; at most 1."""
         return self.floor_ms / self.plain_step_ms
 
     @property
     def datasheet_fraction(self) -> float | None:
-        """Likewise, by the datasheet's bandwidth."""
+        """The same fraction, by the datasheet's bandwidth."""
         if self.datasheet_bytes_s is None:
             return None
         return self.step_bytes / self.datasheet_bytes_s * 1e3 / self.plain_step_ms
 
     @property
     def ratio(self) -> float:
-        """Speculative over plain."""
+        """Speculative speed over plain speed."""
         return self.spec_tok_s / self.plain_tok_s
 
     @property
     def gpt_fast_tok_s(self) -> float | None:
-        """gpt-fast's plain decoding."""
+        """Speed of gpt-fast's plain decoding."""
         return None if self.gpt_fast_step_ms is None else self.batch / self.gpt_fast_step_ms * 1e3
 
     @property
     def sound(self) -> bool:
-        """Whether the two texts part at near ties alone."""
+        """Whether plain and speculative texts differ only at near ties."""
         return self.widest_gap < NEAR_TIE[self.dtype]
 
     @property
     def line(self) -> str:
-        """For scripts."""
+        """The line for scripts."""
         figures = {
             "shape": self.shape,
             "batch": self.batch,
@@ -155,10 +155,10 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="[default: by the time, in bench/results]")
     ] = None,
 ) -> None:
-    """Measure. Prints a line for each point as soon as it has it."""
+    """Run the benchmark. Prints the line of each point as soon as it is measured."""
     import torch
 
-    from bench.rounds import Growth
+    from bench.rounds import RoundGrowth
 
     if device is None and not torch.cuda.is_available():
         print(NOTHING, flush=True)
@@ -171,13 +171,13 @@ def main(
             _check("--shape", shape, SHAPES)
         for drafter in drafters or ():
             _check("--drafter", drafter, [REFERENCE, *SHAPES])
-        trees = {batch: Growth(*sizes) for batch, sizes in GROWTHS.items()} | _trees(growths or ())
+        trees = {batch: RoundGrowth(*sizes) for batch, sizes in GROWTHS.items()} | _trees(growths or ())
         path = output or ROOT / "bench" / "results" / time.strftime("gpu-%Y%m%d-%H%M%S.json")
         if not path.parent.is_dir():
             raise ConfigError(f"--json: {path.parent} is not a folder")
         if chosen == "cpu":
             torch.set_num_threads(1)
-        run = Run(
+        run = GpuRun(
             device=chosen,
             dtype=dtype or "bfloat16",
             compiling=compiling,
@@ -203,20 +203,20 @@ def main(
     for point in points:
         print(point.line)
     if not all(point.sound for point in points):
-        print("gpu: plain and speculative texts part where the target was not in doubt: a bug", file=sys.stderr)
+        print("gpu: plain and speculative texts differ where rounding cannot explain it: a bug", file=sys.stderr)
         raise SystemExit(FAILURE)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What is the same for all points."""
+class GpuRun:
+    """The settings that all points share."""
 
     device: str
     dtype: Literal["bfloat16", "float32"]
     compiling: Literal["tuned", "plain", "off"]
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
-    trees: dict[int, Growth]
+    trees: dict[int, RoundGrowth]
     context: int
     tokens: int
     repetitions: int
@@ -225,7 +225,7 @@ class Run:
     texts: Path
 
     def points(self, shape: str, drafter: str) -> Iterator[Point]:
-        """All of one shape, with one drafter."""
+        """Yield all points of one shape with one drafter."""
         slots = max(self.batches)
         weights = self._weights("target", shape)
         target, draft = self._engine(weights, slots), self._engine(self._weights("drafter", drafter), slots)
@@ -238,7 +238,7 @@ class Run:
                     shape, drafter, target, draft, growth, prompts[:batch], temperature, bandwidth, peers[batch]
                 )
         del target, draft, weights
-        _let_go()
+        _free_memory()
 
     def _point(
         self,
@@ -246,17 +246,20 @@ class Run:
         drafter: str,
         target: DeviceEngine,
         draft: DeviceEngine,
-        growth: Growth,
+        growth: RoundGrowth,
         prompts: Sequence[Sequence[int]],
         temperature: float,
         bandwidth: float,
         gpt_fast_s: float | None,
     ) -> Point:
-        from bench.rounds import Rounds
+        from bench.rounds import RoundRunner
 
-        plain = self._measured(Rounds(target), prompts, temperature)
-        spec = self._measured(Rounds(target, draft, growth), prompts, temperature)
-        gaps = [_parting(ours, theirs, self.tokens) for ours, theirs in zip(plain.texts, spec.texts, strict=True)]
+        plain = self._measured(RoundRunner(target), prompts, temperature)
+        spec = self._measured(RoundRunner(target, draft, growth), prompts, temperature)
+        gaps = [
+            _first_difference_gap(ours, theirs, self.tokens)
+            for ours, theirs in zip(plain.texts, spec.texts, strict=True)
+        ]
         rows = len(prompts) * (self.context + self.tokens / 2)
         row_bytes = target.kv_bytes / target.slots / target.rows_held
         return Point(
@@ -282,15 +285,15 @@ class Run:
             gpt_fast_step_ms=None if gpt_fast_s is None else gpt_fast_s * 1e3,
         )
 
-    def _measured(self, rounds: Rounds, prompts: Sequence[Sequence[int]], temperature: float) -> Measured:
-        """The first run records the passes and does not count."""
-        from bench.rounds import Text
-        from outrider.core.contract import Contract
+    def _measured(self, rounds: RoundRunner, prompts: Sequence[Sequence[int]], temperature: float) -> Measured:
+        """Measure one mode. The first run records the passes and does not count."""
+        from bench.rounds import RoundText
+        from outrider.core.session.contract import Contract
 
         took: list[Measured] = []
         for repetition in range(1 + self.repetitions):
             texts = [
-                Text(slot, [*prompt], Contract(seed=slot, max_tokens=2**20, temperature=temperature))
+                RoundText(slot, [*prompt], Contract(seed=slot, max_tokens=2**20, temperature=temperature))
                 for slot, prompt in enumerate(prompts)
             ]
             if repetition == 0:
@@ -298,7 +301,7 @@ class Run:
             for text in texts:
                 text.verified = text.drafted = len(text.tokens) - 1
             times, committed = [], []
-            _settle(self.device)
+            _synchronize(self.device)
             while min(len(text.choices) for text in texts) < self.tokens:
                 began = time.perf_counter()
                 committed.append(rounds.step(texts))
@@ -309,12 +312,12 @@ class Run:
         return sorted(took, key=lambda one: one.tokens_per_s)[len(took) // 2]
 
     def _weights(self, model: str, shape: str) -> PaddedWeights:
-        from outrider.engine.checkpoint import Weights, read_config
-        from outrider.engine.padding import PaddedWeights, Shape, known_shape
+        from outrider.engine.checkpoints.checkpoint import Weights, read_config
+        from outrider.engine.checkpoints.padding import PaddedShape, PaddedWeights, known_shape
 
         folder = self.models / model
         config = read_config(folder)
-        new = Shape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
+        new = PaddedShape.of(config) if shape == REFERENCE else known_shape(SHAPES[shape], config)
         return PaddedWeights(Weights(folder), config, new)
 
     def _engine(self, weights: PaddedWeights, slots: int) -> DeviceEngine:
@@ -331,7 +334,7 @@ class Run:
         )
 
     def _prompts(self, texts: int) -> list[list[int]]:
-        """Of one length, from the held-out texts one after another."""
+        """Return prompts of one length, cut from the concatenated held-out texts."""
         from tokenizers import Tokenizer
 
         tokenizer: Any = Tokenizer.from_file(str(self.models / "target" / "tokenizer.json"))
@@ -355,22 +358,22 @@ class Run:
             steps=self.tokens,
             compiled=self.device != "cpu" and self.compiling != "off",
         )
-        _let_go()
+        _free_memory()
         return seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way, the middle one of its repetitions."""
+    """The repetition with the median speed, plain or speculative."""
 
     step_s: float  # median
     tokens_per_s: float
     tokens_per_step: float
-    texts: list[Text]
+    texts: list[RoundText]
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second, read and written, of the fastest of some copies."""
+    """Return the bytes per second, read and written, of the fastest of some copies."""
     import torch
 
     kind = torch.device(device).type
@@ -378,38 +381,38 @@ def copy_bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     fastest = float("inf")
     for _ in range(8):
-        _settle(device)
+        _synchronize(device)
         began = time.perf_counter()
         target.copy_(source)
-        _settle(device)
+        _synchronize(device)
         fastest = min(fastest, time.perf_counter() - began)
     return 2 * source.nbytes / fastest
 
 
 def datasheet(device: str) -> float | None:
-    """Bytes a second that the maker promises; None where that is not known here."""
+    """Return the bytes per second in the device's datasheet; None for an unknown device."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device != "cpu" else ""
     return next((rate for part, rate in DATASHEETS.items() if part in name), None)
 
 
-def _parting(plain: Text, other: Text, tokens: int) -> float | None:
-    """The gap of the plain text's choice where the two part among the first tokens; None: nowhere."""
+def _first_difference_gap(plain: RoundText, other: RoundText, tokens: int) -> float | None:
+    """Return the gap of the plain text's choice at the first difference within `tokens`; None if there is none."""
     for index, ours, theirs in zip(count(), plain.choices, other.choices, strict=False):
         if index < tokens and ours.token != theirs.token:
             return ours.gap
     return None
 
 
-def _settle(device: str) -> None:
+def _synchronize(device: str) -> None:
     import torch
 
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
-def _let_go() -> None:
+def _free_memory() -> None:
     import torch
 
     gc.collect()
@@ -422,8 +425,8 @@ def _check(flag: str, value: str, allowed: Sequence[str] | dict[str, str]) -> No
         raise ConfigError(f"{flag}: is '{value}', must be one of {', '.join(allowed)}")
 
 
-def _trees(entries: Sequence[str]) -> dict[int, Growth]:
-    from bench.rounds import Growth
+def _trees(entries: Sequence[str]) -> dict[int, RoundGrowth]:
+    from bench.rounds import RoundGrowth
 
     trees = {}
     for entry in entries:
@@ -431,7 +434,7 @@ def _trees(entries: Sequence[str]) -> dict[int, Growth]:
         numbers = [batch, *sizes.split(",")]
         if len(numbers) != 5 or not all(number.isdigit() and int(number) for number in numbers):
             raise ConfigError(f"--tree: is '{entry}', must be BATCH=DEPTH,BEAM,WIDTH,NODES, all positive")
-        trees[int(batch)] = Growth(*map(int, numbers[1:]))
+        trees[int(batch)] = RoundGrowth(*map(int, numbers[1:]))
     return trees
 
 

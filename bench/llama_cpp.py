@@ -1,6 +1,6 @@
 """llama.cpp as a peer: built once from the source in llama-cpp-python's sdist, and its rows.
 
-The build is in `build/llama.cpp/`: an environment of its own with llama-cpp-python's bindings, and the library,
+The build is in `build/llama.cpp/`: a separate environment with llama-cpp-python's bindings, and the library,
 compiled for this machine's processor. Only the library is built: no server, tools, tests or examples.
 """
 
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.asking import Ask, sample_from_json
 from bench.processes import ROOT, output
+from bench.requests import BenchRequest, sample_from_json
 from bench.rows import Models, WorkerRow, worker
 from outrider.cli.samples import Sample
 from outrider.errors import ConfigError, Unavailable
-from outrider.fleet.surroundings import SPINS
+from outrider.fleet.process_env import SPINS
 
 VERSION = "0.3.36"  # of llama-cpp-python
 PACKAGE = "llama-cpp-python"
@@ -37,13 +37,13 @@ CHAINS = {"llama.cpp": 0, "llama.cpp-draft-3": 3, "llama.cpp-draft-6": 6}  # dra
 WORKER = ROOT / "bench" / "llama_worker.py"
 ADVICE = "or leave llama.cpp's rows out with --no-llama-cpp"
 
-Progress = Callable[[str], None]  # what is being done now
+Progress = Callable[[str], None]  # receives the current activity
 
 
 async def build(progress: Progress, folder: Path = FOLDER) -> None:
-    """Build llama.cpp in `folder`, unless that version is there. It takes some minutes and needs a network.
+    """Build llama.cpp in `folder`, unless this version is there already. It takes some minutes and needs a network.
 
-    Raises ConfigError that names the step that failed and what to do.
+    Raises ConfigError with the failed step and what to do.
     """
     stamp = folder / "version"
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == VERSION:
@@ -108,16 +108,16 @@ class LlamaRow:
     worker: WorkerRow
 
     def pids(self) -> Mapping[str, int]:
-        """The process."""
+        """Return the worker's process."""
         return self.worker.pids()
 
-    async def generate(self, ask: Ask) -> Sample:
-        """Decode a text. The sampler's noise is not ours, so a seeded text is another one than in our rows."""
-        return sample_from_json(await self.worker.request(ask.to_json(chain=self.chain)))
+    async def generate(self, request: BenchRequest) -> Sample:
+        """Decode a text. The sampler's noise is llama.cpp's, so a seeded text differs from that of our rows."""
+        return sample_from_json(await self.worker.request(request.to_json(chain=self.chain)))
 
 
 def rows_of_worker(process: WorkerRow) -> list[LlamaRow]:
-    """Plain decoding, and speculation with each length of a chain."""
+    """Return the rows of a worker: plain decoding, and speculation with each length of a chain."""
     return [LlamaRow(name, chain, process) for name, chain in CHAINS.items()]
 
 
@@ -128,7 +128,7 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
     Raises CheckpointError for models that llama.cpp does not cover, Unavailable when the process ends.
     """
     from bench.gguf import write_gguf
-    from outrider.engine.checkpoint import read_config
+    from outrider.engine.checkpoints.checkpoint import read_config
 
     config = read_config(models.target)
     with TemporaryDirectory(prefix="outrider-gguf-") as scratch:
@@ -148,7 +148,8 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Where the bindings find the library; threads wait as those of the other rows do (`surroundings.settle`)."""
+    """Return the environment in which the bindings find the library, and threads wait as in other rows
+    (`outrider.fleet.process_env.settle`)."""
     environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(folder / "library" / "bin")}
     environment.pop("PYTHONPATH", None)
     if "OMP_WAIT_POLICY" not in environment:

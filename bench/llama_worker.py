@@ -1,12 +1,12 @@
-"""llama.cpp in a process of its own, run by the interpreter of `build/llama.cpp` (bench.llama_cpp).
+"""llama.cpp in a separate process, run by the interpreter of `build/llama.cpp` (bench.llama_cpp).
 
 `python -P llama_worker.py --target FILE [--draft FILE] --sayable N --threads N --context N`. It needs numpy and
 llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers each
-line of stdin with a line of JSON, until stdin ends. There are three requests:
+line of stdin with a line of JSON, until stdin ends. There are three kinds of requests:
 
 - {"prompt": [...], "temperature": T, "seed": S, "max_tokens": N, "chain": C}: decode N tokens, with a chain of C
   drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
-- {"rows": N}: the seconds of one pass over N tokens behind PASS_CONTEXT others. Another such pass precedes it.
+- {"rows": N}: the seconds of one pass over N tokens after PASS_CONTEXT others. One untimed pass precedes it.
 - {"logits": [...]}: the logits after each token of a text.
 
 Ids from `--sayable` on are never chosen.
@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 PASS_CONTEXT = 256  # tokens
-RANDOM_SEED = 2**32 - 1  # which llama.cpp replaces by one of its own
+RANDOM_SEED = 2**32 - 1  # llama.cpp replaces this value by a random seed
 
-Choose = Callable[[NDArray[np.float32]], int]  # a token, by the logits of ids that may be chosen
+Choose = Callable[[NDArray[np.float32]], int]  # returns a token from the logits of the ids that may be chosen
 
 
-class Decoder(Protocol):
+class WorkerDecoder(Protocol):
     """A model with the KV of one text."""
 
     def decode(self, tokens: Sequence[int], start: int, outputs: int) -> NDArray[np.float32]:
@@ -54,7 +54,7 @@ class LlamaDecoder:
         params = library.llama_context_default_params()
         params.n_ctx = params.n_batch = context
         params.n_threads = params.n_threads_batch = threads
-        # With flash attention a pass of the reference target behind 256 tokens took two to three times as long.
+        # With flash attention a pass of the reference target after 256 tokens took two to three times as long.
         params.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = library.llama_init_from_model(model, params)
         if not self._context:
@@ -77,7 +77,7 @@ class LlamaDecoder:
             setattr(self._batch, name, ctypes.cast(array.ctypes.data, kind))
 
     def decode(self, tokens: Sequence[int], start: int, outputs: int) -> NDArray[np.float32]:
-        """As `Decoder.decode`. What it returns holds until the next call."""
+        """See `WorkerDecoder.decode`. The result is valid until the next call."""
         count = len(tokens)
         self._tokens[:count] = tokens
         self._positions[:count] = np.arange(start, start + count)
@@ -95,12 +95,12 @@ class LlamaDecoder:
         return logits.reshape(outputs, self.vocabulary)
 
     def forget(self, start: int) -> None:
-        """As `Decoder.forget`."""
+        """See `WorkerDecoder.forget`."""
         self._library.llama_memory_seq_rm(self._memory, 0, start, -1)
 
 
 class LlamaSampler:
-    """llama.cpp's own sampling from the whole distribution at a temperature above 0."""
+    """llama.cpp's sampling from the whole distribution, at a temperature above 0."""
 
     def __init__(self, library: Any, temperature: float, seed: int, candidates: int) -> None:
         self._library = library
@@ -135,16 +135,16 @@ def greedy(logits: NDArray[np.float32]) -> int:
 class ChainDrafter:
     """Proposes a chain of a draft model's most likely tokens, as llama.cpp's `speculative-simple` does.
 
-    Its KV of drafted tokens that were accepted is kept.
+    The KV of accepted drafted tokens is kept.
     """
 
-    def __init__(self, model: Decoder, sayable: int) -> None:
+    def __init__(self, model: WorkerDecoder, sayable: int) -> None:
         self._model = model
         self._sayable = sayable
         self._filled = 0  # positions of the KV that hold the text
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a text. All but its last token are run."""
+        """Start a text: run all tokens of the prompt but the last one."""
         self._model.forget(0)
         if len(prompt) > 1:
             self._model.decode(prompt[:-1], 0, 0)
@@ -164,12 +164,12 @@ class ChainDrafter:
 
 
 def generate(
-    target: Decoder, drafter: ChainDrafter | None, choose: Choose, sayable: int, request: dict[str, Any]
+    target: WorkerDecoder, drafter: ChainDrafter | None, choose: Choose, sayable: int, request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Decode a text; `choose` chooses every token of it, and drafted ones only save passes of the target.
+    """Decode a text. `choose` chooses every token; drafted tokens only save passes of the target.
 
-    A drafted token is accepted where it is what `choose` gives at its place, so a text is the same with and without
-    drafts, up to the rounding of passes of several rows.
+    A drafted token is accepted if `choose` returns it at its position, so a text is the same with and without drafts,
+    up to the rounding of passes of several rows.
     """
     began = time.perf_counter()
     text = list(request["prompt"])
@@ -200,8 +200,8 @@ def generate(
     return sample | {"wire_bytes": 0, "reached_by_depth": empty, "tried_by_depth": empty}
 
 
-def pass_seconds(model: Decoder, rows: int) -> float:
-    """Time a pass over `rows` tokens behind PASS_CONTEXT others, after one pass that does not count."""
+def pass_seconds(model: WorkerDecoder, rows: int) -> float:
+    """Time a pass over `rows` tokens after PASS_CONTEXT others. One pass before it does not count."""
     model.forget(0)
     model.decode([0] * PASS_CONTEXT, 0, 0)
     seconds = 0.0
@@ -214,7 +214,7 @@ def pass_seconds(model: Decoder, rows: int) -> float:
 
 
 def serve(
-    target: Decoder,
+    target: WorkerDecoder,
     drafter: ChainDrafter | None,
     sampler: Callable[[float, int], LlamaSampler],
     sayable: int,
@@ -246,7 +246,7 @@ def main() -> None:
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # the output of libraries must not mix with the answers
     import llama_cpp  # type: ignore[import-not-found]
 
     library = llama_cpp.llama_cpp

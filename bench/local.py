@@ -1,7 +1,7 @@
-"""Ours in one process: the verifier's step loop and the drafter's grower on one event loop, joined by calls.
+"""Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
-What `outrider.sink` and `drafter_svc.upstream` do over a stream is done here at once: nodes are grafted where
-they are proposed, commits are heard where they are made. Credit, plans and prices hold as on the wire.
+What `outrider.draft_server` and `drafter_svc.upstream` do over a stream is done here at once: nodes are grafted where
+they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
 """
 
 from __future__ import annotations
@@ -11,53 +11,52 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from bench.asking import Ask
-from drafter_svc.grower import Grower
-from drafter_svc.replica import Snapshot, Update
-from drafter_svc.service import load_part as load_draft
+from bench.requests import BenchRequest
+from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.servicer import load_part as load_draft
 from drafter_svc.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Overlap, Plan, PolicyName
-from outrider.core.control import policy
-from outrider.core.tree import Delta, Drifted
-from outrider.engine.threads import briefly
+from outrider.core.control.calibration import Calibration
+from outrider.core.control.policies import policy
+from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
+from outrider.core.tree.token_tree import Delta, Drifted
+from outrider.draft_server.draft_session import DraftStream, Subscription
+from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
-from outrider.sink.drafted import Subscription
-from outrider.sink.stream import DraftStream
-from verifier_svc.loop import StepLoop
-from verifier_svc.service import load as load_target
-from verifier_svc.session import Commit, Session, Start
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.server import load as load_target
+from verifier_svc.session import SessionStart, StepCommit, VerifierSession
 
 
-class _Ear(DraftStream):
-    """The drafter's end, of which the step loop knows one thing: that a session is over for it."""
+class _LocalStream(DraftStream):
+    """The drafter's stream. The verifier's scheduler uses it only to close a session for the drafter."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: LocalPair) -> None:
         super().__init__("local", pair.loop.progress.heartbeat)
         self._pair = pair
 
     def close(self, attachment: int, reason: str) -> None:
-        self._pair.grower.closed(self._pair.key)
+        self._pair.scheduler.closed(self._pair.key)
 
 
-class Pair:
-    """One target and one drafter, one session at a time. Lives on the event loop that makes it."""
+class LocalPair:
+    """One target and one drafter, with one session at a time. It runs on the event loop that creates it."""
 
     def __init__(self, config: ClusterConfig) -> None:
         (verifier,), (drafter,) = config.verifier, config.drafter
-        target, cost = briefly(partial(load_target, verifier))
+        target, cost = run_in_short_lived_thread(partial(load_target, verifier))
         self._router = config.router
-        self.loop = StepLoop(
+        self.loop = StepScheduler(
             target,
             cost,
             prefill_chunk=verifier.prefill_chunk,
             max_nodes=verifier.max_nodes,
             publish=self._publish,
         )
-        self.grower = Grower(
-            briefly(partial(load_draft, drafter)),
+        self.scheduler = DraftScheduler(
+            run_in_short_lived_thread(partial(load_draft, drafter)),
             level_nodes=drafter.level_nodes,
             prefill_chunk=drafter.prefill_chunk,
             send=self._send,
@@ -65,31 +64,31 @@ class Pair:
             tree=drafter.tree,
         )
         self.key = Attachment("", "", 1, b"")
-        self._ear = _Ear(self)
+        self._stream = _LocalStream(self)
         self._calibration = Calibration()
         self._subscription: Subscription | None = None
         self._sessions = 0
-        self._tasks = [asyncio.create_task(self.loop.run()), asyncio.create_task(self.grower.run())]
+        self._tasks = [asyncio.create_task(self.loop.run()), asyncio.create_task(self.scheduler.run())]
         for task in self._tasks:
-            task.add_done_callback(self._broke)
+            task.add_done_callback(self._on_task_end)
 
-    async def generate(self, ask: Ask, speculation: PolicyName | None = None) -> Sample:
-        """One generation. Raises InternalError when a loop has ended."""
+    async def generate(self, request: BenchRequest, speculation: PolicyName | None = None) -> Sample:
+        """Run one generation. Raises InternalError when a scheduler has ended."""
         began = time.perf_counter()
         config = self._router
         ceilings = Plan(0, config.depth, config.width, config.nodes, config.wait_us, Overlap.NEVER)
         gamma = policy(speculation or config.policy, ceilings)
         self._sessions += 1
-        contract = Contract(ask.seed, ask.max_tokens, temperature=ask.temperature)
+        contract = Contract(request.seed, request.max_tokens, temperature=request.temperature)
         name, plan, window = f"local-{self._sessions}", gamma.plan(), config.window
-        session = self.loop.open(Start(name, "", 1, ask.prompt, len(ask.prompt), contract, plan, window))
+        session = self.loop.open(SessionStart(name, "", 1, request.prompt, len(request.prompt), contract, plan, window))
         self.key = Attachment(name, "", 1, b"")
         tokens: list[int] = []
         arrivals: list[float] = []
         steps = 0
         try:
             if plan.depth:
-                self._subscription = session.subscribe(self._ear, 1, self._calibration)
+                self._subscription = session.subscribe(self._stream, 1, self._calibration)
                 self._snapshot()
             while (commit := await self._next(session)) is not None:
                 tokens += [choice.token for choice in commit.choices]
@@ -101,7 +100,7 @@ class Pair:
                 gamma.observe(commit.report)
                 if gamma.plan().version > session.plan.version:
                     session.plan = gamma.plan()
-                    self._tell()
+                    self._send_commit()
                 self.loop.wake()
         finally:
             self.loop.close(session)
@@ -109,28 +108,30 @@ class Pair:
         return Sample(tuple(tokens), tuple(arrivals), steps)
 
     async def close(self) -> None:
-        """Ends both loops."""
+        """End both schedulers."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _next(self, session: Session) -> Commit | None:
+    async def _next(self, session: VerifierSession) -> StepCommit | None:
         commit = await session.commits.get()
         for task in self._tasks:
             if task.done():
                 raise InternalError("a loop of the pair has ended") from task.exception()
         return commit
 
-    def _broke(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         for session in self.loop.sessions.values():
             session.commits.put_nowait(None)
 
-    def _publish(self, session: Session, position: int, tokens: Sequence[int]) -> None:
+    def _publish(self, session: VerifierSession, position: int, tokens: Sequence[int]) -> None:
         if self._subscription is not None:
-            self._tell(position, tuple(tokens))
+            self._send_commit(position, tuple(tokens))
 
-    def _tell(self, position: int | None = None, tokens: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> None:
-        """What the sink says in a Commit frame."""
+    def _send_commit(
+        self, position: int | None = None, tokens: tuple[int, ...] = (), dropped: tuple[int, ...] = ()
+    ) -> None:
+        """Do what the draft server does with a Commit frame."""
         assert self._subscription is not None
         session = self._subscription.session
         plan = None
@@ -140,16 +141,18 @@ class Pair:
         credit = session.grant(self._subscription)
         place = len(session.tokens) if position is None else position
         terms = session.price, session.time_price, session.ahead
-        self.grower.updated(self.key, Update(place, tokens, session.tree.digest, plan, *terms, credit, dropped))
+        self.scheduler.updated(
+            self.key, MirrorUpdate(place, tokens, session.tree.digest, plan, *terms, credit, dropped)
+        )
 
     def _snapshot(self) -> None:
         if self._subscription is None:
             return
         session = self._subscription.session
         self._subscription.plan_version = session.plan.version
-        self.grower.opened(
+        self.scheduler.opened(
             self.key,
-            Snapshot(
+            MirrorSnapshot(
                 tuple(session.tokens),
                 session.tree.digest,
                 session.contract,
@@ -163,7 +166,7 @@ class Pair:
         )
 
     def _send(self, key: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
-        """What the sink does with a TreeDelta frame."""
+        """Do what the draft server does with a TreeDelta frame."""
         if key is not self.key or self._subscription is None:
             return  # the session ended while the level ran
         session = self._subscription.session
@@ -176,5 +179,5 @@ class Pair:
         if exhausted:
             self._subscription.exhausted = delta.root_position
         for identities in dropped.values():
-            self._tell(dropped=tuple(identities))
+            self._send_commit(dropped=tuple(identities))
         self.loop.wake()

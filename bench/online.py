@@ -1,9 +1,9 @@
-"""`python -m bench.online`: a drafter that learns while it serves, on traffic that changes.
+"""`python -m bench.online`: measures a drafter that learns while it serves, on traffic that changes.
 
-The drafter is made here for its first traffic: distilled from the target on the tables of arithmetic that CPython tests
-`decimal` with. Then prompts are Python source that neither model has seen, of a library; the target is at home there.
-The same requests are made of a cluster whose drafter learns and of one whose drafter does not, one after the other and
-all of it on this machine. Texts must be the same to the bit, so numerics are invariant.
+The benchmark makes the drafter for the old traffic: it distils it from the target on the tables of arithmetic that
+CPython tests `decimal` with. The new traffic is the Python source of a library, which neither model has seen; the
+target predicts such text well. The same requests go to a cluster whose drafter learns and to one whose drafter does
+not, one after the other, all on this machine. Both must generate the same texts, so numerics are invariant.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.cluster import Cluster, running
+from bench.cluster import BenchCluster, running
+from outrider.cli.errors import reported
 from outrider.cli.pad import parse_count
-from outrider.cli.reporting import reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
@@ -38,50 +38,50 @@ from outrider.rpc.lifecycle import run_until_signal
 PROMPT = 128  # tokens of a prompt
 ANSWER = 128
 CALLERS = 2
-HEATS = (0.0, 0.6, 1.0)  # temperatures, in turns
+TEMPERATURES = (0.0, 0.6, 1.0)  # of the requests, in turn
 WINDOW = 24 * ANSWER  # tokens of a point
 TABLES = Path(sysconfig.get_path("stdlib")) / "test" / "decimaltestdata"
 SOURCE = Path(rich.__file__).parent
-COMPILED = {".pyc", ".so"}  # what is no text beside it
-LAYERS = (0, 5)  # of the target, that drafters begin with: the reference drafter's
-LEARNED = 300_000  # tokens of the old traffic that it is distilled on
-TRAINER_S = 120.0  # that the trainer gets to start
+COMPILED = {".pyc", ".so"}  # suffixes of files that are not text
+LAYERS = (0, 5)  # layers of the target that drafters start from, as the reference drafter does
+LEARNED = 300_000  # tokens of the old traffic that the drafter is distilled on
+TRAINER_S = 120.0  # timeout of the trainer's start
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One generation, when it had ended."""
+class OnlineAnswer:
+    """One finished generation."""
 
     number: int  # of the request
     at: float  # seconds since the phase began
-    heat: float
+    temperature: float
     text: tuple[int, ...]
     steps: int
 
     @property
     def tokens(self) -> int:
-        """How many it has."""
+        """The number of tokens."""
         return len(self.text)
 
 
-Phase = list[Answer]
+Phase = list[OnlineAnswer]
 
 
 def main(
-    parameters: Annotated[str, typer.Option(help="The target is padded to that many.")] = "100M",
-    tokens: Annotated[int, typer.Option(min=2 * WINDOW, help="Of the new traffic.")] = 30_000,
-    share: Annotated[float, typer.Option(help="Of a processor that the trainer may take.")] = 0.4,
+    parameters: Annotated[str, typer.Option(help="Size to pad the target to.")] = "100M",
+    tokens: Annotated[int, typer.Option(min=2 * WINDOW, help="Tokens of the new traffic.")] = 30_000,
+    share: Annotated[float, typer.Option(help="Share of a processor that the trainer may use.")] = 0.4,
     models: Annotated[Path, typer.Option(help="Folder that holds target/.")] = Path("models"),
     old: Annotated[
-        Path, typer.Option(help="Folder of texts: the old traffic, which the drafter is made for.", show_default=False)
+        Path, typer.Option(help="Folder of texts: the old traffic, for which the drafter is made.", show_default=False)
     ] = TABLES,
     new: Annotated[Path, typer.Option(help="Folder of texts: the new traffic.", show_default=False)] = SOURCE,
-    keep: Annotated[Path | None, typer.Option(help="Folder that keeps the drafter; it is made once.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG of acceptance lengths.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the drafter; a later run uses it again.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG with the plot of acceptance lengths.")] = None,
 ) -> None:
     """Measure acceptance length and tokens a second while traffic changes, with learning and without."""
     with reported(), TemporaryDirectory() as scratch:
-        from outrider.engine.padding import pad_checkpoint
+        from outrider.engine.checkpoints.padding import pad_checkpoint
 
         target, drafter = Path(scratch) / "target", (keep or Path(scratch)) / "drafter-of-old-traffic"
         tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
@@ -90,7 +90,7 @@ def main(
         pad_checkpoint(models / "target", target, parameters=parse_count(parameters))
         rows: dict[str, tuple[Phase, Phase]] = {}
         run_until_signal(_measure(target, drafter, before, after, tokens, share, Path(scratch), rows))
-    if len(rows) == 2:  # it may have been interrupted
+    if len(rows) == 2:  # an interrupted run has fewer
         _report(rows, plot)
 
 
@@ -128,8 +128,8 @@ async def _measure(
 
 
 @asynccontextmanager
-async def _training(cluster: Cluster, drafter: Path, output: Path, share: float) -> AsyncIterator[None]:
-    """The trainer as a user starts it, from when it is ready."""
+async def _training(cluster: BenchCluster, drafter: Path, output: Path, share: float) -> AsyncIterator[None]:
+    """Run the trainer as a user starts it; the block begins when it is ready."""
     command = ("-m", "outrider.cli", "train", "online", "--model", drafter, "--target", "target")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -148,24 +148,24 @@ async def _training(cluster: Cluster, drafter: Path, output: Path, share: float)
         await process.wait()
 
 
-async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: int) -> Phase:
-    """Answers until there are so many tokens; the same requests in the same order each time."""
+async def _serve(cluster: BenchCluster, prompts: Sequence[tuple[int, ...]], tokens: int) -> Phase:
+    """Generate answers until they have `tokens` tokens, with the same requests in the same order each time."""
     began = time.monotonic()
-    asked = itertools.count()
+    numbers = itertools.count()
     answers: Phase = []
 
     async def call() -> None:
-        while (number := next(asked)) * ANSWER < tokens:
-            heat = HEATS[number % len(HEATS)]
+        while (number := next(numbers)) * ANSWER < tokens:
+            temperature = TEMPERATURES[number % len(TEMPERATURES)]
             answer = await cluster.client.generate(
                 prompts[number % len(prompts)],
                 seed=number,
-                temperature=heat,
+                temperature=temperature,
                 max_tokens=ANSWER,
                 ignore_eos=True,
             )
             now = time.monotonic() - began
-            answers.append(Answer(number, now, heat, tuple(answer.token_ids), answer.usage.steps))
+            answers.append(OnlineAnswer(number, now, temperature, tuple(answer.token_ids), answer.usage.steps))
 
     async with asyncio.TaskGroup() as callers:
         for _ in range(CALLERS):
@@ -174,7 +174,7 @@ async def _serve(cluster: Cluster, prompts: Sequence[tuple[int, ...]], tokens: i
 
 
 def make_drafter(folder: Path, target: Path, text: Path) -> None:
-    """As a user makes one; what was made before stays. Ends with what the command ends with."""
+    """Train a drafter as a user does; a finished one is kept. Exits with the command's status if it fails."""
     command = ("train", "drafter", "--target", target, "--text", text, "--output", folder)
     budget = ("--layers", ",".join(map(str, LAYERS)), "--tokens", LEARNED)
     ended = subprocess.run((sys.executable, "-m", "outrider.cli", *map(str, (*command, *budget))), stdout=sys.stderr)
@@ -183,7 +183,7 @@ def make_drafter(folder: Path, target: Path, text: Path) -> None:
 
 
 def read_pages(folder: Path) -> list[str]:
-    """The texts of a folder. Raises ConfigError where there are none."""
+    """Return the texts of a folder. Raises ConfigError if there are none."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in COMPILED]
     if not files:
         raise ConfigError(
@@ -195,7 +195,7 @@ def read_pages(folder: Path) -> list[str]:
 
 
 def pieces(tokenizer: Tokenizer, pages: Sequence[str]) -> list[tuple[int, ...]]:
-    """Prompts from all over the pages, shuffled."""
+    """Return prompts from all parts of the pages, shuffled."""
     found = [
         tuple(tokens[at : at + PROMPT])
         for tokens in (tokenizer.encode(page).ids for page in pages)
@@ -205,23 +205,23 @@ def pieces(tokenizer: Tokenizer, pages: Sequence[str]) -> list[tuple[int, ...]]:
     return found
 
 
-def tokens_of(answers: Sequence[Answer]) -> int:
-    """Of all answers."""
+def tokens_of(answers: Sequence[OnlineAnswer]) -> int:
+    """Return the number of tokens of all answers."""
     return sum(answer.tokens for answer in answers)
 
 
-def length(answers: Sequence[Answer]) -> float:
-    """Committed tokens of each step."""
+def length(answers: Sequence[OnlineAnswer]) -> float:
+    """Return the acceptance length: committed tokens per step."""
     return tokens_of(answers) / sum(answer.steps for answer in answers)
 
 
-def speed(answers: Sequence[Answer]) -> float:
-    """Tokens a second."""
+def speed(answers: Sequence[OnlineAnswer]) -> float:
+    """Return the tokens per second."""
     return tokens_of(answers) / answers[-1].at
 
 
-def windows(answers: Sequence[Answer], first: int = 0) -> list[tuple[int, float]]:
-    """Acceptance length over each `WINDOW` tokens, and where it ends, of answers that begin at `first`."""
+def windows(answers: Sequence[OnlineAnswer], first: int = 0) -> list[tuple[int, float]]:
+    """Return the end and the acceptance length of each window of `WINDOW` tokens; the answers begin at `first`."""
     each = WINDOW // ANSWER
     return [
         (first + (start + each) * ANSWER, length(answers[start : start + each]))
@@ -230,12 +230,12 @@ def windows(answers: Sequence[Answer], first: int = 0) -> list[tuple[int, float]
 
 
 def gain(without: Phase, learning: Phase) -> float:
-    """By which share acceptance length is ahead in the last third."""
+    """Return the relative gain of acceptance length in the last third."""
     return length(learning[-(len(learning) // 3) :]) / length(without[-(len(without) // 3) :]) - 1.0
 
 
 def last_line(without: Phase, learning: Phase) -> str:
-    """For scripts: by how much acceptance length is ahead in the last third, and tokens a second behind in all."""
+    """Return the line for scripts: the gain of acceptance length in the last third, and the loss of overall speed."""
     return f"online_gain={gain(without, learning):.3f} online_cost={1.0 - speed(learning) / speed(without):.3f}"
 
 
@@ -251,9 +251,11 @@ def _report(rows: dict[str, tuple[Phase, Phase]], plot: Path | None) -> None:
 
         plots.online({name: windows(old, -tokens_of(old)) + windows(new) for name, (old, new) in rows.items()}, plot)
     (_, without), (_, learning) = rows.values()
-    for heat in HEATS:
-        ahead = gain(*([answer for answer in phase if answer.heat == heat] for phase in (without, learning)))
-        print(f"learning at T = {heat:g}: ahead by {100 * ahead:+.1f} % in the last third")
+    for temperature in TEMPERATURES:
+        ahead = gain(
+            *([answer for answer in phase if answer.temperature == temperature] for phase in (without, learning))
+        )
+        print(f"learning at T = {temperature:g}: ahead by {100 * ahead:+.1f} % in the last third")
     texts = [{answer.number: answer.text for answer in phase} for phase in (without, learning)]
     same = sum(text == texts[1].get(number) for number, text in texts[0].items())
     print(f"{same} of {len(texts[0])} texts are the same with learning and without")

@@ -1,4 +1,4 @@
-"""What a run measures, and on what."""
+"""The options of a benchmark run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
-from outrider.core.contract import RuleName
+from outrider.core.session.contract import RuleName
 
 Drafts = Literal["model", "prompt-lookup", "suffix", "retrieval"]
 
-SEED = 2024  # of the first prompt; the others count up
+SEED = 2024  # of the first prompt; each further prompt has the next number
 
 
-class Suite(StrEnum):
-    """What can be measured."""
+class BenchSuite(StrEnum):
+    """The suites of the benchmark."""
 
     ROWS = "rows"
     LOAD = "load"
@@ -31,38 +31,38 @@ class Suite(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchOptions:
     """Checked options of a run."""
 
-    suites: tuple[Suite, ...]
+    suites: tuple[BenchSuite, ...]
     targets: tuple[int, ...]  # parameters to pad the target to
     temperatures: tuple[float, ...]
     short: tuple[tuple[str, str], ...]  # (id, prompt)
-    fresh: tuple[tuple[str, str], ...]  # likewise, of the row suite: some for each repetition, and one to warm up
-    long: tuple[tuple[str, str], ...]  # likewise, for the load suite alone
+    fresh: tuple[tuple[str, str], ...]  # likewise, for the suite rows: some for each repetition, and one to warm up
+    long: tuple[tuple[str, str], ...]  # likewise, only for the suite load
     repetitions: int
     max_tokens: int
     dtype: Literal["float32", "bfloat16"]
-    threads: int  # of the rows that are not ours, and for the limit
+    threads: int  # of other engines' rows, and of the limit's measurement
     router: Mapping[str, Any]  # keys of the cluster's sections that differ from their defaults
     verifier: Mapping[str, Any]
     drafter: Mapping[str, Any]
-    rules: tuple[RuleName, ...]  # of acceptance: a row of each beside shared noise
+    rules: tuple[RuleName, ...]  # acceptance rules beside shared noise: a row of each
     drafts: tuple[Drafts, ...]  # drafters without a model: a row of each
-    learning_tokens: int  # that each of these rows says at each temperature before it is measured
+    learning_tokens: int  # that each of these rows generates at each temperature before it is measured
     models: Path
     peers: Mapping[str, Path]
-    llama_cpp: bool  # whether to measure it too
-    profiled_steps: int  # of a row whose steps' times are asked for
-    callers: tuple[int, ...]  # load suite
+    llama_cpp: bool  # whether to measure llama.cpp, too
+    profiled_steps: int  # of a row whose step times are profiled
+    callers: tuple[int, ...]  # suite load
     load_s: float
     ramp_s: float
-    round_trips_ms: tuple[float, ...]  # distance suite
+    round_trips_ms: tuple[float, ...]  # suite distance
 
     def cluster(
         self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model"
     ) -> ClusterConfig:
-        """One verifier with `target`, one drafter, one router. Raises ConfigError naming a key that is wrong."""
+        """Return a cluster of a verifier with `target`, a drafter and a router. Raises ConfigError for a wrong key."""
         fixed = {"slots": slots, "dtype": self.dtype}
         return ClusterConfig(
             router=parse(
@@ -89,18 +89,20 @@ class Options:
 
 def parameters_of(folder: Path) -> int:
     """How many a checkpoint has. Raises CheckpointError."""
-    from outrider.engine.checkpoint import read_config
-    from outrider.engine.padding import Shape, count_parameters
+    from outrider.engine.checkpoints.checkpoint import read_config
+    from outrider.engine.checkpoints.padding import PaddedShape, count_parameters
 
     config = read_config(folder)
-    return count_parameters(config, Shape.of(config))
+    return count_parameters(config, PaddedShape.of(config))
 
 
 @asynccontextmanager
-async def padded(options: Options, parameters: int, model: str = "target") -> AsyncIterator[Path]:
-    """A reference model, padded: it costs like a model of that size and says what the small one says. One that has that
-    size is taken as it is."""
-    from outrider.engine.padding import pad_checkpoint
+async def padded(options: BenchOptions, parameters: int, model: str = "target") -> AsyncIterator[Path]:
+    """Yield a padded reference model: it is as slow as a model of that size and chooses the small model's tokens.
+
+    A model that has that size already is not padded.
+    """
+    from outrider.engine.checkpoints.padding import pad_checkpoint
 
     if parameters == parameters_of(options.models / model):
         yield options.models / model

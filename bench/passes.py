@@ -1,8 +1,8 @@
-"""What a pass costs by its rows: our engine and llama.cpp, in turn.
+"""The cost of a pass by its number of rows: our engine and llama.cpp, in turn.
 
 `python -m bench.passes THREADS FOLDER` loads our engine once for each dtype, writes the bytes of weights that a pass of
-each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens behind
-PASS_CONTEXT others, which another such pass precedes.
+each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens after
+PASS_CONTEXT others. One untimed pass precedes it.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.limit import Limit, measure
 from bench.llama_cpp import llama_worker
 from bench.llama_worker import PASS_CONTEXT
-from bench.options import Options, padded
+from bench.options import BenchOptions, padded
+from bench.roofline import Limit, measure
 from bench.rows import Models, WorkerRow, worker
-from outrider.cli.reporting import reported
-from outrider.fleet import surroundings
+from outrider.cli.errors import reported
+from outrider.fleet import process_env
 
 if TYPE_CHECKING:
-    from outrider.engine.checkpoint import ModelConfig
+    from outrider.engine.checkpoints.checkpoint import ModelConfig
     from outrider.engine.engine import Dtype, Engine
 
 DTYPES: Sequence[Dtype] = ("bfloat16", "int8", "int4")
 ROWS = (1, 2, 4, 8, 12, 16, 32)
-ROUNDS = 7  # at least
+ROUNDS = 7  # minimum
 OURS, LLAMA_CPP = "outrider", "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Passes of one engine with one number of rows."""
+    """The times of an engine's passes with one number of rows."""
 
     target: int  # parameters
     threads: int
@@ -46,26 +46,26 @@ class PassTime:
     dtype: str  # of the weights
     rows: int
     seconds: tuple[float, ...]  # of one pass in each round
-    limits: tuple[float, ...]  # seconds that it takes at least, at the rate at which the machine read beside it
+    limits: tuple[float, ...]  # lower bound of each, in seconds, at the reading rate measured in the same round
 
     @property
     def ms(self) -> float:
-        """The median."""
+        """The median time."""
         return median(self.seconds) * 1e3
 
     @property
     def over_limit(self) -> float:
-        """The median of the ratios to the least in the same round."""
+        """The median of the ratios to the lower bound of the same round."""
         return median(one / least for one, least in zip(self.seconds, self.limits, strict=True))
 
     def over(self, other: PassTime) -> float:
-        """The median of the ratios of the two in the same round."""
+        """Return the median of the ratios to another engine's passes in the same round."""
         return median(one / two for one, two in zip(self.seconds, other.seconds, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class PassSource:
-    """Who measures a pass."""
+    """A process that times passes of one engine with one dtype."""
 
     engine: str
     dtype: str
@@ -77,12 +77,12 @@ class PassSource:
         return float(json.loads(await self.process.request(json.dumps({"dtype": self.dtype, "rows": rows}))))
 
 
-Progress = Callable[[str], None]  # what is being done now
+Progress = Callable[[str], None]  # receives the current activity
 
 
-async def measure_passes(options: Options, target: int, progress: Progress) -> list[PassTime]:
-    """Each number of rows once in each round, by all engines in an order that rotates."""
-    from outrider.engine.checkpoint import read_config
+async def measure_passes(options: BenchOptions, target: int, progress: Progress) -> list[PassTime]:
+    """Time each number of rows once in each round, with all engines in an order that rotates."""
+    from outrider.engine.checkpoints.checkpoint import read_config
 
     title = f"passes, {target / 1e6:.0f}M"
     progress(f"{title}: padding the target")
@@ -101,7 +101,7 @@ async def measure_passes(options: Options, target: int, progress: Progress) -> l
             sources.append(PassSource(LLAMA_CPP, "bfloat16", 2 * multiplied, peer))
         reading = await stack.enter_async_context(
             worker(
-                "reading", sys.executable, "-m", "bench.limit", str(options.threads), "again", environment=os.environ
+                "reading", sys.executable, "-m", "bench.roofline", str(options.threads), "again", environment=os.environ
             )
         )
         rates: dict[int, list[float]] = {}  # 10^9 bytes per second, by rows, in each round
@@ -135,19 +135,19 @@ async def measure_passes(options: Options, target: int, progress: Progress) -> l
 
 
 def multiplied_weights(config: ModelConfig) -> int:
-    """The weights that each row of a pass is multiplied with: all matrices of the layers, and the head."""
+    """Return the number of weights that each row of a pass is multiplied with: the layers' matrices and the head."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     layer = config.width * (2 * queries + 2 * keys + 3 * config.ffn)
     return config.layers * layer + config.vocabulary * config.width
 
 
 def pass_limit_s(limit: Limit, weight_bytes: int, multiplied: int, rows: int) -> float:
-    """The least that a pass can take: its weights at the rate of reading, or its multiplications in bfloat16."""
+    """Return the lower bound of a pass: reading its weights, or its multiplications in bfloat16."""
     return max(limit.read_s(weight_bytes), limit.multiply_s(multiplied, rows, "bfloat16"))
 
 
 def engines(folder: Path, threads: int) -> Iterator[tuple[str, Engine]]:
-    """Our engine, loaded with each dtype."""
+    """Yield our engine, loaded with each dtype."""
     from outrider.engine.loading import load_engine
 
     for dtype in DTYPES:
@@ -155,7 +155,7 @@ def engines(folder: Path, threads: int) -> Iterator[tuple[str, Engine]]:
 
 
 def pass_seconds(engine: Engine, rows: int) -> float:
-    """Time a pass over `rows` tokens behind PASS_CONTEXT others, after one pass that does not count."""
+    """Time a pass over `rows` tokens after PASS_CONTEXT others. One pass before it does not count."""
     import numpy as np
 
     from outrider.engine.batch import Segment
@@ -172,10 +172,10 @@ def pass_seconds(engine: Engine, rows: int) -> float:
 
 
 def main(threads: int, folder: Path) -> None:
-    """Serve our engine."""
-    surroundings.settle(threads)
+    """Answer requests for passes of our engine."""
+    process_env.settle(threads)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # the output of libraries must not mix with the answers
     with reported(), closing(answers):
         loaded = dict(engines(folder, threads))
         sizes = {dtype: engine.weight_bytes for dtype, engine in loaded.items()}

@@ -1,4 +1,4 @@
-"""Optional rows of other engines, by a checkout named on the command line; and the row of llama.cpp's server."""
+"""Optional rows of other engines, from checkouts named on the command line; and the row of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.asking import Ask
 from bench.processes import output
-from bench.rows import Models, Row
+from bench.requests import BenchRequest
+from bench.rows import BenchRow, Models
 from outrider.cli.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 
 START_S = 120.0
 CONTEXT = 1024  # the reference models'
 
-# What a checkout must hold, by peer.
+# The files that a peer's checkout must contain.
 NEEDED = {
     "llama-server": ("build/bin/llama-server", "convert_hf_to_gguf.py"),
     "gpt-fast": ("model.py", "generate.py"),
@@ -29,7 +29,7 @@ NEEDED = {
 
 
 def parse_peers(entries: Sequence[str]) -> dict[str, Path]:
-    """Checkouts by peer, from NAME=PATH. Raises ConfigError for a peer that is not known or not there."""
+    """Parse NAME=PATH entries into checkouts by peer. Raises ConfigError for an unknown peer or a missing file."""
     peers: dict[str, Path] = {}
     for entry in entries:
         name, _, folder = entry.partition("=")
@@ -44,25 +44,25 @@ def parse_peers(entries: Sequence[str]) -> dict[str, Path]:
 
 @dataclass(slots=True)
 class LlamaServer:
-    """llama.cpp's server with the target in GGUF, asked over HTTP."""
+    """llama.cpp's server with the target in GGUF, called over HTTP."""
 
     name: str
     port: int
     child: asyncio.subprocess.Process
 
     def pids(self) -> Mapping[str, int]:
-        """The server."""
+        """Return the server's process."""
         return {"server": self.child.pid}
 
-    async def generate(self, ask: Ask) -> Sample:
-        """Streams a completion. Its sampler's noise is not ours, so a seeded text is another one."""
+    async def generate(self, request: BenchRequest) -> Sample:
+        """Stream a completion. The sampler's noise is llama.cpp's, so a seeded text differs from that of our rows."""
         began = time.perf_counter()
         body = {
-            "prompt": list(ask.prompt),
-            "n_predict": ask.max_tokens,
-            "temperature": ask.temperature,
+            "prompt": list(request.prompt),
+            "n_predict": request.max_tokens,
+            "temperature": request.temperature,
             "samplers": ["temperature"],
-            "seed": ask.seed % 2**32,
+            "seed": request.seed % 2**32,
             "ignore_eos": True,
             "cache_prompt": False,
             "return_tokens": True,
@@ -71,15 +71,15 @@ class LlamaServer:
         tokens: list[int] = []
         arrivals: list[float] = []
         async for line in self._post(body):
-            said = json.loads(line)
-            tokens += said.get("tokens", ())
-            arrivals += [time.perf_counter() - began] * len(said.get("tokens", ()))
-        if len(tokens) < ask.max_tokens:
-            raise Unavailable(f"{self.name} said {len(tokens)} tokens where {ask.max_tokens} were asked for")
+            event = json.loads(line)
+            tokens += event.get("tokens", ())
+            arrivals += [time.perf_counter() - began] * len(event.get("tokens", ()))
+        if len(tokens) < request.max_tokens:
+            raise Unavailable(f"{self.name} generated {len(tokens)} tokens instead of {request.max_tokens}")
         return Sample(tuple(tokens), tuple(arrivals), len(tokens))
 
     async def healthy(self) -> bool:
-        """Whether it has loaded."""
+        """Return whether the server has loaded its model."""
         with suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             writer.write(b"GET /health HTTP/1.0\r\n\r\n")
@@ -89,7 +89,7 @@ class LlamaServer:
         return False
 
     async def _post(self, body: Mapping[str, object]) -> AsyncIterator[bytes]:
-        """The events of an answer."""
+        """Send a request and yield the events of its answer."""
         content = json.dumps(body).encode()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -106,8 +106,8 @@ class LlamaServer:
 
 
 @asynccontextmanager
-async def llama_server_row(name: str, checkout: Path, models: Models) -> AsyncIterator[Row]:
-    """Converts the target by the peer's own means and starts it. Raises Unavailable with what it said."""
+async def llama_server_row(name: str, checkout: Path, models: Models) -> AsyncIterator[BenchRow]:
+    """Convert the target with the peer's converter and start its server. Raises Unavailable with the output."""
     converted = models.target / "target.gguf"
     kind = {"bfloat16": "bf16", "float32": "f32"}[models.dtype]
     converter = str(checkout / "convert_hf_to_gguf.py")

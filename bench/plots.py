@@ -11,12 +11,12 @@ import matplotlib as mpl
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from bench.figures import Results
+from bench.figures import BenchResults
 from outrider.cli.samples import acceptance_by_depth
 
 
 def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
-    """Acceptance length over committed tokens, for each row; at 0 the traffic changes."""
+    """Plot acceptance length over committed tokens, for each row; at 0 the traffic changes."""
     mpl.use("Agg")
     with _figure(path) as axes:
         for row, points in rows.items():
@@ -25,10 +25,10 @@ def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
         axes.set(xlabel="committed tokens since the traffic changed", ylabel="acceptance length")
 
 
-def draw(results: Results, json_path: Path) -> list[Path]:
-    """Draws what the results have data for, beside their JSON: NAME-what.png. Gives the paths."""
+def draw(results: BenchResults, json_path: Path) -> list[Path]:
+    """Draw the plots for which there are results, beside their JSON as NAME-PLOT.png. Returns the paths."""
     mpl.use("Agg")
-    wanted: list[tuple[str, bool, Callable[[Results, Axes], None]]] = [
+    wanted: list[tuple[str, bool, Callable[[BenchResults, Axes], None]]] = [
         ("concurrency", bool(results.loads), _concurrency),
         ("distance", bool(results.far), _distance),
         ("depth", any(take.sample.tried_by_depth for take in results.takes), _depth),
@@ -55,7 +55,7 @@ def _figure(path: Path) -> Iterator[Axes]:
     pyplot.close(figure)
 
 
-def _concurrency(results: Results, axes: Axes) -> None:
+def _concurrency(results: BenchResults, axes: Axes) -> None:
     for row in ("plain", "distributed"):
         callers = sorted({load.callers for load in results.loads})
         goodput = [
@@ -69,7 +69,7 @@ def _concurrency(results: Results, axes: Axes) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _distance(results: Results, axes: Axes) -> None:
+def _distance(results: BenchResults, axes: Axes) -> None:
     for target in sorted({take.target for take in results.far}):
         for row in ("plain", "distributed"):
             takes = [take for take in results.far if (take.target, take.row) == (target, row)]
@@ -84,7 +84,7 @@ def _distance(results: Results, axes: Axes) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _depth(results: Results, axes: Axes) -> None:
+def _depth(results: BenchResults, axes: Axes) -> None:
     largest = max(take.target for take in results.takes)
     for temperature in sorted({take.temperature for take in results.takes}):
         rates = acceptance_by_depth(
@@ -97,7 +97,7 @@ def _depth(results: Results, axes: Axes) -> None:
     axes.set_ylim(0, 1)
 
 
-def _calibration(results: Results, axes: Axes) -> None:
+def _calibration(results: BenchResults, axes: Axes) -> None:
     profiles = [*results.profiles, *(load.profile for load in results.loads)]
     known = [profile for profile in profiles if profile.predicted_ms == profile.predicted_ms]
     for target in sorted({profile.target for profile in known}):

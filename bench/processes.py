@@ -1,4 +1,4 @@
-"""What the kernel says of a process, and where ours are started."""
+"""Runs commands in the checkout, and reads the memory of processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAST_LINES = 5
 
 
 async def output(failure: str, *command: str) -> bytes:
-    """What a command prints. Raises Unavailable with `failure` and the last lines of what it complains of."""
+    """Return the output of a command. Raises Unavailable with `failure` and the last lines of its stderr."""
     child = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
@@ -23,24 +23,24 @@ async def output(failure: str, *command: str) -> bytes:
         start_new_session=True,
     )
     try:
-        said, complained = await child.communicate()
+        printed, complaints = await child.communicate()
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
     if child.returncode:
-        last = "\n".join(complained.decode(errors="replace").splitlines()[-LAST_LINES:])
+        last = "\n".join(complaints.decode(errors="replace").splitlines()[-LAST_LINES:])
         raise Unavailable(f"{failure}:\n{last}")
-    return said
+    return printed
 
 
 def peak_mb(pid: int) -> float:
-    """The most memory that a process ever held (VmHWM), in 10^6 bytes; NaN where /proc does not say."""
+    """Return the peak memory of a process (VmHWM), in 10^6 bytes; NaN if /proc does not have it."""
     return _status_mb(pid, "VmHWM")
 
 
 def resident_mb(pid: int) -> float:
-    """The memory that a process holds now (VmRSS), in 10^6 bytes; NaN where /proc does not say."""
+    """Return the current memory of a process (VmRSS), in 10^6 bytes; NaN if /proc does not have it."""
     return _status_mb(pid, "VmRSS")
 
 

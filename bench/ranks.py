@@ -1,7 +1,7 @@
-"""`python -m bench.ranks`: what a pass costs on 1, 2 and 4 ranks of this machine, how much of it is communication, and
-how much memory each rank takes; then what other links would make of it, by a model (`bench.scaling`).
+"""`python -m bench.ranks`: measures a pass on 1, 2 and 4 ranks of this machine, the share of communication, and the
+memory of each rank; then models a pass with other links (`bench.scaling`).
 
-The groups are alive at the same time and take turns, so that a busy moment hits all alike. A rank that waits sleeps.
+The groups run at the same time and take turns, so that a busy moment affects all of them. A waiting rank sleeps.
 """
 
 from __future__ import annotations
@@ -26,89 +26,91 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.scaling import print_scaling
+from outrider.cli.errors import reported
 from outrider.cli.pad import parse_count
-from outrider.cli.reporting import reported
 from outrider.errors import Unavailable
-from outrider.fleet import surroundings
+from outrider.fleet import process_env
 
-CONTEXT = 256  # rows behind which a pass is measured
+CONTEXT = 256  # KV rows before a measured pass
 ROWS = (2, 8, 25, 64)
-PATIENCE_S = 3600.0  # of ranks whose turn it is not
-BESIDE = 3  # passes that do not count, first
+TURN_S = 3600.0  # timeout of ranks that wait for their turn
+WARM_UP_PASSES = 3  # before the measured pass
 
 
-class Way(NamedTuple):
-    """How a model is spread."""
+class RankLayout(NamedTuple):
+    """How a model is distributed."""
 
     ranks: int
-    threads: int  # of each
+    threads: int  # of each rank
 
 
 @dataclass
-class Costs:
-    """What a way costs, by rows of a pass."""
+class RankCosts:
+    """The costs of a layout."""
 
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    waiting: dict[int, list[float]] = field(default_factory=dict)  # of these, in communication, on rank 0
-    peak_bytes: list[int] = field(default_factory=list)  # by rank: of the whole process
+    seconds: dict[int, list[float]] = field(default_factory=dict)  # of passes, by their rows
+    waiting: dict[int, list[float]] = field(default_factory=dict)  # part of them in communication, on rank 0
+    peak_bytes: list[int] = field(default_factory=list)  # of each rank's process
     began_bytes: list[int] = field(default_factory=list)  # before the model was loaded
 
 
 def main(
-    parameters: Annotated[str, typer.Option(help="The target is padded to that many.")] = "400M",
+    parameters: Annotated[str, typer.Option(help="Size to pad the target to.")] = "400M",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each way has.")] = 12,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each layout.")] = 12,
     models: Annotated[Path, typer.Option(help="Folder that holds target/.")] = Path("models"),
 ) -> None:
-    """Measure tensor parallelism on this machine, and model it on others."""
+    """Measure tensor parallelism on this machine, and model it for others."""
     screen = Console()
-    ways = [Way(1, 1), Way(1, 2), Way(2, 1), Way(4, 1)]
+    layouts = [RankLayout(1, 1), RankLayout(1, 2), RankLayout(2, 1), RankLayout(4, 1)]
     with reported(), tempfile.TemporaryDirectory() as scratch:
-        from outrider.engine.padding import pad_checkpoint
+        from outrider.engine.checkpoints.padding import pad_checkpoint
 
         folder = Path(scratch) / "target"
         pad_checkpoint(models / "target", folder, parameters=parse_count(parameters))
-        costs = measure(folder, dtype, ways, rounds)
+        costs = measure(folder, dtype, layouts, rounds)
         screen.print(_table(costs, f"target padded to {parameters}, {dtype}, behind {CONTEXT} tokens"))
         print_scaling(screen)
 
 
-def measure(folder: Path, dtype: str, ways: Sequence[Way], rounds: int) -> dict[Way, Costs]:
-    """Runs all ways in turns. Raises Unavailable when a rank fails."""
-    costs = {way: Costs() for way in ways}
+def measure(folder: Path, dtype: str, layouts: Sequence[RankLayout], rounds: int) -> dict[RankLayout, RankCosts]:
+    """Measure all layouts in turns. Raises Unavailable when a rank fails."""
+    costs = {layout: RankCosts() for layout in layouts}
     with ExitStack() as stack:
-        groups = {way: stack.enter_context(_running(folder, dtype, way, costs[way])) for way in ways}
+        groups = {layout: stack.enter_context(_running(folder, dtype, layout, costs[layout])) for layout in layouts}
         for _ in track(range(rounds), "measuring ...", console=Console(stderr=True), transient=True):
-            for way, ask in groups.items():
+            for layout, time_pass in groups.items():
                 for rows in ROWS:
-                    seconds, waiting = ask(rows)
-                    costs[way].seconds.setdefault(rows, []).append(seconds)
-                    costs[way].waiting.setdefault(rows, []).append(waiting)
+                    seconds, waiting = time_pass(rows)
+                    costs[layout].seconds.setdefault(rows, []).append(seconds)
+                    costs[layout].waiting.setdefault(rows, []).append(waiting)
     return costs
 
 
 @contextmanager
-def _running(folder: Path, dtype: str, way: Way, costs: Costs) -> Iterator[Callable[[int], tuple[float, float]]]:
-    """The ranks; gives what measures a pass over that many rows. At the end notes what memory they took."""
+def _running(
+    folder: Path, dtype: str, layout: RankLayout, costs: RankCosts
+) -> Iterator[Callable[[int], tuple[float, float]]]:
+    """Run the ranks. Yields a function that times a pass over some rows. At the end, adds their memory to `costs`."""
     spawn = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    pipes = [spawn.Pipe() for _ in range(way.ranks)]
+    pipes = [spawn.Pipe() for _ in range(layout.ranks)]
     processes: list[BaseProcess] = [
-        spawn.Process(target=_rank, args=(pipes[rank][1], folder, dtype, way, rank, meeting), daemon=True)
-        for rank in range(way.ranks)
+        spawn.Process(target=_rank, args=(pipes[rank][1], folder, dtype, layout, rank, meeting), daemon=True)
+        for rank in range(layout.ranks)
     ]
     for process in processes:
         process.start()
     ends = [mine for mine, _ in pipes]
 
-    def ask(rows: int) -> tuple[float, float]:
+    def time_pass(rows: int) -> tuple[float, float]:
         ends[0].send(rows)
         answer: tuple[float, float] = _received(ends[0])
         return answer
 
     try:
-        yield ask
+        yield time_pass
         ends[0].send(0)
         for end in ends:
             began, peak = _received(end)
@@ -124,23 +126,23 @@ def _received(end: Connection) -> Any:
     try:
         return end.recv()
     except EOFError:
-        raise Unavailable("a rank has ended; what it said is above") from None
+        raise Unavailable("a rank has ended; its output is above") from None
 
 
-def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meeting: str) -> None:
-    """One rank's life. Rank 0 measures what it is asked for until that is 0."""
-    surroundings.settle(way.threads)
+def _rank(end: Connection, folder: Path, dtype: Any, layout: RankLayout, rank: int, meeting: str) -> None:
+    """Run one rank. Rank 0 receives numbers of rows and answers with the times of such passes, until it receives 0."""
+    process_env.settle(layout.threads)
     from outrider.engine.batch import Segment
     from outrider.engine.cpu.engine import CpuEngine
-    from outrider.engine.group import ALONE, Alone
-    from outrider.engine.ranks import follow, lead
-    from outrider.engine.socket_group import SocketGroup
+    from outrider.engine.ranks.group import ALONE, Alone
+    from outrider.engine.ranks.leader import follow, lead
+    from outrider.engine.ranks.socket_group import SocketGroup
 
     group: SocketGroup | Alone = ALONE
-    if way.ranks > 1:
-        group = SocketGroup(rank, way.ranks, meeting, timeout_s=PATIENCE_S)
+    if layout.ranks > 1:
+        group = SocketGroup(rank, layout.ranks, meeting, timeout_s=TURN_S)
     began_bytes = _peak()
-    part = CpuEngine.load(folder, dtype=dtype, slots=1, rows=CONTEXT + 128, threads=way.threads, group=group)
+    part = CpuEngine.load(folder, dtype=dtype, slots=1, rows=CONTEXT + 128, threads=layout.threads, group=group)
     if rank:
         follow(part, group)
     else:
@@ -148,7 +150,7 @@ def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meetin
         while rows := end.recv():
             zeros = np.zeros(rows, np.int64)
             segment = Segment(0, CONTEXT, zeros, np.arange(CONTEXT, CONTEXT + rows))
-            for _ in range(BESIDE):
+            for _ in range(WARM_UP_PASSES):
                 engine.forward([segment])
             waited, began = part.exchange_s, time.perf_counter()
             engine.forward([segment])
@@ -158,22 +160,24 @@ def _rank(end: Connection, folder: Path, dtype: Any, way: Way, rank: int, meetin
 
 
 def _peak() -> int:
-    """The most memory that this process has had (Linux)."""
+    """Return the peak memory of this process (Linux)."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def _table(costs: dict[Way, Costs], title: str) -> Table:
-    """Medians; the share that is communication is rank 0's."""
+def _table(costs: dict[RankLayout, RankCosts], title: str) -> Table:
+    """Return the table of medians. The share of communication is that of rank 0."""
     memory = ("peak MB a rank", "of it the model's")
     table = Table("ranks x threads", *(f"{rows} rows" for rows in ROWS), *memory, title=title)
-    for way, cost in costs.items():
+    for layout, cost in costs.items():
         cells = []
         for rows in ROWS:
             seconds, waiting = (statistics.median(taken[rows]) for taken in (cost.seconds, cost.waiting))
-            cells.append(f"{1e3 * seconds:.1f} ms" + (f", {waiting / seconds:.0%} comm." if way.ranks > 1 else ""))
-        own = max(peak - began for peak, began in zip(cost.peak_bytes, cost.began_bytes, strict=True))
-        table.add_row(f"{way.ranks} x {way.threads}", *cells, f"{max(cost.peak_bytes) / 1e6:.0f}", f"{own / 1e6:.0f}")
+            cells.append(f"{1e3 * seconds:.1f} ms" + (f", {waiting / seconds:.0%} comm." if layout.ranks > 1 else ""))
+        of_model = max(peak - began for peak, began in zip(cost.peak_bytes, cost.began_bytes, strict=True))
+        table.add_row(
+            f"{layout.ranks} x {layout.threads}", *cells, f"{max(cost.peak_bytes) / 1e6:.0f}", f"{of_model / 1e6:.0f}"
+        )
     return table
 
 

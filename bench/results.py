@@ -1,4 +1,4 @@
-"""A run on disk: JSON and plots under bench/results/."""
+"""Saves a run as JSON under bench/results/."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.figures import Results, Take
+from bench.figures import BenchResults, Take
 from bench.llama_cpp import VERSION
-from bench.options import Options
+from bench.options import BenchOptions
 from bench.processes import ROOT
 from outrider.cli.compare import repeated_share
 
@@ -24,8 +24,8 @@ FOLDER = ROOT / "bench" / "results"
 VERSIONS = ("torch", "transformers", "grpcio", "numpy", "redis")
 
 
-def save(options: Options, results: Results, name: str | None, seconds: float, line: str) -> Path:
-    """Writes NAME.json, or one named by the time, and gives its path. It appears complete or not at all."""
+def save(options: BenchOptions, results: BenchResults, name: str | None, seconds: float, line: str) -> Path:
+    """Write NAME.json, or a file named by the time, atomically, and return its path."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name or time.strftime('%Y%m%d-%H%M%S')}.json"
     content = {
@@ -52,7 +52,7 @@ def save(options: Options, results: Results, name: str | None, seconds: float, l
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the properties of the machine and the software that the figures depend on."""
     cpu = platform.processor()
     memory_gb = math.nan
     with suppress(OSError, StopIteration):
@@ -75,7 +75,7 @@ def machine() -> dict[str, Any]:
 
 
 def _take(take: Take) -> dict[str, Any]:
-    """The figures of a sample, without its text."""
+    """Return the figures of a take, without its text."""
     sample = take.sample
     gaps = sorted(sample.gaps)
     return {
@@ -98,7 +98,7 @@ def _take(take: Take) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows neither NaN nor paths."""
+    """Return a value with NaN and paths replaced, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

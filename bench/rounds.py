@@ -1,9 +1,9 @@
 """Speculation in rounds, in this process: draft a tree, verify it in one pass, commit, for several texts at once.
 
-The simplest loop over the engine's own passes and the rule's own walk: what is measured of it is the engine, without a
-network, a router, or drafting while a step runs, which is what the service does. Its trees are best first: each level
-expands the few best new nodes, each into its best candidates as the device ranks them, and of all nodes those with the
-best scores are verified. With no drafter it is plain decoding.
+This is the simplest loop over the engine's passes and the rule's walk. It measures the engine alone, without the
+service's network, router, and drafting while a step runs. Its trees are best-first: each level expands the few best new
+nodes, each into its best candidates as the device ranks them, and the nodes with the best scores are verified. Without
+a drafter it is plain decoding.
 """
 
 from __future__ import annotations
@@ -14,70 +14,72 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.core.contract import Contract
-from outrider.core.filters import FloatRow
-from outrider.core.growth import CANDIDATES
-from outrider.core.noise import Draw, generation_base
-from outrider.core.rules import VERIFY, Rows, SeededChance
-from outrider.core.rules.matching import SharedNoise
-from outrider.core.sampler import Choice
+from outrider.core.acceptance import VERIFY, SeededRandom, VerifiedRows
+from outrider.core.acceptance.exact_match import SharedNoise
+from outrider.core.construction.expansion import CANDIDATES
+from outrider.core.sampling.filters import FloatRow
+from outrider.core.sampling.noise import Draw, generation_base
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import Logits, Row, rows_of
+from outrider.engine.logits import Logits, LogitsRow, logits_rows
 
 CHUNK = 256  # tokens of a prompt in one pass
-# s of softmax((log q + g) / s), fitted once to the reference pair; the service fits it as it goes.
-SPREADS = {True: 1.0, False: 0.6}  # by whether greedy
+# s of softmax((log q + g) / s), fitted once to the reference pair; the service fits it while it runs.
+SPREADS = {True: 1.0, False: 0.6}  # key: whether decoding is greedy
 
 
-class Growth(NamedTuple):
-    """How a round's tree grows."""
+class RoundGrowth(NamedTuple):
+    """The size of a round's tree."""
 
     depth: int  # levels, each a pass of the drafter
-    beam: int  # nodes of a text expanded in a level
+    beam: int  # nodes of a text that a level expands
     width: int  # candidates of a node
-    nodes: int  # of a text that are verified
+    nodes: int  # verified nodes of a text
 
 
 @dataclass(slots=True)
-class Node:
+class RoundNode:
     """A drafted token."""
 
     token: int
     depth: int  # 1 follows the root
     parent: int  # index among the tree's nodes; -1: the root
-    score: float  # log of the chance that the text comes here
-    row: int | None = None  # of the drafter's cache behind the text, where it was expanded
+    score: float  # path score, as a logarithm
+    row: int | None = None  # row in the drafter's KV cache, counted after the text; None: not expanded
 
 
 @dataclass(slots=True)
-class Text:
+class RoundText:
     """One session."""
 
     slot: int
     tokens: list[int]
     contract: Contract
-    verified: int = 0  # cache rows that the target has of it
-    drafted: int = 0  # and the drafter
+    verified: int = 0  # rows in the target's KV cache
+    drafted: int = 0  # rows in the drafter's KV cache
     choices: list[Choice] = field(default_factory=list)
-    tree: list[Node] = field(default_factory=list)
+    tree: list[RoundNode] = field(default_factory=list)
 
     @property
     def draw(self) -> Draw:
-        """How its tokens are drawn."""
+        """How the text's tokens are drawn."""
         return Draw(generation_base(self.contract.seed, self.contract.choice), self.contract.temperature)
 
 
-class Rounds:
-    """A target, and what drafts for it."""
+class RoundRunner:
+    """A target and its drafter, if it has one."""
 
-    def __init__(self, target: DeviceEngine, drafter: DeviceEngine | None = None, growth: Growth | None = None) -> None:
+    def __init__(
+        self, target: DeviceEngine, drafter: DeviceEngine | None = None, growth: RoundGrowth | None = None
+    ) -> None:
         self._target = target
         self._drafter = drafter
         self._growth = growth
 
-    def read(self, texts: Sequence[Text]) -> None:
-        """Reads the prompts, but for their last tokens."""
+    def read(self, texts: Sequence[RoundText]) -> None:
+        """Read the prompts, except their last tokens."""
         for text in texts:
             for engine in filter(None, (self._target, self._drafter)):
                 for start in range(0, len(text.tokens) - 1, CHUNK):
@@ -85,46 +87,46 @@ class Rounds:
                     engine.forward([Segment(text.slot, start, part, start + np.arange(len(part)), None, 0)])
             text.verified = text.drafted = len(text.tokens) - 1
 
-    def step(self, texts: Sequence[Text]) -> int:
-        """One round. Returns how many tokens it committed."""
+    def step(self, texts: Sequence[RoundText]) -> int:
+        """Run one round. Returns the number of committed tokens."""
         for text in texts:
             text.tree = []
         if self._drafter is not None and self._growth is not None:
             self._draft(self._drafter, self._growth, texts)
         segments = [_verification(text) for text in texts]
-        said = self._target.judge(segments, [text.draw for text in texts])
+        output = self._target.judge(segments, [text.draw for text in texts])
         first = committed = 0
         for text, segment in zip(texts, segments, strict=True):
-            committed += self._commit(text, said, first)
+            committed += self._commit(text, output, first)
             first += segment.outputs
         return committed
 
-    def _draft(self, drafter: DeviceEngine, growth: Growth, texts: Sequence[Text]) -> None:
-        """Grows a tree for each text and prunes it to the nodes that are to be verified."""
+    def _draft(self, drafter: DeviceEngine, growth: RoundGrowth, texts: Sequence[RoundText]) -> None:
+        """Grow a tree for each text and prune it to the nodes to verify."""
         expanded: list[list[int]] = [[-1] for _ in texts]  # nodes of the level, -1 the root
-        used = [0] * len(texts)  # rows behind the text
+        used = [0] * len(texts)  # rows in the KV cache after the text
         draws = [text.draw for text in texts]
         for level in range(growth.depth):
             segments = [
                 _expansion(text, nodes, used[index]) if level else _pending(text)
                 for index, (text, nodes) in enumerate(zip(texts, expanded, strict=True))
             ]
-            said = drafter.judge(segments, draws, CANDIDATES)
+            output = drafter.judge(segments, draws, CANDIDATES)
             row = 0
             for index, text in enumerate(texts):
                 if not level:
                     text.drafted = len(text.tokens)
-                mine = rows_of(said, row, len(expanded[index]))
+                mine = logits_rows(output, row, len(expanded[index]))
                 row += len(mine)
                 used[index] += len(mine) if level else 0
                 expanded[index] = _grow(text, expanded[index], mine, growth)
         for text in texts:
             _prune(text, growth.nodes)
 
-    def _commit(self, text: Text, said: Logits, first: int) -> int:
+    def _commit(self, text: RoundText, output: Logits, first: int) -> int:
         parents = [node.parent + 1 for node in text.tree]
-        rows = Rows([-1, *parents], [-1, *(node.token for node in text.tree)])
-        walk = SharedNoise().walk(rows, _Judge(said, first), SeededChance(VERIFY))
+        rows = VerifiedRows([-1, *parents], [-1, *(node.token for node in text.tree)])
+        walk = SharedNoise().walk(rows, _Judge(output, first), SeededRandom(VERIFY))
         behind = text.verified + 1  # the root's own row is committed
         path = np.array(walk.path, np.int64)
         self._target.move(text.slot, behind + path - 1, behind + np.arange(len(path)))
@@ -141,14 +143,14 @@ class Rounds:
 
 
 class _Judge:
-    """What the target says after the rows of one text; the rule asks for nothing else. See `outrider.core.rules`."""
+    """The target's choices after each row of one text, for the acceptance rule."""
 
-    def __init__(self, said: Logits, first: int) -> None:
-        self._said = said
+    def __init__(self, output: Logits, first: int) -> None:
+        self._output = output
         self._first = first
 
     def choose(self, row: int) -> Choice:
-        choice = self._said.choice(self._first + row)
+        choice = self._output.choice(self._first + row)
         assert choice is not None
         return choice
 
@@ -158,18 +160,18 @@ class _Judge:
     def q(self, row: int) -> FloatRow:
         raise NotImplementedError
 
-    def said(self, row: int, token: int) -> Choice:
+    def choice_of(self, row: int, token: int) -> Choice:
         raise NotImplementedError
 
 
-def _pending(text: Text) -> Segment:
-    """What the drafter has not read yet; it drafts after the last token."""
+def _pending(text: RoundText) -> Segment:
+    """Return the tokens that the drafter has not read yet; it drafts after the last one."""
     tokens = np.array(text.tokens[text.drafted :])
     return Segment(text.slot, text.drafted, tokens, text.drafted + np.arange(len(tokens)), None, 1)
 
 
-def _expansion(text: Text, nodes: Sequence[int], used: int) -> Segment:
-    """Some nodes of one level, behind `used` rows of those above."""
+def _expansion(text: RoundText, nodes: Sequence[int], used: int) -> Segment:
+    """Return some nodes of one level, after the `used` rows of the levels above."""
     mask = np.zeros((len(nodes), used + len(nodes)), np.bool_)
     for at, index in enumerate(nodes):
         node = text.tree[index]
@@ -182,8 +184,8 @@ def _expansion(text: Text, nodes: Sequence[int], used: int) -> Segment:
     return Segment(text.slot, len(text.tokens), tokens, positions, mask)
 
 
-def _grow(text: Text, expanded: Sequence[int], rows: Sequence[Row], growth: Growth) -> list[int]:
-    """Adds the candidates of the expanded nodes; gives those to be expanded next."""
+def _grow(text: RoundText, expanded: Sequence[int], rows: Sequence[LogitsRow], growth: RoundGrowth) -> list[int]:
+    """Add the candidates of the expanded nodes to the tree. Returns the nodes to expand next."""
     before = len(text.tree)
     for index, row in zip(expanded, rows, strict=True):
         best = row.best
@@ -192,12 +194,12 @@ def _grow(text: Text, expanded: Sequence[int], rows: Sequence[Row], growth: Grow
         relative = (best.scores - best.scores[0]) / SPREADS[text.contract.greedy]
         edges = relative - np.log(np.exp(relative).sum())
         for token, edge in zip(best.tokens[: growth.width].tolist(), edges.tolist(), strict=False):
-            text.tree.append(Node(token, depth + 1, index, score + edge))
+            text.tree.append(RoundNode(token, depth + 1, index, score + edge))
     return sorted(range(before, len(text.tree)), key=lambda index: -text.tree[index].score)[: growth.beam]
 
 
-def _prune(text: Text, most: int) -> None:
-    """Leaves the best nodes; a node's score is never above its parent's, so none loses its parent."""
+def _prune(text: RoundText, most: int) -> None:
+    """Keep the best nodes. A node's score is never above its parent's, so no node loses its parent."""
     best = sorted(range(len(text.tree)), key=lambda index: (-text.tree[index].score, index))[:most]
     places = {index: place for place, index in enumerate(sorted(best))} | {-1: -1}
     kept = [text.tree[index] for index in sorted(best)]
@@ -206,8 +208,8 @@ def _prune(text: Text, most: int) -> None:
     text.tree = kept
 
 
-def _verification(text: Text) -> Segment:
-    """The root and the tree below it."""
+def _verification(text: RoundText) -> Segment:
+    """Return the segment that verifies the root and the tree below it."""
     count = 1 + len(text.tree)
     mask = np.zeros((count, count), np.bool_)
     mask[0, 0] = True

@@ -1,4 +1,4 @@
-"""The rows: ways to generate, each in processes of its own, started once and asked in turn. Idle, they sleep."""
+"""The benchmark's rows: each generates in separate processes, which start once, take turns, and sleep when idle."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from bench.asking import Ask, sample_from_json
 from bench.processes import ROOT
+from bench.requests import BenchRequest, sample_from_json
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.errors import ConfigError, Unavailable
-from outrider.rpc.lifecycle import MISTAKE
+from outrider.rpc.lifecycle import USER_ERROR_STATUS
 
-GRACE_S = 3.0  # for a worker that was asked to end
+GRACE_S = 3.0  # between SIGTERM and SIGKILL of a worker
 LONGEST_LINE = 2**24  # bytes
 _LAST_LINES = 20
 
 WORKERS = ("transformers", "assisted", "lookup", "in-process")
 
 
-class Row(Protocol):
-    """One way to generate."""
+class BenchRow(Protocol):
+    """An engine or configuration that generates texts."""
 
     name: str
 
-    async def generate(self, ask: Ask) -> Sample:
-        """Answers; one call at a time. Raises Unavailable when its processes have ended."""
+    async def generate(self, request: BenchRequest) -> Sample:
+        """Generate an answer; calls must not overlap. Raises Unavailable when the row's processes have ended."""
 
     def pids(self) -> Mapping[str, int]:
-        """Its processes, by what they are."""
+        """Return the row's processes, by name."""
 
 
 class WorkerRow:
-    """A row behind `bench.worker`."""
+    """A row whose process is `bench.worker`, or speaks its protocol."""
 
     def __init__(self, name: str, child: asyncio.subprocess.Process) -> None:
         self.name = name
         self._child = child
-        self._said: deque[str] = deque(maxlen=_LAST_LINES)
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._listening = asyncio.create_task(self._listen())
 
-    async def generate(self, ask: Ask) -> Sample:
-        """Answers. Raises Unavailable with what the worker said when it ends instead."""
-        return sample_from_json(await self.request(ask.to_json()))
+    async def generate(self, request: BenchRequest) -> Sample:
+        """Generate an answer. Raises Unavailable with the worker's output when it ends instead."""
+        return sample_from_json(await self.request(request.to_json()))
 
     async def request(self, line: str) -> bytes:
         """Send a line and return the worker's answer. Raises as `line` does."""
         assert self._child.stdin is not None
-        with suppress(ConnectionError):  # reading says how it ended
+        with suppress(ConnectionError):  # `line` reports how the worker ended
             self._child.stdin.write(f"{line}\n".encode())
             await self._child.stdin.drain()
         return await self.line()
 
     def pids(self) -> Mapping[str, int]:
-        """The worker."""
+        """Return the worker's process."""
         return {"worker": self._child.pid}
 
     async def line(self) -> bytes:
-        """The worker's next line. Raises ConfigError or Unavailable when it ends instead."""
+        """Return the worker's next line. Raises ConfigError or Unavailable when it ends instead."""
         assert self._child.stdout is not None
         if line := await self._child.stdout.readline():
             return line
         status = await self._child.wait()
         await self._listening
-        said = "\n".join(self._said)
-        if status == MISTAKE:
-            raise ConfigError(f"{self.name}: {said.rpartition('outrider: ')[2]}")
-        raise Unavailable(f"the row {self.name} ended with status {status}; it said:\n{said}")
+        printed = "\n".join(self._last_lines)
+        if status == USER_ERROR_STATUS:
+            raise ConfigError(f"{self.name}: {printed.rpartition('outrider: ')[2]}")
+        raise Unavailable(f"the row {self.name} ended with status {status}; its output:\n{printed}")
 
     async def stop(self) -> None:
-        """Ends the worker, in whatever state it is."""
+        """End the worker in any state."""
         with suppress(ProcessLookupError):
             self._child.terminate()
         try:
@@ -89,12 +89,12 @@ class WorkerRow:
     async def _listen(self) -> None:
         assert self._child.stderr is not None
         async for line in self._child.stderr:
-            self._said.append(line.decode(errors="replace").rstrip())
+            self._last_lines.append(line.decode(errors="replace").rstrip())
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a worker loads."""
+    """The models that a worker loads."""
 
     target: Path
     drafter: Path
@@ -104,7 +104,7 @@ class Models:
 
 @asynccontextmanager
 async def worker_row(name: str, models: Models, config: ClusterConfig, *more: str) -> AsyncIterator[WorkerRow]:
-    """Starts a worker and waits until it has loaded. Raises ConfigError or Unavailable with what it said."""
+    """Start a worker and wait until it has loaded. Raises ConfigError or Unavailable with its output."""
     command = (
         *(sys.executable, "-m", "bench.worker", name),
         *("--target", str(models.target.resolve()), "--drafter", str(models.drafter.resolve())),
@@ -119,7 +119,7 @@ async def worker_row(name: str, models: Models, config: ClusterConfig, *more: st
 
 @asynccontextmanager
 async def worker(name: str, *command: str, environment: Mapping[str, str]) -> AsyncIterator[WorkerRow]:
-    """Starts a process that answers lines, and ends it. Its first line says that it has loaded."""
+    """Start a process that answers lines, and end it after the block. Its first line means that it has loaded."""
     child = await asyncio.create_subprocess_exec(
         *command,
         cwd=ROOT,
@@ -128,7 +128,7 @@ async def worker(name: str, *command: str, environment: Mapping[str, str]) -> As
         stderr=asyncio.subprocess.PIPE,
         env={**environment, "COLUMNS": "200"},
         limit=LONGEST_LINE,
-        start_new_session=True,  # a Ctrl-C reaches us alone; we stop the others in order
+        start_new_session=True,  # a Ctrl-C reaches only this process, which stops the others in order
     )
     row = WorkerRow(name, child)
     try:

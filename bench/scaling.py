@@ -1,11 +1,12 @@
-"""How a pass scales over ranks, by bytes and latencies: what links other than this machine's would make of it.
+"""Models how a pass scales over ranks with links other than this machine's, from bytes and latencies.
 
 A pass over n rows of a model of W bytes of weights on N devices takes
 
     W / (N * bandwidth)  +  L * 2 * sum(n * width * 4 bytes)  +  join(embedding)  +  collect(logits)
 
 and a sum over N ranks takes `latency + 2 * (N - 1) / N * bytes / link` (a ring, arXiv 1802.05799), a join or a
-collection half of the bytes. Computation is left out: below about 200 rows a GPU's pass is its weights' bytes.
+collection half of the bytes. Computation is left out: below about 200 rows the time of a GPU's pass is that of reading
+its weights.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-HBM = 4.0e12  # bytes a second that an H200 reads in practice; 4.8e12 by its data sheet
+HBM = 4.0e12  # bytes per second that an H200 reads in practice; its datasheet has 4.8e12
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins the devices."""
+    """A link between devices."""
 
     name: str
-    bytes_s: float  # each way, of one device
+    bytes_s: float  # in each direction, of one device
     latency_s: float  # of one small collective
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A model."""
+class ModelShape:
+    """The sizes of a model."""
 
     name: str
     weight_bytes: float
@@ -43,13 +44,13 @@ LINKS = (
     Link("PCIe 5 x16", 50e9, 25e-6),
     Link("25 GbE", 3.1e9, 60e-6),
 )
-SHAPES = (Shape("Llama-3.1-8B", 15.0e9, 32, 4096, 128256), Shape("Llama-3.1-70B", 139e9, 80, 8192, 128256))
+SHAPES = (ModelShape("Llama-3.1-8B", 15.0e9, 32, 4096, 128256), ModelShape("Llama-3.1-70B", 139e9, 80, 8192, 128256))
 DEGREES = (1, 2, 4, 8)
 ROWS = (1, 32)
 
 
-def pass_seconds(shape: Shape, link: Link, degree: int, rows: int) -> tuple[float, float]:
-    """Seconds of a pass, and of these in communication."""
+def pass_seconds(shape: ModelShape, link: Link, degree: int, rows: int) -> tuple[float, float]:
+    """Return the seconds of a pass, and the part of them in communication."""
     reading = shape.weight_bytes / (degree * HBM)
     if degree == 1:
         return reading, 0.0
@@ -61,7 +62,7 @@ def pass_seconds(shape: Shape, link: Link, degree: int, rows: int) -> tuple[floa
 
 
 def print_scaling(screen: Console) -> None:
-    """The table: milliseconds of a pass, and the share of communication."""
+    """Print the table: milliseconds of a pass, and the share of communication."""
     columns = [f"{degree} ranks, {rows} row{'' if rows == 1 else 's'}" for degree in DEGREES for rows in ROWS]
     table = Table("model", "link", *columns, title=f"modelled, {HBM / 1e12:g} TB/s of weights a device")
     for shape in SHAPES:
@@ -69,7 +70,7 @@ def print_scaling(screen: Console) -> None:
             cells = []
             for degree in DEGREES:
                 for rows in ROWS:
-                    seconds, talking = pass_seconds(shape, link, degree, rows)
-                    cells.append(f"{1e3 * seconds:.2f}" + (f" ({talking / seconds:.0%})" if degree > 1 else ""))
+                    seconds, communication = pass_seconds(shape, link, degree, rows)
+                    cells.append(f"{1e3 * seconds:.2f}" + (f" ({communication / seconds:.0%})" if degree > 1 else ""))
             table.add_row(shape.name, link.name, *cells)
     screen.print(table)

@@ -1,10 +1,11 @@
-"""What sessions gain whose prompts begin alike: `python -m bench.sharing`.
+"""The gain of sessions whose prompts share a prefix: `python -m bench.sharing`.
 
-- *First token*: a cluster of a verifier and a router, the target padded. A caller's session runs; then others ask with
-  prompts as long, which begin as the running one's, or with a token of their own, in turn. Medians, and their ratio.
-- *Memory*: bytes of KV that sessions hold in one engine, of which all begin alike, or none.
+- *First token*: a cluster of a verifier and a router, with the target padded. One session runs; then others with
+  prompts of the same length start, which in turn begin like the running one or differ from the first token on. Medians,
+  and their ratio.
+- *Memory*: bytes of KV that sessions hold in one engine, if all share a prefix, or none do.
 
-The last line: `sharing: first_token=… memory=…`, with sharing over without.
+The last line: `sharing: first_token=… memory=…`, the ratios with sharing over without.
 """
 
 from __future__ import annotations
@@ -22,37 +23,37 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from outrider.cli.errors import reported
 from outrider.cli.pad import parse_count
-from outrider.cli.reporting import reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.engine.batch import Segment
+from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.padding import pad_checkpoint
-from outrider.engine.slots import Slots
+from outrider.engine.kv_slots import KvSlots
 from outrider.fleet.local import LocalCluster
 
 VOCABULARY = 4096  # of the reference models
-PROMPT, SHARED = 900, 800  # tokens of a prompt, and of it those that prompts have in common
-TEXT, SESSIONS = 1000, 32  # of the memory's sessions
+PROMPT, SHARED = 900, 800  # tokens of a prompt, and of the shared prefix
+TEXT, SESSIONS = 1000, 32  # tokens and number of the sessions whose memory is measured
 
 
 class FirstTokens(NamedTuple):
     """Seconds until the first token."""
 
-    shared: list[float]  # of prompts that begin as a running session's
+    shared: list[float]  # of prompts that begin like that of a running session
     alone: list[float]
 
 
 def texts(length: int, shared: int, count: int, seed: int) -> list[list[int]]:
-    """Texts of random tokens, with the first `shared` in common."""
-    dice = np.random.default_rng(seed)
-    beginning = dice.integers(1, VOCABULARY, shared).tolist()
-    return [[*beginning, *dice.integers(1, VOCABULARY, length - shared).tolist()] for _ in range(count)]
+    """Return texts of random tokens that share the first `shared` tokens."""
+    random = np.random.default_rng(seed)
+    beginning = random.integers(1, VOCABULARY, shared).tolist()
+    return [[*beginning, *random.integers(1, VOCABULARY, length - shared).tolist()] for _ in range(count)]
 
 
 async def first_tokens(target: Path, rounds: int, threads: int, prompt: int, shared: int) -> FirstTokens:
-    """Of both kinds of prompts, in turn."""
+    """Measure first tokens of both kinds of prompts, in turn."""
     config = ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}),
         verifier=[VerifierConfig(model=target, name="target", threads=threads, slots=4)],
@@ -62,7 +63,7 @@ async def first_tokens(target: Path, rounds: int, threads: int, prompt: int, sha
     async with (
         LocalCluster(config) as cluster,
         AsyncClient(cluster.router_address) as client,
-        _generating(client, alike[0]),  # it runs, and soon does not step: its caller reads no more
+        _generating(client, alike[0]),  # it stops stepping soon, because its caller does not read
     ):
         for mine, alone in zip(alike[1:], others, strict=True):
             found.shared.append(await _first_token_s(client, mine))
@@ -72,7 +73,7 @@ async def first_tokens(target: Path, rounds: int, threads: int, prompt: int, sha
 
 @asynccontextmanager
 async def _generating(client: AsyncClient, prompt: Sequence[int]) -> AsyncIterator[None]:
-    """A session that has begun."""
+    """Run a session within the block, from its first chunk on."""
     stream = client.stream(prompt, max_tokens=100, ignore_eos=True, speculation="off", timeout=600)
     chunks = aiter(stream)
     await anext(chunks)
@@ -87,28 +88,28 @@ async def _first_token_s(client: AsyncClient, prompt: Sequence[int]) -> float:
 
 
 def memory(target: Path, threads: int, sessions: int, length: int, shared: int) -> tuple[int, int]:
-    """Bytes of KV of sessions that begin alike, and of those that do not."""
+    """Return the bytes of KV of sessions that share a prefix, and of sessions that do not."""
     found = []
     for common in (shared, 0):
         engine = CpuEngine.load(target, dtype="bfloat16", slots=sessions, rows=length + 16, threads=threads)
-        slots = Slots(sessions)
+        slots = KvSlots(sessions)
         for text in texts(length, common, sessions, 3):
-            place = slots.take(text, "")
+            place = slots.acquire(text, "")
             if place.source is not None:
                 engine.copy(place.source, place.slot, place.cached)
             rest = np.array(text[place.cached :])
             engine.forward([Segment(place.slot, place.cached, rest, np.arange(place.cached, length), None, 0)])
-            slots.computed(place.slot, length - 1)
+            slots.mark_computed(place.slot, length - 1)
         found.append(engine.kv_bytes_taken)
     return found[0], found[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what sharing brings, and print it."""
+    """Measure the gain of shared prefixes, and print it."""
     parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parameters", default="150M", help="The target is padded to that many (150M).")
+    parser.add_argument("--parameters", default="150M", help="Size to pad the target to (150M).")
     parser.add_argument("--rounds", type=int, default=9, help="Prompts of each kind (9).")
-    parser.add_argument("--threads", type=int, default=2, help="Of the verifier (2).")
+    parser.add_argument("--threads", type=int, default=2, help="Threads of the verifier (2).")
     parser.add_argument("--models", type=Path, default=Path("models"), help="Folder that holds target/ and drafter/.")
     options = parser.parse_args(arguments)
     screen = Console()

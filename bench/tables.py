@@ -1,4 +1,4 @@
-"""The tables at the end of a run."""
+"""Prints the tables at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.figures import Memory, Results, Take, of_shortest, ratio, shown
+from bench.figures import BenchResults, RowMemory, Take, of_shortest, ratio, shown
 from bench.llama_worker import PASS_CONTEXT
 from bench.passes import LLAMA_CPP, PassTime
 from bench.tiers import beside
@@ -20,14 +20,14 @@ NOTES = (
     "tok/s: decode speed, the tokens after the first arrival over the time from it to the last one; median over the "
     "prompts and repetitions, with the interquartile range. x plain: median of the ratios of pairs (same prompt, "
     "temperature and repetition). A gap is the time between two arrivals; tokens that arrive together are one arrival. "
-    "First tokens are those after prompts that were not asked before, so that no KV is kept of them. "
-    "Acceptance is that of the small models in models/, whatever the target is padded to; greedy, they fall into loops "
+    "First tokens are measured with new prompts, for which no KV is cached. "
+    "Padding does not change the acceptance: it is that of the small models in models/. Greedy, they fall into loops "
     "that any drafter predicts, as the repeated 4-grams show."
 )
 
 
-def print_tables(screen: Console, results: Results) -> None:
-    """All that the results hold."""
+def print_tables(screen: Console, results: BenchResults) -> None:
+    """Print the tables of all suites that the results contain."""
     for target in dict.fromkeys(take.target for take in results.takes):
         takes = [take for take in results.takes if take.target == target]
         firsts = [take for take in results.firsts if take.target == target]
@@ -85,7 +85,7 @@ def _rows(takes: Sequence[Take], firsts: Sequence[Take], title: str) -> Table:
     return table
 
 
-def _steps(results: Results, target: int) -> Table:
+def _steps(results: BenchResults, target: int) -> Table:
     limit = results.limits.get(target)
     title = "steps, p50"
     if limit:
@@ -109,7 +109,7 @@ def _steps(results: Results, target: int) -> Table:
     return table
 
 
-def _memory(entries: Sequence[Memory]) -> Table:
+def _memory(entries: Sequence[RowMemory]) -> Table:
     table = _table("memory, MB", "row", "process", "peak", "at the end", "peak above weights + KV", "at the end")
     for entry in entries:
         above = [shown(held - entry.fixed_mb, 0) for held in (entry.peak_mb, entry.resident_mb)]
@@ -123,7 +123,7 @@ def _memory(entries: Sequence[Memory]) -> Table:
     return table
 
 
-def _load(results: Results) -> Table:
+def _load(results: BenchResults) -> Table:
     target = results.loads[0].target
     table = _table(
         f"{target / 1e6:.0f}M under load, short and long prompts", "callers", "plain\ntok/s", "distributed\ntok/s",

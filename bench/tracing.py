@@ -1,6 +1,7 @@
-"""`python -m bench.tracing`: what it costs to be watched. One cluster tells nothing, others tell a collector.
+"""`python -m bench.tracing`: measures the cost of telemetry, with one cluster without it and others that export it.
 
-All run at once and take turns under the same load; the collector is a process of this machine, so its time is in it.
+All clusters run at once and take turns under the same load. The collector is a process of this machine, so its time is
+included.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import Cluster, running
-from outrider.cli.load import Load, carry, read_prompts
-from outrider.cli.reporting import reported
+from bench.cluster import BenchCluster, running
+from outrider.cli.errors import reported
+from outrider.cli.load import Load, apply_load, read_prompts
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.rpc.lifecycle import run_until_signal
 
-TELLING = {  # what is set in the environment of a cluster's servers, beside the collector
+TELEMETRY = {  # environment variables of a cluster's servers, beside the collector's address; None: no telemetry
     "nothing": None,
     "metrics, and traces at the default sampling": {},
     "metrics, and all traces": {"OTEL_TRACES_SAMPLER": "always_on"},
@@ -37,7 +38,7 @@ ANSWER = 96  # tokens
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=1, help="Of each turn.")] = 8.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of each turn.")] = 8.0,
     repetitions: Annotated[int, typer.Option(min=2)] = 9,
     callers: Annotated[int, typer.Option(min=1)] = 4,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
@@ -54,15 +55,15 @@ async def _measure(models: Path, endpoint: str, load: Load, repetitions: int) ->
     speeds: dict[str, list[float]] = defaultdict(list)
     console = Console(stderr=True)
     async with AsyncExitStack() as stack:
-        clusters: dict[str, Cluster] = {}
-        for name, further in TELLING.items():
-            with environment({} if further is None else {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **further}):
-                clusters[name] = await stack.enter_async_context(running(_config(models, shown=further is not None)))
+        clusters: dict[str, BenchCluster] = {}
+        for name, variables in TELEMETRY.items():
+            with environment({} if variables is None else {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **variables}):
+                clusters[name] = await stack.enter_async_context(running(_config(models, shown=variables is not None)))
         for repetition in range(repetitions):
-            names = [*TELLING]
+            names = [*TELEMETRY]
             for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
                 with console.status(f"{repetition + 1} of {repetitions}: {name}"):
-                    speeds[name].append((await carry(clusters[name].client, load)).goodput)
+                    speeds[name].append((await apply_load(clusters[name].client, load)).goodput)
     Console().print(_table(speeds))
 
 
@@ -77,10 +78,10 @@ def _config(models: Path, *, shown: bool) -> ClusterConfig:
 
 def _table(speeds: dict[str, list[float]]) -> Table:
     base, *others = speeds
-    table = Table("telling", "tokens/s", "of telling nothing, median", "quartiles", box=SIMPLE)
+    table = Table("telemetry", "tokens/s", "ratio to none, median", "quartiles", box=SIMPLE)
     table.add_row(base, f"{median(speeds[base]):.0f}", "", "")
     for name in others:
-        ratios = [told / untold for told, untold in zip(speeds[name], speeds[base], strict=True)]
+        ratios = [with_telemetry / without for with_telemetry, without in zip(speeds[name], speeds[base], strict=True)]
         low, _, high = quantiles(ratios, n=4)
         table.add_row(name, f"{median(speeds[name]):.0f}", f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}")
     return table
@@ -88,7 +89,7 @@ def _table(speeds: dict[str, list[float]]) -> Table:
 
 @contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """What processes that are started in the body inherit beside our own."""
+    """Set environment variables for the processes that start in the block."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -100,7 +101,7 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """A process that takes everything by OTLP, and keeps nothing. Yields its endpoint."""
+    """Run a process that accepts all OTLP exports and drops them. Yields its endpoint."""
     process = Popen([sys.executable, "-m", "bench.tracing", "--collect"], stdout=PIPE, stdin=PIPE, stderr=DEVNULL)
     assert process.stdout is not None
     try:
@@ -111,12 +112,12 @@ def collector() -> Iterator[str]:
 
 
 def _collect() -> None:
-    """The collector: answers each export with an empty message, which stands for all having been taken."""
-    taken = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
+    """Run the collector. It answers each export with an empty message, which means that everything was accepted."""
+    accept = grpc.unary_unary_rpc_method_handler(lambda request, context: b"")
     server = grpc.server(ThreadPoolExecutor(2))
     for signal in ("trace.v1.Trace", "metrics.v1.Metrics"):
         service = f"opentelemetry.proto.collector.{signal}Service"
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": taken}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Export": accept}),))
     print(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
     server.start()
     server.wait_for_termination()

@@ -1,7 +1,7 @@
-"""A row in a process of its own: `python -m bench.worker KIND --target FOLDER ...`.
+"""A row in a separate process: `python -m bench.worker KIND --target FOLDER ...`.
 
-It says "ready" on a line of stdout when it has loaded, then answers each line of stdin, an `Ask`, with a line, the
-`Sample`, until stdin ends.
+The process writes "ready" on a line of stdout when it has loaded. Then it answers each line of stdin, a `BenchRequest`,
+with a line, the `Sample`, until stdin ends.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bench.asking import Ask, sample_to_json
-from outrider.cli.reporting import reported
+from bench.requests import BenchRequest, sample_to_json
+from outrider.cli.errors import reported
 from outrider.cli.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
-from outrider.fleet import surroundings
+from outrider.fleet import process_env
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["transformers", "assisted", "lookup", "in-process", "gpt-fast"]
-LOOKUP_TOKENS = 10  # transformers' own advice for prompt lookup
+LOOKUP_TOKENS = 10  # recommended by transformers for prompt lookup
 
-Generate = Callable[[Ask], Sample]
+Generate = Callable[[BenchRequest], Sample]
 
 
 def main(
@@ -39,14 +39,14 @@ def main(
     drafter: Annotated[Path, typer.Option()],
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option()] = "bfloat16",
     threads: Annotated[int, typer.Option(min=1)] = 2,
-    checkout: Annotated[Path, typer.Option(help="Of gpt-fast, for that.")] = Path(),
+    checkout: Annotated[Path, typer.Option(help="Checkout of gpt-fast, for that kind.")] = Path(),
     cluster: Annotated[str, typer.Option(help="JSON of a ClusterConfig, for in-process.")] = "",
 ) -> None:
-    """Serve one way to generate."""
+    """Answer requests with one engine."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    surroundings.settle(threads)
+    process_env.settle(threads)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # the output of libraries must not mix with the answers
     with reported(), closing(answers):
         if kind == "in-process":
             with asyncio.Runner() as runner:
@@ -62,22 +62,22 @@ def main(
 def _answer(generate: Generate, answers: Any) -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        print(sample_to_json(generate(Ask.from_json(line))), file=answers, flush=True)
+        print(sample_to_json(generate(BenchRequest.from_json(line))), file=answers, flush=True)
 
 
 def _in_process(runner: asyncio.Runner, cluster: str) -> Generate:
-    from bench.local import Pair
+    from bench.local import LocalPair
     from outrider.config import ClusterConfig
 
-    async def start() -> Pair:
-        return Pair(ClusterConfig.model_validate_json(cluster))
+    async def start() -> LocalPair:
+        return LocalPair(ClusterConfig.model_validate_json(cluster))
 
     pair = runner.run(start())
-    return lambda ask: runner.run(pair.generate(ask))
+    return lambda request: runner.run(pair.generate(request))
 
 
 class _Clock:
-    """A streamer: when which tokens came. Every put after the prompt's is one pass of the target."""
+    """A streamer that records the arrival of tokens. Every call of `put` after that for the prompt is one pass."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -90,7 +90,7 @@ class _Clock:
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing; the interface of streamers requires this method."""
 
     def sample(self, most: int) -> Sample:
         pairs = [(token, arrival) for arrival, tokens in self.puts for token in tokens][:most]
@@ -98,9 +98,9 @@ class _Clock:
 
 
 def _transformers(kind: Kind, target: Path, drafter: Path, dtype: str, threads: int) -> Generate:
-    """`generate()` as a user would call it, on `threads` threads."""
+    """Return a function that calls `generate()` as a user would, on `threads` threads."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of transformers, about itself
+        warnings.simplefilter("ignore")  # transformers warns about itself
         try:
             import torch
             from transformers.utils import logging
@@ -116,33 +116,33 @@ def _transformers(kind: Kind, target: Path, drafter: Path, dtype: str, threads: 
     elif kind == "lookup":
         extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
 
-    def generate(ask: Ask) -> Sample:
-        torch.manual_seed(ask.seed)
-        sampling = {"do_sample": True, "temperature": ask.temperature, "top_k": 0} if ask.temperature else {}
+    def generate(request: BenchRequest) -> Sample:
+        torch.manual_seed(request.seed)
+        sampling = {"do_sample": True, "temperature": request.temperature, "top_k": 0} if request.temperature else {}
         clock = _Clock()
-        ids = torch.tensor([ask.prompt])
+        ids = torch.tensor([request.prompt])
         with torch.inference_mode():
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=ask.max_tokens,
+                max_new_tokens=request.max_tokens,
                 streamer=clock,
                 **({"do_sample": False} | sampling | extra),
             )
-        return clock.sample(ask.max_tokens)
+        return clock.sample(request.max_tokens)
 
     return generate
 
 
 def _model(folder: Path, dtype: str) -> Any:
-    """The checkpoint, with no end of text."""
+    """Load the checkpoint, without an end of text."""
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         kind = getattr(torch, dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
-    except Exception as error:  # what can be wrong with a folder has no common base
+    except Exception as error:  # the errors of a bad folder have no common base class
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
     model.eval()
     model.generation_config.eos_token_id = None

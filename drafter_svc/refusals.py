@@ -1,23 +1,23 @@
-"""What an upstream answered instead of serving a drafter, kept for the routers: their next Attach is told."""
+"""Reasons for which an upstream refused to serve a drafter, kept for the routers' next Attach."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from outrider.core.speculation import shown
+from outrider.core.session.speculation_status import printable
 from outrider.errors import Cancelled, DeadlineExceeded, InternalError, OutriderError, Unavailable
 from outrider.v1 import drafter_pb2 as pb
 
-MOST_SESSIONS = 256  # whose refusals are kept; the oldest is forgotten
-LET_GO = "the upstream has let it go"  # a tier ends a session with this when its own upstream has ended it
-REGULAR = ("finished", "fenced", LET_GO)  # how reasons begin for which sessions end in order
-WITHOUT = "features:"  # how a reason begins for which nothing can be drafted at an upstream
+MAX_SESSIONS = 256  # sessions whose refusals are kept; the oldest is dropped
+UPSTREAM_ENDED = "the upstream has let it go"  # a tier ends a session with this when its own upstream has ended it
+ORDERLY_ENDS = ("finished", "fenced", UPSTREAM_ENDED)  # beginnings of reasons that are no refusals
+FEATURES_REFUSED = "features:"  # beginning of a reason for which the upstream serves no session
 
 Key = tuple[str, int]  # a session and its epoch
 
 
 class Refusals:
-    """Those of one upstream. Reasons are cut, and their number is bounded."""
+    """The refusals of one upstream. Reasons are cut, and their number is bounded."""
 
     def __init__(self) -> None:
         self._refused = ""  # why the upstream serves no session at all
@@ -25,44 +25,46 @@ class Refusals:
         self._sessions: OrderedDict[Key, str] = OrderedDict()
 
     def closed(self, key: Key, reason: str) -> None:
-        """The upstream ended an attachment."""
-        if reason.startswith(REGULAR):
+        """Notes that the upstream ended an attachment."""
+        if reason.startswith(ORDERLY_ENDS):
             return
-        if reason.startswith(WITHOUT):
-            self._refused = shown(reason)
-        self._sessions[key] = shown(reason)
+        if reason.startswith(FEATURES_REFUSED):
+            self._refused = printable(reason)
+        self._sessions[key] = printable(reason)
         self._sessions.move_to_end(key)
-        if len(self._sessions) > MOST_SESSIONS:
+        if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
     def failed(self, error: OutriderError) -> None:
-        """The stream has ended with this error. gRPC makes an internal one of every end that meets a write, and hides
-        what the upstream answered: then what was known before stays."""
+        """Notes that the stream ended with this error. gRPC reports an internal error when a stream's end meets a
+        write, and hides the upstream's status: then the known refusal stays.
+        """
         if isinstance(error, InternalError) and self._refused:
             return
         if isinstance(error, Unavailable | DeadlineExceeded | Cancelled | InternalError):
-            self._refused, self._unreachable = "", shown(str(error))
+            self._refused, self._unreachable = "", printable(str(error))
         else:
-            self._refused, self._unreachable = shown(str(error)), ""
+            self._refused, self._unreachable = printable(str(error)), ""
 
     def welcomed(self) -> None:
-        """The upstream has taken the stream."""
+        """Clears the stream's refusals: the upstream has accepted the stream."""
         self._refused = self._unreachable = ""
 
     def opened(self, key: Key) -> None:
-        """A session's snapshot has come."""
+        """Clears the refusals of a session and of the stream: the session's snapshot was received."""
         self._refused = ""
         self._sessions.pop(key, None)
 
     def forget(self, key: Key) -> None:
-        """The upstream is asked for the session again, and a router was told what it answered before."""
+        """Drops a session's refusal, which a router has received, because the session is subscribed again."""
         self._sessions.pop(key, None)
 
-    def standing(self, *, attached: bool) -> str:
-        """Why the upstream serves no session; empty: nothing speaks against it. `attached`: whether sessions are
-        drafted for it; nobody tries to reach it for none."""
+    def reason(self, *, attached: bool) -> str:
+        """Return why the upstream serves no session; empty: it serves them. `attached`: whether sessions are attached;
+        without any, the drafter does not try to reach the upstream.
+        """
         return self._refused or (self._unreachable if attached else "")
 
-    def answer(self, key: Key) -> pb.AttachResponse:
-        """What a router is told that asks for this session."""
+    def attach_response(self, key: Key) -> pb.AttachResponse:
+        """Return the answer to a router's Attach of this session."""
         return pb.AttachResponse(refused=self._sessions.get(key) or self._refused, unreachable=self._unreachable)

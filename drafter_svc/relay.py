@@ -1,8 +1,8 @@
 """A session at a drafter that serves a lower tier: an upstream to the drafters there, a drafter to its own upstream.
 
-What they draft goes up at once, under this drafter's ids. Its own model then says what each node is worth, adds
-children, and drops none. What is said above goes down: commits, terms; and with them hints, which are no commits: the
-best of the tree by this drafter's judgement, so that they draft on where it pays.
+Nodes from the lower tier are sent up at once, under this drafter's ids. Then its own model scores each node, adds
+children, and drops none. Commits and terms from above are sent down. Hints go with them: the best of the tree by this
+drafter's scores, so that the lower tier drafts where it pays. Hints are no commits.
 
 Sources: Spector and Re, staged speculation (arXiv 2308.04623); CS-Drafting's vertical cascade (Chen et al., arXiv
 2312.11462).
@@ -15,160 +15,161 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
-from drafter_svc.replica import OWN
+from drafter_svc.mirror import OWN
 from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
-from outrider.core.contract import Plan
-from outrider.core.growth import floor_score
-from outrider.core.tree import Delta, Hints, Node
-from outrider.sink.drafted import MAX_DRAFTERS, Drafted, Subscription
+from outrider.core.construction.expansion import floor_score
+from outrider.core.session.contract import Plan
+from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 
 
-class Below(Protocol):
-    """Tells the lower tier."""
+class LowerTier(Protocol):
+    """Sends to the lower tier."""
 
-    def publish(self, session: Drafted, position: int, tokens: Sequence[int]) -> None:
-        """New tokens from `position` on, or new terms."""
+    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+        """Sends new tokens from `position` on, or new terms."""
 
-    def renew(self, session: Drafted) -> None:
-        """All drafters of a session need a snapshot."""
+    def resend_snapshots(self, session: DraftedSession) -> None:
+        """Sends a snapshot to all drafters of a session."""
 
-    def hint(self, session: Drafted, hints: Hints) -> None:
-        """What is believed here."""
+    def hint(self, session: DraftedSession, hints: Hints) -> None:
+        """Sends the scores of this drafter's model."""
 
-    def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """These nodes are not in the tree any more although they might be right."""
+    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        """Reports nodes that were dropped from the tree although the target may still choose them."""
 
-    def welcome_waiting(self, session: Drafted) -> None:
-        """The session is here now."""
-
-
-class NobodyBelow:
-    """This drafter serves no lower tier."""
-
-    def publish(self, session: Drafted, position: int, tokens: Sequence[int]) -> None:
-        """Nobody hears it."""
-
-    def renew(self, session: Drafted) -> None:
-        """Nobody needs it."""
-
-    def hint(self, session: Drafted, hints: Hints) -> None:
-        """Nobody hears it."""
-
-    def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        """Nobody had them."""
-
-    def welcome_waiting(self, session: Drafted) -> None:
-        """Nobody waits."""
+    def subscribe_waiting(self, session: DraftedSession) -> None:
+        """Subscribes the drafters that were waiting for this session."""
 
 
-class Relay(Drafted):
-    """One session. `forward` sends nodes up that came from below."""
+class NoLowerTier:
+    """The null object: this drafter serves no lower tier."""
+
+    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def resend_snapshots(self, session: DraftedSession) -> None:
+        """Does nothing."""
+
+    def hint(self, session: DraftedSession, hints: Hints) -> None:
+        """Does nothing."""
+
+    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        """Does nothing."""
+
+    def subscribe_waiting(self, session: DraftedSession) -> None:
+        """Does nothing."""
+
+
+class Relay(DraftedSession):
+    """One session. `forward` sends the lower tier's nodes up."""
 
     def __init__(
         self,
         key: Attachment,
         session: DraftSession,
-        below: Below,
+        lower_tier: LowerTier,
         forward: Callable[[Sequence[Node], str, bytes], None],
     ) -> None:
         super().__init__(session.contract, OWN)
         self.id, self.tenant, self.epoch = key.session_id, key.tenant, key.epoch
         self.answer_position = session.answer_position
-        self.changed = False  # whether there is news from below
-        self._below = below
+        self.changed = False  # whether the lower tier has sent something since the last level
+        self._lower_tier = lower_tier
         self._forward = forward
-        self._since = 0.0  # when drafters below last heard something
-        self._take(session)
+        self._last_sent = 0.0  # when the lower tier was last sent tokens or hints
+        self._adopt(session)
 
-    def renew(self, session: DraftSession) -> None:
-        """The session began anew: over another tree, which drafters below have to begin with."""
+    def restart(self, session: DraftSession) -> None:
+        """Restarts the session over another tree; drafters of the lower tier get a snapshot."""
         before = self.tree
-        self._take(session)
+        self._adopt(session)
         for subscription in self.subscriptions.values():
             self.tree.resume(subscription.sender, before.last_id(subscription.sender))
-        self._below.renew(self)
+        self._lower_tier.resend_snapshots(self)
 
-    def _take(self, session: DraftSession) -> None:
+    def _adopt(self, session: DraftSession) -> None:
         self._session = session
         self.vocabulary, self.sayable = session.vocabulary, session.sayable
         self.tree, self.tokens, self.plan = session.tree, session.tokens, session.plan
 
     @property
     def ceilings(self) -> Plan:
-        """As the upstream has them."""
+        """The upstream's plan."""
         return self.plan
 
     @property
     def resting(self) -> bool:
-        """Never: that the upstream asks for rest goes down as a price."""
+        """Never: an upstream that wants drafters to rest sends a price of 1, which is passed on."""
         return False
 
     @property
     def price(self) -> float:
-        """The upstream's."""
+        """The upstream's price."""
         return self._session.price
 
     @property
     def time_price(self) -> float:
-        """The upstream's."""
+        """The upstream's time price."""
         return self._session.time_price
 
     @property
     def ahead(self) -> bool:
-        """As the upstream says."""
+        """Whether the upstream lets drafters go on below nodes that may be in verification."""
         return self._session.ahead
 
     @property
-    def space(self) -> int:
-        """What fits the tree and can be told above."""
+    def free_nodes(self) -> int:
+        """Nodes that fit the tree and the upstream's credit."""
         return min(self.tree.capacity - self.tree.size, self._session.room)
 
     @property
-    def most(self) -> int:
-        """Drafters that it may have. What is drawn from one q cannot be another's, too."""
+    def max_drafters(self) -> int:
+        """The most drafters that the session may have; none for a sampled tree, which one q alone may draw."""
         return 0 if self.drawn else MAX_DRAFTERS
 
-    def joined(self) -> None:
-        """Tells what is believed here; it is waited for from the next commit on."""
+    def on_drafter_subscribed(self) -> None:
+        """Sends hints; levels wait for the new drafter from the next commit on."""
         self.hint(time.monotonic())
 
-    def grown(
+    def on_delta(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
-        """Sends what is new up at once; what the upstream has no room for goes."""
+        """Sends new nodes up at once; removes those for which the upstream gives no credit."""
         beyond = added[self._session.room :]
-        self._below.drop(self.owners(name for node in beyond for name in node.names))
+        self._lower_tier.report_dropped(self.owners(name for node in beyond for name in node.names))
         for node in reversed(beyond):
             self.tree.remove(node)
         self._forward(added[: len(added) - len(beyond)], delta.origin or subscription.stream.drafter_id, delta.span)
         self.changed = True
 
     def exhaust(self, subscription: Subscription, position: int) -> None:
-        """Whoever waited for it need not wait."""
+        """Notes that the drafter has nothing more to send, so that no level waits for it."""
         super().exhaust(subscription, position)
         self.changed = True
 
-    def learn_from(self, tokens: Sequence[int]) -> None:
-        """The target is about to say this: holds what was claimed below against it."""
+    def calibrate_committed(self, tokens: Sequence[int]) -> None:
+        """Calibrates the lower tier's claimed scores by tokens that are about to be committed."""
         node: Node | None = self.tree.root
         for token in tokens:
             if node is None:
                 return
             child = node.children.get(token)
-            self.hold(node.children.values(), child)
+            self.calibrate(node.children.values(), child)
             node = child
 
     def publish(self, position: int, tokens: Sequence[int], now: float) -> None:
-        """Tells what was committed, from `position` on, or what else has changed."""
+        """Sends committed tokens, from `position` on, or changed terms."""
         self.plan = self._session.plan
         if tokens:
-            self._since = now
-        self._below.publish(self, position, tokens)
+            self._last_sent = now
+        self._lower_tier.publish(self, position, tokens)
 
     def hint(self, now: float) -> None:
-        """Tells the best of the tree, as far as this drafter's model has judged it. Who had nothing more may have
-        something now."""
+        """Sends the best of the tree, as far as this drafter's model has scored it. A drafter that was exhausted may
+        have more nodes then.
+        """
         if not self.subscriptions:
             return
         floor = floor_score(self.price, ahead=self.ahead)
@@ -183,14 +184,15 @@ class Relay(Drafted):
         if nodes:
             parents = tuple(index[node.parent] for node in nodes)
             tokens, edges = tuple(node.token for node in nodes), tuple(node.edge for node in nodes)
-            self._below.hint(self, Hints(self.tree.root.position, parents, tokens, edges))
-            self._since = now
+            self._lower_tier.hint(self, Hints(self.tree.root.position, parents, tokens, edges))
+            self._last_sent = now
             for subscription in self.subscriptions.values():
                 subscription.exhausted = -1
 
-    def patience(self, now: float, level_s: float) -> float:
-        """How much longer a pass of `level_s` seconds may wait, for it to judge what is being drafted below, too.
+    def hold_s(self, now: float, level_s: float) -> float:
+        """Return the seconds that a pass of `level_s` seconds may still wait, to score the lower tier's next nodes,
+        too.
 
-        As long as it takes itself: whoever waits for what he could have had for that price never pays more than twice.
+        A pass waits at most as long as it takes itself: then it never costs more than twice the time of not waiting.
         """
-        return self._since + level_s - now if self.drafting else 0.0
+        return self._last_sent + level_s - now if self.drafting else 0.0

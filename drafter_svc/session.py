@@ -1,4 +1,4 @@
-"""One session on a drafter that has a model: which KV that holds, and what it runs next."""
+"""One session on a drafter that has a model: the KV that its slot holds, and the segment that it runs next."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.replica import Replica, Snapshot
+from drafter_svc.mirror import Mirror, MirrorSnapshot
 from outrider.core.construction import Construction, Terms
-from outrider.core.growth import Fits
-from outrider.core.noise import Draw
-from outrider.core.sampler import Sampler
-from outrider.core.tree import Delta, Node
+from outrider.core.construction.expansion import DrafterFits
+from outrider.core.sampling.noise import Draw
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.tree.token_tree import Delta, Node
 from outrider.engine.batch import Segment
-from outrider.engine.logits import Row
+from outrider.engine.logits import LogitsRow
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Cache rows that go somewhere else after a commit."""
+class KvMove:
+    """Cache rows to move after a commit."""
 
     source: NDArray[np.int64]
     target: NDArray[np.int64]
 
 
-class DraftSession(Replica, ABC):
-    """One session's tree and KV; how the tree grows is left to its kinds.
+class DraftSession(Mirror, ABC):
+    """One session's tree and KV; subclasses decide how the tree grows.
 
-    Cache rows [0, cached) hold committed tokens; `scratch` says which node's KV the rows behind them hold, oldest
+    Cache rows [0, cached) hold committed tokens; `scratch` names the nodes whose KV the rows behind them hold, oldest
     first. A node has KV if and only if it is expanded.
 
-    Target and model may have different numbers of ids. What is drafted has ids below `usable`, which both have. Where
-    the model lacks one, of a committed token or of a node from elsewhere, it reads its own last one.
+    Target and model may have different numbers of ids. Drafted nodes have ids below `usable`, which both have. Where a
+    committed token or another drafter's node has an id that the model lacks, the model reads its own last id.
     """
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: MirrorSnapshot,
         slot: int,
         vocabulary: int,
         construction: Construction,
@@ -52,15 +52,15 @@ class DraftSession(Replica, ABC):
         self.usable = min(vocabulary, self.sayable)
         self.construction = construction
         self.slot = slot
-        self.level_price = 0.0  # tokens that the time of one more level costs, while the upstream waits
+        self.level_price = 0.0  # tokens that one more level costs while the upstream waits
         self.cached = cached
         self.scratch: list[Node] = []
         self.sampler = Sampler(snapshot.contract, self.usable, self.tokens, snapshot.answer_position)
         self._last_id = vocabulary - 1
-        self._mute = not snapshot.contract.allows_any(self.usable)
+        self._cannot_draft = not snapshot.contract.allows_any(self.usable)
 
-    def commit(self, tokens: Sequence[int]) -> Move | None:
-        """Follows the target. Returns the cache rows to move so that what is still good stays in order."""
+    def commit(self, tokens: Sequence[int]) -> KvMove | None:
+        """Re-roots the tree by committed tokens. Returns the rows to move so that valid KV stays in order."""
         matched = self._re_root(tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)
@@ -73,34 +73,36 @@ class DraftSession(Replica, ABC):
         self.cached += len(kept)
         self.scratch = survivors[len(kept) :]
         moved = rows != target
-        return Move(rows[moved], target[moved]) if moved.any() else None
+        return KvMove(rows[moved], target[moved]) if moved.any() else None
 
     @property
     def behind(self) -> bool:
-        """Whether it has to read on in its text before it can propose all that it could."""
+        """Whether the session has to read more of its text before it can propose all that it could."""
         return False
 
-    def read_on(self, most: int) -> int:
-        """Reads at most so many tokens more. Returns how many."""
+    def read_on(self, limit: int) -> int:
+        """Reads at most so many more tokens. Returns how many it read."""
         return 0
 
-    def forget(self) -> bool:
-        """All KV is gone. False: the session has to begin anew; what it has drafted stays good at the upstream."""
+    def drop_kv(self) -> bool:
+        """Drops all KV. Returns False if the session must restart from a snapshot; its nodes stay valid at the
+        upstream.
+        """
         self.cached = 0
         self.scratch = []
         return False
 
     def next_segment(
-        self, fits: Fits, *, chunk: int, limit: int, context: int, rows: int, level_s: float = 0.0
+        self, fits: DrafterFits, *, chunk: int, limit: int, context: int, rows: int, level_s: float = 0.0
     ) -> tuple[Segment, list[Node]] | None:
-        """What to run next: a chunk of committed tokens, or the rest of them with the nodes to expand.
+        """Return the segment to run next, and the nodes that its last rows expand; None if nothing is worth running.
 
-        Also returns the nodes that the segment's last rows expand. None when there is nothing worth doing: nothing that
-        is worth its price, or, while the upstream waits, the `level_s` seconds that it takes. At a price of 1 not even
-        the prompt is read.
+        The segment is a chunk of committed tokens, or the rest of them with the nodes to expand. A level must be worth
+        its price and, while the upstream waits, the `level_s` seconds that it takes. At a price of 1 not even the
+        prompt is read.
         """
         pending = len(self.tokens) - self.cached
-        if len(self.tokens) >= context or not self.wanted or self._mute:
+        if len(self.tokens) >= context or not self.worth_drafting or self._cannot_draft:
             return None
         if pending > chunk:
             return self._chain(chunk, wanted=0), []
@@ -114,44 +116,43 @@ class DraftSession(Replica, ABC):
         return self._level(pending, nodes), nodes
 
     @abstractmethod
-    def frontier(self, fits: Fits, limit: int) -> list[Node]:
-        """The nodes to expand next, at most `limit`, parents before children; the root first if it is one of them."""
+    def frontier(self, fits: DrafterFits, limit: int) -> list[Node]:
+        """Return at most `limit` nodes to expand next, parents before children; the root, if included, comes first."""
 
     @abstractmethod
-    def gain(self, fits: Fits, nodes: Sequence[Node]) -> float:
-        """Tokens that expanding these nodes is expected to bring, less what verifying their children costs."""
+    def gain(self, fits: DrafterFits, nodes: Sequence[Node]) -> float:
+        """Return the tokens that expanding these nodes is expected to bring, less the cost of verifying children."""
 
     @abstractmethod
-    def expand(self, nodes: Sequence[Node], rows: Sequence[Row], fits: Fits) -> Delta:
-        """Proposes the children of `nodes`, from what the draft says after each. Returns what is new, as the upstream
-        is to hear it."""
+    def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
+        """Proposes the children of `nodes` from the draft's logits after each. Returns the new nodes as a delta."""
 
     @property
     def draw(self) -> Draw | None:
-        """How candidates are ranked, where an engine could do it: as the target's tokens are drawn."""
+        """How an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
         return None
 
-    def judge(self, nodes: Sequence[Node], fits: Fits) -> None:
-        """Gives nodes that a lower tier has drafted what this model thinks of them, if it knows."""
+    def judge(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
+        """Scores nodes that a lower tier has drafted by this model, if their parents' rows are known."""
 
     @abstractmethod
-    def refill(self, fits: Fits) -> Delta:
-        """What can be proposed without a pass, after a commit or new terms."""
+    def refill(self, fits: DrafterFits) -> Delta:
+        """Return nodes that can be proposed without a pass, after a commit or new terms."""
 
     @abstractmethod
-    def rest(self, fits: Fits) -> Delta:
-        """What was held back until now that nothing more is run before the next commit."""
+    def flush(self, fits: DrafterFits) -> Delta:
+        """Return the nodes that were held back, because no more passes are run before the next commit."""
 
     @abstractmethod
-    def learn(self, fits: Fits) -> None:
-        """Fits the scores to what the target said."""
+    def learn(self, fits: DrafterFits) -> None:
+        """Fits the scores to the tokens that the target chose."""
 
     @abstractmethod
     def _re_root(self, tokens: Sequence[int]) -> list[Node]:
-        """Follows the target in the tree. Returns the nodes that were on the path; they keep their KV if expanded."""
+        """Re-roots the tree. Returns the nodes on the committed path; expanded ones keep their KV."""
 
     def advance(self, segment: Segment, nodes: Sequence[Node]) -> None:
-        """The pass over `segment` is done: its rows hold KV now."""
+        """Records that the rows of `segment` hold KV, after its pass."""
         added = [node for node in nodes if node is not self.tree.root]
         self.cached += len(segment.tokens) - len(added)
         for node in added:
@@ -159,11 +160,11 @@ class DraftSession(Replica, ABC):
             self.scratch.append(node)
 
     def _terms(self, rates: Sequence[float], limit: int = 2**31) -> Terms:
-        """What the tree's construction is bound by. `rates`: measured acceptance by rank."""
+        """Return the bounds of the tree's construction. `rates`: measured acceptance by rank."""
         return Terms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
 
     def _expanded_below(self, root: Node) -> list[Node]:
-        """Expanded nodes of the kept subtree in the order of their cache rows: ancestors come before descendants."""
+        """Return the expanded nodes of the kept subtree in the order of their rows: ancestors before descendants."""
         found = []
         stack = [child for child in root.children.values() if child.expanded]
         while stack:
@@ -178,8 +179,9 @@ class DraftSession(Replica, ABC):
         return Segment(self.slot, self.cached, tokens, positions, None, wanted)
 
     def _level(self, pending: int, nodes: Sequence[Node]) -> Segment:
-        """The pending tokens as a chain, and the nodes behind it. With tokens pending there is no scratch, and the last
-        of them is the root, which is then the first of `nodes`."""
+        """Return the pending tokens as a chain, and the nodes behind it. With pending tokens there is no scratch, and
+        the last of them is the root, which is then the first of `nodes`.
+        """
         below = nodes[1:] if pending else nodes
         if not below:
             return self._chain(pending, wanted=1)
@@ -198,7 +200,7 @@ class DraftSession(Replica, ABC):
         )
 
     def _read(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """The tokens as the model can read them."""
+        """Return the tokens with ids that the model has."""
         return np.minimum(np.array(tokens, dtype=np.int64), self._last_id)
 
 

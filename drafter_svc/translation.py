@@ -1,8 +1,8 @@
-"""Between the target's tokens and those of a drafter with another tokenizer: by their text.
+"""Translates by text between the target's tokens and those of a drafter with another tokenizer.
 
 Source: universal assisted generation (Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding
-Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 2, string-level exact match). What is proposed
-is accepted as always, by the equality of the target's tokens, so that a bad translation costs speed alone.
+Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202, algorithm 2, string-level exact match). Proposals are
+accepted as always, by equality of the target's tokens, so that a bad translation costs speed alone.
 """
 
 from __future__ import annotations
@@ -11,76 +11,80 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-CONTEXT = 8  # tokens before a piece that it is decoded and encoded with: some tokenizers treat a beginning otherwise
+CONTEXT = 8  # tokens before a piece that are decoded and encoded with it: some tokenizers treat a beginning otherwise
 OPEN = 96  # latest tokens whose translation may still change
-MOST_OPEN = 2 * OPEN  # so many have a boundary among them, unless they are no text
+MAX_OPEN = 2 * OPEN  # this many tokens have a boundary among them, unless they are no text
 PIECE = 64  # tokens that are translated at a time: to settle some of n open ones takes time in proportion to n squared
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are not a character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # bytes that are no character, or not yet, decode to it
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that `tokens` add behind others."""
+    """Return the text that `tokens` add behind others."""
     context = list(before[-CONTEXT:])
-    whole: str = tokenizer.decode([*context, *tokens])
-    return whole[len(tokenizer.decode(context)) :]
+    full_text: str = tokenizer.decode([*context, *tokens])
+    return full_text[len(tokenizer.decode(context)) :]
 
 
 def tokens_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """The tokens of `text` behind another one; as if it stood alone where they would be merged into one."""
-    whole = tokenizer.encode(before + text, add_special_tokens=False)
-    for index, (start, _) in enumerate(whole.offsets):
+    """Return the tokens of `text` behind another text; as if `text` stood alone where a token would span both."""
+    encoding = tokenizer.encode(before + text, add_special_tokens=False)
+    for index, (start, _) in enumerate(encoding.offsets):
         if start == len(before):
-            return list(whole.ids[index:])
+            return list(encoding.ids[index:])
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class Translation:
-    """One session's text in both vocabularies, as it goes on. Takes time in proportion to what is new."""
+    """One session's text in both vocabularies, as it grows. Takes time in proportion to the new tokens."""
 
-    def __init__(self, target: Tokenizer, own: Tokenizer) -> None:
-        self.own_tokens: list[int] = []  # of all the text, the last ones as far as they are known
-        self.settled = 0  # of these, so many stay as they are, however the text goes on
-        self._target = target
-        self._own = own
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self.draft_tokens: list[int] = []  # the drafter's tokens of the text; the last ones may still change
+        self.settled = 0  # number of these that never change, however the text goes on
+        self._target_tokenizer = target
+        self._draft_tokenizer = draft
         self._tokens: list[int] = []  # the target's
-        self._settled = 0  # of these, whose translation stays
+        self._settled = 0  # number of these whose translation never changes
 
     def extend(self, tokens: Sequence[int]) -> int:
-        """The target said more. Changes the end of `own_tokens`, or only adds to it; returns how many are as before."""
-        same = len(self.own_tokens)
+        """Adds the target's new tokens. Changes the end of `draft_tokens`, or only adds to it; returns how many are as
+        before.
+        """
+        same = len(self.draft_tokens)
         for start in range(0, max(1, len(tokens)), PIECE):
             same = min(same, self._extend(tokens[start : start + PIECE]))
         return same
 
     def propose(self, path: Sequence[int]) -> list[int]:
-        """A path of own tokens behind the text, in the target's tokens; none while it ends inside a character."""
-        text = text_after(self._own, self.own_tokens, path)
+        """Translate a path of draft tokens behind the text to the target's; empty if it ends inside a character."""
+        text = text_after(self._draft_tokenizer, self.draft_tokens, path)
         if not text or text.endswith(BROKEN):
             return []
-        return tokens_after(self._target, self._target.decode(self._tokens[-CONTEXT:]), text)
+        return tokens_after(self._target_tokenizer, self._target_tokenizer.decode(self._tokens[-CONTEXT:]), text)
 
     def _extend(self, tokens: Sequence[int]) -> int:
-        first, before = self.settled, self.own_tokens[self.settled :]
+        first, before = self.settled, self.draft_tokens[self.settled :]
         self._tokens.extend(tokens)
         while True:
-            text = text_after(self._target, self._context(), self._tokens[self._settled :])
-            own = tokens_after(self._own, self._own.decode(self._own_context()), text)
-            self.own_tokens[self.settled :] = own
-            opened = len(self._tokens) - self._settled
-            if opened <= OPEN or not (self._settle() or (opened > MOST_OPEN and self._settle_anyhow())):
+            text = text_after(self._target_tokenizer, self._context(), self._tokens[self._settled :])
+            draft = tokens_after(self._draft_tokenizer, self._draft_tokenizer.decode(self._draft_context()), text)
+            self.draft_tokens[self.settled :] = draft
+            open_tokens = len(self._tokens) - self._settled
+            if open_tokens <= OPEN or not (self._settle() or (open_tokens > MAX_OPEN and self._settle_anyhow())):
                 break
-        for place, token in enumerate(before, first):
-            if place == len(self.own_tokens) or self.own_tokens[place] != token:
-                return place
+        for index, token in enumerate(before, first):
+            if index == len(self.draft_tokens) or self.draft_tokens[index] != token:
+                return index
         return first + len(before)
 
     def _settle(self) -> bool:
-        """Settles half of what is open, or a little more: up to where both vocabularies have a boundary."""
-        opened, before = self._tokens[self._settled :], self._context()
-        own, before_own = self.own_tokens[self.settled :], self._own_context()
-        lengths = {len(text_after(self._own, before_own, own[:count])): count for count in range(1, len(own))}
-        for count in range(len(opened) // 2, len(opened) - CONTEXT):
-            text = text_after(self._target, before, opened[:count])
+        """Settles half of the open tokens, or a little more: up to where both vocabularies have a boundary."""
+        open_tokens, before = self._tokens[self._settled :], self._context()
+        draft, before_draft = self.draft_tokens[self.settled :], self._draft_context()
+        lengths = {
+            len(text_after(self._draft_tokenizer, before_draft, draft[:count])): count for count in range(1, len(draft))
+        }
+        for count in range(len(open_tokens) // 2, len(open_tokens) - CONTEXT):
+            text = text_after(self._target_tokenizer, before, open_tokens[:count])
             if not text.endswith(BROKEN) and len(text) in lengths:
                 self._settled += count
                 self.settled += lengths[len(text)]
@@ -88,18 +92,21 @@ class Translation:
         return False
 
     def _settle_anyhow(self) -> bool:
-        """Settles half of what is open although there is no boundary: of bytes that are no text the translation is none
-        anyway, and they must not be looked at again and again."""
+        """Settles half of the open tokens although there is no boundary: bytes that are no text have no translation
+        anyway, and must not be tried again and again.
+        """
         count = (len(self._tokens) - self._settled) // 2
-        text = text_after(self._target, self._context(), self._tokens[self._settled : self._settled + count])
-        self.own_tokens[self.settled :] = tokens_after(self._own, self._own.decode(self._own_context()), text)
-        self._settled, self.settled = self._settled + count, len(self.own_tokens)
+        text = text_after(self._target_tokenizer, self._context(), self._tokens[self._settled : self._settled + count])
+        self.draft_tokens[self.settled :] = tokens_after(
+            self._draft_tokenizer, self._draft_tokenizer.decode(self._draft_context()), text
+        )
+        self._settled, self.settled = self._settled + count, len(self.draft_tokens)
         return True
 
     def _context(self) -> list[int]:
-        """The target's tokens before what is open."""
+        """Return the target's tokens before the open ones."""
         return self._tokens[max(0, self._settled - CONTEXT) : self._settled]
 
-    def _own_context(self) -> list[int]:
-        """The own ones."""
-        return self.own_tokens[max(0, self.settled - CONTEXT) : self.settled]
+    def _draft_context(self) -> list[int]:
+        """Return the draft tokens before the open ones."""
+        return self.draft_tokens[max(0, self.settled - CONTEXT) : self.settled]

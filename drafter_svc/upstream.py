@@ -1,4 +1,4 @@
-"""The stream to one upstream: all sessions drafted for it, multiplexed; reconnected while any is attached."""
+"""The stream to one upstream: carries all sessions drafted for it; reconnected while any is attached."""
 
 from __future__ import annotations
 
@@ -12,83 +12,83 @@ from typing import Protocol
 
 import grpc.aio
 
-from drafter_svc.refusals import WITHOUT, Refusals
-from drafter_svc.replica import Snapshot, Update
-from drafter_svc.told import NO_FEATURES, Parts, Wanted, update_from_pb
-from outrider.core.tree import Delta, Hints
+from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.refusals import FEATURES_REFUSED, Refusals
+from drafter_svc.wire_decode import NO_FEATURES, PartialSnapshot, WantedFeatures, update_from_pb
+from outrider.core.tree.token_tree import Delta, Hints
 from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import delta_to_pb, hints_from_pb
-from outrider.rpc.lifecycle import alongside
+from outrider.rpc.lifecycle import task_group
 from outrider.rpc.status import from_rpc_error
-from outrider.rpc.supervision import kept
+from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import SERVER, Tls
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 
 log = logging.getLogger(__name__)
 
-OUTGOING_FRAMES = 4096  # that may wait to be written; an upstream that reads leaves a handful
+OUTGOING_FRAMES = 4096  # that may be queued; an upstream that reads needs a handful
 RETRY_S = 0.2  # between two attempts to reach an upstream
-MOST_RENEWALS = 16  # subscriptions anew of an attachment within RENEWALS_S; one more, and it ends
+MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
 
 
 class Listener(Protocol):
-    """Hears what an upstream says of a session."""
+    """Receives an upstream's messages about sessions."""
 
-    def opened(self, key: Attachment, snapshot: Snapshot) -> None:
-        """The committed tokens and the terms: start to draft, or start anew."""
+    def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
+        """Takes the committed tokens and the terms: start to draft, or restart."""
 
-    def updated(self, key: Attachment, update: Update | Hints) -> None:
-        """New committed tokens, new terms, or what an upstream that drafts itself believes."""
+    def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
+        """Takes new committed tokens, new terms, or the hints of an upstream that drafts itself."""
 
     def closed(self, key: Attachment) -> None:
-        """Nothing more is wanted for this session until it is opened again."""
+        """Stops drafting for this session until it is opened again."""
 
     @property
-    def progress(self) -> liveness.Progress:
-        """How it goes, for heartbeats."""
+    def progress(self) -> liveness.WorkClock:
+        """The progress of the listener's passes, for heartbeats."""
 
 
 class Traced(Protocol):
-    """Tells of what is drafted for a session."""
+    """Makes the trace spans of a session's drafts."""
 
-    def heard(self) -> None:
-        """The upstream has said something: from here on is drafted for that."""
+    def start_draft(self) -> None:
+        """Starts the time of the next draft: the upstream has sent something."""
 
-    def drafted(self, delta: Delta, *, exhausted: bool) -> Delta:
-        """What is sent, under the span that tells of it."""
+    def trace_delta(self, delta: Delta, *, exhausted: bool) -> Delta:
+        """Makes a delta's span, and returns the delta with the span's id."""
 
-    def ended(self) -> None:
-        """Nothing more is drafted for it."""
+    def end(self) -> None:
+        """Ends the session's span."""
 
 
 @dataclass(eq=False, slots=True)
 class Attachment:
-    """One session drafted for one upstream."""
+    """One session that is drafted for one upstream."""
 
     session_id: str
     tenant: str
     epoch: int
     ticket: bytes
     number: int = 0  # of the last subscription
-    parts: Parts = field(default_factory=Parts)
-    traced: Traced | None = None  # where its request is traced
+    parts: PartialSnapshot = field(default_factory=PartialSnapshot)
+    traced: Traced | None = None  # set if the request is traced
     renewals: int = 0  # since `renewed_s`
     renewed_s: float = 0.0  # of the monotonic clock
 
     @property
     def key(self) -> tuple[str, int]:
-        """Names it among refusals."""
+        """The session and its epoch, the key among refusals."""
         return self.session_id, self.epoch
 
 
 class Upstream:
     """The Draft stream to one upstream: opened for the first attachment, and again while there are any.
 
-    When the stream breaks, its sessions are closed for the listener; when it is back they are subscribed anew.
+    When the stream breaks, the listener's sessions are closed; when it is back, they are subscribed again.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Upstream:
         hello: pb.Hello,
         vocabulary: int,
         listener: Listener,
-        refuse: Callable[[], None],
+        count_refusal: Callable[[], None],
         tls: Tls | None = None,
-        wanted: Wanted = NO_FEATURES,
+        wanted: WantedFeatures = NO_FEATURES,
     ) -> None:
         self.address = address
         self.attachments: dict[str, Attachment] = {}
@@ -107,22 +107,22 @@ class Upstream:
         self._hello = hello
         self._vocabulary = vocabulary
         self._listener = listener
-        self._refuse = refuse
+        self._count_refusal = count_refusal
         self._tls = tls
         self._features = wanted
-        self._said_why = False  # that it cannot be drafted for
+        self._reason_logged = False  # whether it was logged that no session can be drafted for
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue(OUTGOING_FRAMES)
-        self._overrun = asyncio.Event()  # more was to be sent than may wait
-        self._numbered: dict[int, Attachment] = {}  # by the number of its subscription
+        self._overrun = asyncio.Event()  # set when more frames were to be sent than may be queued
+        self._numbered: dict[int, Attachment] = {}  # by the number of the subscription
         self._numbers = 0
         self._idle_since = time.monotonic()
         self._open = False
-        self._wanted = asyncio.Event()  # there are attachments
-        self._task = asyncio.create_task(kept("upstream", self._run))
+        self._wanted = asyncio.Event()  # set while there are attachments
+        self._task = asyncio.create_task(keep_running("upstream", self._run))
 
     @property
     def idle_s(self) -> float:
-        """For how long no session has been drafted here."""
+        """Seconds since the last session was detached; 0 while any is attached."""
         return 0.0 if self.attachments else time.monotonic() - self._idle_since
 
     def attach(self, attachment: Attachment) -> None:
@@ -132,17 +132,18 @@ class Upstream:
         if self._open:
             self._subscribe(attachment)
 
-    def renew(self, attachment: Attachment, why: str) -> None:
-        """Subscribes a session anew whose frames are of no use: the copy is another one than the upstream's, or they
-        are malformed. Where that does not help, it is drafted for no more, and the router is told why."""
+    def resubscribe(self, attachment: Attachment, reason: str) -> None:
+        """Subscribes a session again, whose mirror differs from the upstream's copy or whose frames are malformed.
+        After too many times its drafting ends, and the router receives the reason.
+        """
         now = time.monotonic()
         if now - attachment.renewed_s > RENEWALS_S:
             attachment.renewals, attachment.renewed_s = 0, now
         attachment.renewals += 1
-        if attachment.renewals <= MOST_RENEWALS:
+        if attachment.renewals <= MAX_RENEWALS:
             self.attach(attachment)
             return
-        reason = f"malformed: {why}"
+        reason = f"malformed: {reason}"
         log.warning("upstream %s: session %s gets no more drafts: %s", self.address, attachment.session_id, reason)
         self.refusals.closed(attachment.key, reason)
         self.detach(attachment)
@@ -152,13 +153,13 @@ class Upstream:
         """Stops drafting for a session."""
         if self.attachments.get(attachment.session_id) is attachment:
             self._drop(attachment)
-            self._say(pb.DraftUp(unsubscribe=pb.Unsubscribe(attachment=attachment.number)))
+            self._queue(pb.DraftUp(unsubscribe=pb.Unsubscribe(attachment=attachment.number)))
 
     def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
-        """Sends new nodes. The credit that the upstream grants bounds what may wait here."""
+        """Sends new nodes. The upstream's credit bounds what may be queued here."""
         if attachment.traced is not None:
-            delta = attachment.traced.drafted(delta, exhausted=exhausted)
-        self._say(
+            delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
+        self._queue(
             pb.DraftUp(
                 delta=delta_to_pb(
                     delta,
@@ -180,18 +181,18 @@ class Upstream:
         del self.attachments[attachment.session_id]
         self._numbered.pop(attachment.number, None)
         if attachment.traced is not None:
-            attachment.traced.ended()
+            attachment.traced.end()
         if not self.attachments:
             self._idle_since = time.monotonic()
             self._wanted.clear()
 
-    def _say(self, frame: pb.DraftUp) -> None:
+    def _queue(self, frame: pb.DraftUp) -> None:
         if not self._open:
             return
         try:
             self._outgoing.put_nowait(frame)
         except asyncio.QueueFull:
-            self._open = False  # nothing may be left out, so that the stream has to begin anew
+            self._open = False  # no frame may be left out, so the stream must restart
             self._overrun.set()
 
     def _subscribe(self, attachment: Attachment) -> None:
@@ -200,7 +201,7 @@ class Upstream:
         attachment.number = self._numbers
         self._numbered[attachment.number] = attachment
         attachment.parts.clear()
-        self._say(
+        self._queue(
             pb.DraftUp(
                 subscribe=pb.Subscribe(
                     session_id=attachment.session_id,
@@ -219,7 +220,7 @@ class Upstream:
             while True:
                 await self._wanted.wait()
                 try:
-                    await self._converse(channel)
+                    await self._run_stream(channel)
                     reachable = True
                 except (grpc.aio.AioRpcError, OutriderError) as error:
                     known = from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
@@ -233,28 +234,28 @@ class Upstream:
                         self._listener.closed(attachment)
                 await asyncio.sleep(RETRY_S)
 
-    async def _converse(self, channel: grpc.aio.Channel) -> None:
+    async def _run_stream(self, channel: grpc.aio.Channel) -> None:
         self._outgoing, self._overrun = asyncio.Queue(OUTGOING_FRAMES), asyncio.Event()
         self._open = True
-        self._say(pb.DraftUp(hello=self._hello))
+        self._queue(pb.DraftUp(hello=self._hello))
         for attachment in self.attachments.values():
             self._subscribe(attachment)
         call = TreeSinkStub(channel).Draft()
         try:
-            async with alongside() as tasks:  # who fails to write must not go on to read
-                beside = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
-                async for frame in liveness.heard(self._frames(call), f"upstream {self.address}"):
-                    self._hear(frame)
-                for task in beside:
+            async with task_group() as tasks:  # when writing fails, reading must end
+                parallel = [tasks.create_task(self._write(call)), tasks.create_task(self._end_when_overrun())]
+                async for frame in liveness.monitored(self._frames(call), f"upstream {self.address}"):
+                    self._receive(frame)
+                for task in parallel:
                     task.cancel()
         finally:
             call.cancel()
 
     async def _frames(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> AsyncIterator[pb.DraftDown]:
-        """What comes; bytes that do not parse, which gRPC gives as None, are counted."""
+        """Yields received frames; counts bytes that do not parse, which gRPC gives as None."""
         async for frame in call:
             if frame is None:
-                self._refuse()
+                self._count_refusal()
             yield frame
 
     async def _end_when_overrun(self) -> None:
@@ -262,22 +263,22 @@ class Upstream:
         raise Overloaded(f"does not read what it is sent; more than {OUTGOING_FRAMES} frames wait")
 
     async def _write(self, call: grpc.aio.StreamStreamCall[pb.DraftUp, pb.DraftDown]) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader hears why
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader gets the error
             while True:
                 await call.write(await self._next())
 
     async def _next(self) -> pb.DraftUp:
-        """The next frame, or a heartbeat when there is nothing else to say."""
+        """Return the next frame, or a heartbeat when no other is queued in time."""
         try:
             async with asyncio.timeout(liveness.HEARTBEAT_S):
                 return await self._outgoing.get()
         except TimeoutError:
             return pb.DraftUp(heartbeat=self._listener.progress.heartbeat())
 
-    def _hear(self, frame: pb.DraftDown) -> None:
+    def _receive(self, frame: pb.DraftDown) -> None:
         kind = frame.WhichOneof("frame")
         if kind == "heartbeat":
-            liveness.check(frame.heartbeat, f"upstream {self.address}")
+            liveness.check_heartbeat(frame.heartbeat, f"upstream {self.address}")
         if kind == "welcome":
             self.refusals.welcomed()
         if kind not in ("snapshot", "commit", "closed", "hints"):
@@ -285,21 +286,21 @@ class Upstream:
         message = getattr(frame, kind)
         attachment = self._numbered.get(message.attachment)
         if attachment is None:
-            self._refuse()  # it was on its way when the subscription ended
+            self._count_refusal()  # sent before the subscription's end was received
             return
         if attachment.traced is not None:
-            attachment.traced.heard()
+            attachment.traced.start_draft()
         vocabulary = attachment.parts.vocabulary or self._vocabulary
         try:
             if kind == "closed":
-                self._note(message.reason)
+                self._log_reason(message.reason)
                 self.refusals.closed(attachment.key, message.reason)
                 self._drop(attachment)
                 self._listener.closed(attachment)
             elif message.epoch != attachment.epoch:
-                self._refuse()
+                self._count_refusal()
             elif kind == "snapshot":
-                snapshot = attachment.parts.take(message, self._vocabulary, self._features)
+                snapshot = attachment.parts.add_part(message, self._vocabulary, self._features)
                 if snapshot is not None:
                     self.refusals.opened(attachment.key)
                     self._listener.opened(attachment, snapshot)
@@ -308,13 +309,13 @@ class Upstream:
             else:
                 self._listener.updated(attachment, update_from_pb(message, vocabulary, self._features))
         except OutriderError as error:
-            self._refuse()
+            self._count_refusal()
             log.warning("upstream %s sent a malformed frame: %s", self.address, error)
             self._listener.closed(attachment)
-            self.renew(attachment, str(error))
+            self.resubscribe(attachment, str(error))
 
-    def _note(self, reason: str) -> None:
-        """Says once why no session can be drafted for here."""
-        if reason.startswith(WITHOUT) and not self._said_why:
-            self._said_why = True
+    def _log_reason(self, reason: str) -> None:
+        """Logs once why no session can be drafted for here."""
+        if reason.startswith(FEATURES_REFUSED) and not self._reason_logged:
+            self._reason_logged = True
             log.warning("upstream %s: nothing can be drafted for it: %s", self.address, reason)

@@ -1,11 +1,11 @@
-"""The compiled engine for CPUs; see outrider/engine/cpu/src."""
+"""The compiled engine for CPUs. The sources are in outrider/engine/cpu/src."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
-from outrider.core.noise import Draw
+from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 
 Array = NDArray[Any]

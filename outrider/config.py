@@ -1,4 +1,4 @@
-"""Configuration: parsed once, frozen, unknown keys refused. Files, flags and code all make these objects."""
+"""The configuration of all servers: parsed once, frozen, unknown keys refused. Files, flags and code make it alike."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _address(value: str) -> str:
     return value
 
 
-def _listed(value: Any) -> Any:
-    """One section, or several under one name."""
+def _as_list(value: Any) -> Any:
+    """Return a list of the sections under one name, also where there is only one."""
     return [value] if isinstance(value, dict | BaseModel) else value
 
 
@@ -41,108 +41,108 @@ Address = Annotated[str, AfterValidator(_address), WithJsonSchema({"type": "stri
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, and an unknown key is an error."""
+    """Base of all sections: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RedisConfig(Section):
-    """Where session state lives."""
+    """Redis, which keeps the state of sessions."""
 
-    url: str | None = None  # None: REDIS_URL, else an embedded server
-    data: Path | None = None  # the embedded server's directory; None: a private one, removed at the end
+    url: str | None = None  # None: the variable REDIS_URL, else an embedded server
+    data: Path | None = None  # the embedded server's directory; None: a temporary one, removed at the end
 
 
 class Placed(Section):
-    """What a server takes of a Ray cluster's resources; a rank each, where it has several."""
+    """The resources of a Ray cluster that a server reserves; where it has several ranks, each rank reserves them."""
 
-    cpus: float | None = Field(default=None, ge=0)  # of a server, or of each rank; None: its threads
-    gpus: float = Field(default=0.0, ge=0)  # the same; 0: one, if its `device` is a GPU
-    resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # others, by the names that the nodes were started with
+    cpus: float | None = Field(default=None, ge=0)  # CPUs of a server, or of each rank; None: as many as its threads
+    gpus: float = Field(default=0.0, ge=0)  # GPUs of a server, or of each rank; 0: one, if its `device` is a GPU
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}  # other resources, by the names that nodes have for them
 
 
 class TlsConfig(Section):
     """Certificates for all servers of a cluster. `{role}` in a path stands for router, verifier, drafter or gateway."""
 
-    ca: Path  # whose certificates are believed
-    cert: Path  # a server's own, which must have the name of its role
-    key: Path  # the private key of that
+    ca: Path  # certificate of the authority that signs those of all servers
+    cert: Path  # certificate of a server, which must have the name of its role
+    key: Path  # private key of `cert`
 
 
 class ServerConfig(Placed):
-    """What all servers share. With `ca`, `cert` and `key`, in PEM, a server speaks TLS only."""
+    """The keys of all servers. With `ca`, `cert` and `key`, in PEM, a server accepts TLS only."""
 
-    ca: Path | None = None  # whose certificates it believes
-    cert: Path | None = None  # its own, which must have the name of its role
-    key: Path | None = None  # the private key of that
-    log_format: Literal["text", "json"] = "text"  # of what it writes on stderr; json: an object each line
+    ca: Path | None = None  # certificate of the authority that must have signed those of other servers
+    cert: Path | None = None  # certificate of this server, which must have the name of its role
+    key: Path | None = None  # private key of `cert`
+    log_format: Literal["text", "json"] = "text"  # of the log on stderr; json: one object a line
 
 
 class GrpcConfig(ServerConfig):
-    """What servers of gRPC share."""
+    """The keys of all gRPC servers."""
 
-    metrics: Address | None = None  # of a page for Prometheus, in plain HTTP; None: there is none
-    health: Address | None = None  # where health alone is told, in plaintext: for probes, which have no certificate
+    metrics: Address | None = None  # address of a page for Prometheus, in plain HTTP; None: no page
+    health: Address | None = None  # health service alone, in plaintext, for probes without a certificate
 
 
 class RouterConfig(GrpcConfig):
     """One router."""
 
     listen: Address = "127.0.0.1:7070"  # for clients; port 0 takes a free one
-    zone: str = ""  # where it is: verifiers of the same zone are near
-    models: dict[str, Path] = Field(min_length=1)  # model name -> checkpoint; its tokenizer.json is enough
-    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # how gamma is chosen
+    zone: str = ""  # zone of the router: verifiers of the same zone are near
+    models: dict[str, Path] = Field(min_length=1)  # checkpoints by model name; tokenizer.json is enough
+    policy: Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"] = "goodput"  # policy that chooses gamma
     depth: int = Field(default=24, ge=0, le=64)  # ceiling on gamma
-    width: int = Field(default=4, ge=1, le=64)  # most children of one node
-    nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on one session's nodes in a step
-    wait_us: int = Field(default=500_000, ge=0, le=10_000_000)  # the longest that a step is held back for drafts
-    overlap: bool | None = None  # draft on while a step runs; None: if that was measured to be faster
-    drafters_per_session: int = Field(default=1, ge=0, le=16)  # of each tier
-    tiers: Literal["measured", "all"] = "measured"  # measured: a tier without which it goes faster is left out
-    standby: bool = False  # a second verifier keeps each session's KV, for when the first one dies
-    max_sessions: int = Field(default=256, ge=1)  # generations at once; more wait
-    max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # of one request, its prompt included
-    queue: int = Field(default=256, ge=0)  # that may wait for a place, of each priority
-    queue_per_tenant: int = Field(default=64, ge=0)  # of these, one tenant's
-    queue_s: float = Field(default=30.0, gt=0)  # the longest that one waits
-    tenant_sessions: int | None = Field(default=None, ge=1)  # of a tenant at once; None: no limit
-    tenant_requests_per_s: float | None = Field(default=None, gt=0)  # that a tenant may begin; None: no limit
-    tenant_tokens_per_min: int | None = Field(default=None, ge=1)  # of its prompts and answers; None: no limit
+    width: int = Field(default=4, ge=1, le=64)  # maximum of children of one node
+    nodes: int = Field(default=24, ge=0, le=1024)  # ceiling on the nodes of one session in a step
+    wait_us: int = Field(default=500_000, ge=0, le=10_000_000)  # the longest time that a step waits for drafts
+    overlap: bool | None = None  # draft while a step runs; None: where measurements show that this is faster
+    drafters_per_session: int = Field(default=1, ge=0, le=16)  # drafters of each tier for one session
+    tiers: Literal["measured", "all"] = "measured"  # measured: leave out a tier without which a session is faster
+    standby: bool = False  # a second verifier keeps the KV of each session, in case the first one dies
+    max_sessions: int = Field(default=256, ge=1)  # generations at the same time; further ones wait
+    max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # size of one request, its prompt included
+    queue: int = Field(default=256, ge=0)  # requests of each priority that may wait for capacity
+    queue_per_tenant: int = Field(default=64, ge=0)  # requests of one tenant among those of `queue`
+    queue_s: float = Field(default=30.0, gt=0)  # the longest time that a request waits
+    tenant_sessions: int | None = Field(default=None, ge=1)  # generations of a tenant at the same time; None: no limit
+    tenant_requests_per_s: float | None = Field(default=None, gt=0)  # requests of a tenant; None: no limit
+    tenant_tokens_per_min: int | None = Field(default=None, ge=1)  # of prompts and answers; None: no limit
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position
     session_ttl_s: int = Field(default=3600, ge=1)  # how long Redis keeps a session after its last change
-    lease_s: float = Field(default=10.0, ge=0.5)  # an owner that is silent for so long counts as dead
-    resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a generation that was broken off can be resumed
+    lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
+    resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
-    auth: Literal["off", "keys"] = "off"  # keys: callers need an API key, which names their tenant; off: all are one
-    drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
+    auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
+    drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
 
 
 class WorkerConfig(GrpcConfig):
-    """What verifiers and drafters share."""
+    """The keys of verifiers and drafters."""
 
     model: Path  # checkpoint in Hugging Face format: a folder, or ORG/NAME[@REVISION] on the hub
-    name: str | None = None  # the model's name; None: the folder's, or NAME
+    name: str | None = None  # name of the model; None: the folder's name, or NAME
     listen: Address = "127.0.0.1:0"  # for routers and drafters; port 0 takes a free one
-    zone: str = ""  # where it is: what is in one zone is near
-    advertise: str | None = None  # address that others reach this worker at; None: the listening one
-    backend: Literal["auto", "native", "transformers"] = "auto"  # what runs it; auto: native where it knows the family
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # what the model runs on
-    numerics: Literal["fast", "invariant"] = "fast"  # invariant: the same bits however a token was computed
-    threads: int = Field(default=1, ge=1)  # of a forward pass, in each rank
-    slots: int = Field(default=8, ge=1)  # sessions at once
+    zone: str = ""  # zone of the worker: servers of one zone are near one another
+    advertise: str | None = None  # address at which other servers reach this worker; None: that of `listen`
+    backend: Literal["auto", "native", "transformers"] = "auto"  # auto: native for the families that it knows
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")  # device that the model runs on
+    numerics: Literal["fast", "invariant"] = "fast"  # invariant: a token's logits are the same bits in every pass
+    threads: int = Field(default=1, ge=1)  # threads of a forward pass, in each rank
+    slots: int = Field(default=8, ge=1)  # sessions at the same time
     context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
-    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: all that they can take
-    prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt between two steps
-    tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each an actor on Ray
-    spread: bool = False  # ranks on as many nodes as there are, not on as few as will do
-    ray: str | None = None  # address of a Ray cluster for the ranks, or "auto"; None: one of its own on this machine
-    join_s: float = Field(default=3.0, ge=0)  # that nodes of that cluster get to join before it is too small for them
-    heartbeat_s: float = Field(default=1.0, gt=0)  # between its announcements in Redis; listed for three of them
-    drain_s: float = Field(default=5.0, ge=0)  # what running calls get at a SIGTERM
+    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: what they can take
+    prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt that are read between two steps
+    tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each one an actor on Ray
+    spread: bool = False  # place ranks on as many nodes as possible, instead of as few as possible
+    ray: str | None = None  # address of the ranks' Ray cluster, or "auto"; None: a new one on this machine
+    join_s: float = Field(default=3.0, ge=0)  # for nodes to join the cluster before it counts as too small
+    heartbeat_s: float = Field(default=1.0, gt=0)  # between announcements in Redis; each is valid for three of these
+    drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
 
     @property
     def model_name(self) -> str:
-        """The name that requests ask for."""
+        """The model name in requests."""
         if self.name:
             return self.name
         on_hub = hub_name(self.model)
@@ -153,66 +153,66 @@ class VerifierConfig(WorkerConfig):
     """One verifier."""
 
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # a quantized target is another target
-    max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes in one step, over all sessions
-    lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # also drafts by itself
-    store: Path | None = None  # a corpus made by `outrider index`, for that
-    heads: Path | None = None  # heads that were trained on the target, and draft from its hidden states
-    features: Path | None = None  # EAGLE heads whose drafters may have its hidden states, fused, with each commit
+    max_nodes: int = Field(default=64, ge=0, le=256)  # tree nodes of all sessions in one step
+    lookup: Literal["prompt-lookup", "suffix", "retrieval", "lookahead"] | None = None  # drafts in the verifier itself
+    store: Path | None = None  # corpus for `lookup`, made by `outrider index`
+    heads: Path | None = None  # heads trained on the target, which draft from its hidden states
+    features: Path | None = None  # EAGLE heads whose drafters receive the target's fused hidden states
 
 
 class DrafterConfig(WorkerConfig):
-    """One drafter. Its model may be the target's own checkpoint, made cheaper: by `dtype`, `layers` or `skip`."""
+    """One drafter. Its model may be the target's checkpoint, made cheaper by `dtype`, `layers` or `skip`."""
 
     dtype: Literal["float32", "bfloat16", "int8", "int4"] = "bfloat16"  # int8 and int4: quantized while loading
-    layers: int | None = Field(default=None, ge=1)  # the first ones alone (early exit); None: all
+    layers: int | None = Field(default=None, ge=1)  # run the first layers alone (early exit); None: all
     skip: tuple[Annotated[int, Field(ge=0)], ...] = ()  # indices of layers to leave out (layer skip)
-    heads: Path | None = None  # EAGLE heads on `model`, the target, of which only the two ends are loaded
-    drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by it, or by what followed before
-    store: Path | None = None  # a corpus made by `outrider index`, to look into without a model
-    target: Path | None = None  # the target's checkpoint, if its tokenizer is another: drafts go by their text
-    any_target: bool = False  # draft for others than the one that the model's card says it was trained for, too
-    learns: bool = False  # take the versions of its model that `outrider train online` publishes, while it serves
-    level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session expanded in one level
-    tree: TreeName = "best-first"  # how trees are constructed
-    via: Address | None = None  # where this drafter reaches its upstream, if not at the address it advertises: a tunnel
-    count: int = Field(default=1, ge=0, le=256)  # of drafters like this, in a cluster's file
-    tier: int = Field(default=0, ge=0, le=15)  # 0 drafts for verifiers, the others for a tier with a lower number
-    above: int | None = Field(default=None, ge=0)  # which one; None: the next lower number
+    heads: Path | None = None  # EAGLE heads on `model`, the target, of which only embedding and head are loaded
+    drafts: Literal["model", "prompt-lookup", "suffix", "retrieval"] = "model"  # by the model, or by lookup in text
+    store: Path | None = None  # corpus made by `outrider index`, for drafting without a model
+    target: Path | None = None  # target with another tokenizer: its checkpoint; drafts are translated by text
+    any_target: bool = False  # draft also for other targets than the one that the model card names
+    learns: bool = False  # while serving, load the versions of its model that `outrider train online` publishes
+    level_nodes: int = Field(default=8, ge=1, le=256)  # nodes of a session that one level expands
+    tree: TreeName = "best-first"  # construction of the trees
+    via: Address | None = None  # address of a tunnel to its upstream, if it does not use the advertised one
+    count: int = Field(default=1, ge=0, le=256)  # number of such drafters, in a cluster's file
+    tier: int = Field(default=0, ge=0, le=15)  # 0 drafts for verifiers, another tier for one with a lower number
+    above: int | None = Field(default=None, ge=0)  # tier that it drafts for; None: the next lower number
 
     @property
     def upstream_tier(self) -> int | None:
-        """The tier that it drafts for; None: the verifiers."""
+        """The tier that this drafter drafts for; None: the verifiers."""
         return None if not self.tier else self.tier - 1 if self.above is None else self.above
 
     @property
     def serves(self) -> bool:
-        """Whether a tier below can draft for it: it must be able to judge their tokens, by a whole model."""
+        """Whether a tier can draft for this drafter, which needs a complete model to score the tokens of that tier."""
         return self.drafts == "model" and self.target is None and self.heads is None
 
     @model_validator(mode="after")
-    def _no_circle(self) -> Self:
+    def _check_tier_order(self) -> Self:
         if self.above is not None and self.above >= self.tier:
             raise ValueError(
                 f"tier {self.tier} cannot draft for tier {self.above}: a tier drafts for one with a lower number, "
-                "so that nobody drafts for himself in a circle"
+                "so that tiers form no cycle"
             )
         return self
 
 
 class GatewayConfig(ServerConfig):
-    """OpenAI's interface in front of a router. `ca` signed the router's certificate; with `cert` and `key` the gateway
-    itself speaks HTTPS only."""
+    """OpenAI's HTTP interface in front of a router. `ca` must have signed the router's certificate; with `cert` and
+    `key` the gateway itself accepts HTTPS only."""
 
     listen: Address = "127.0.0.1:8000"  # for HTTP
-    router: str = "127.0.0.1:7070"  # as the SDK takes it; in a cluster's file it is the cluster's own
-    tls: bool | None = None  # to the router; None: with a `ca`
-    server_name: str = ""  # that the router's certificate must have; empty: its address's
-    max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # of one body
-    timeout_s: float = Field(default=600.0, gt=0)  # of one request
-    drain_s: float = Field(default=30.0, ge=0)  # that answers get to end, after a signal
+    router: str = "127.0.0.1:7070"  # as the SDK takes it; in a cluster's file: the cluster's router
+    tls: bool | None = None  # use TLS to the router; None: if `ca` is set
+    server_name: str = ""  # name that the router's certificate must have; empty: that of its address
+    max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # size of one request's body
+    timeout_s: float = Field(default=600.0, gt=0)  # time that one request may take
+    drain_s: float = Field(default=30.0, ge=0)  # time that answers have to end after a signal
 
     @model_validator(mode="after")
-    def _a_certificate_has_its_key(self) -> Self:
+    def _check_cert_and_key(self) -> Self:
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together; `outrider certs` makes both")
         return self
@@ -221,23 +221,23 @@ class GatewayConfig(ServerConfig):
 class ClusterConfig(Section):
     """A whole cluster, as `outrider up` starts it on one machine or on Ray."""
 
-    redis: RedisConfig = RedisConfig()  # where sessions are kept
+    redis: RedisConfig = RedisConfig()  # Redis, which keeps sessions
     tls: TlsConfig | None = None  # certificates of all servers; None: no TLS
-    router: RouterConfig  # the one that is started
-    verifier: list[VerifierConfig] = Field(min_length=1)  # one section each
-    drafter: list[DrafterConfig] = []  # those of tier 0, one section each
-    tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_listed)]] = {}  # more drafters, by their tier
-    gateway: GatewayConfig | None = None  # OpenAI's interface, if it is wanted
+    router: RouterConfig  # the router
+    verifier: list[VerifierConfig] = Field(min_length=1)  # the verifiers, one section each
+    drafter: list[DrafterConfig] = []  # the drafters of tier 0, one section each
+    tier: dict[int, Annotated[list[DrafterConfig], BeforeValidator(_as_list)]] = {}  # further drafters, by their tier
+    gateway: GatewayConfig | None = None  # OpenAI's interface; None: no gateway
 
     @property
     def drafters(self) -> list[DrafterConfig]:
-        """All of them, one by one."""
+        """All drafters of all tiers, as many sections as drafters."""
         tiers = (worker.model_copy(update={"tier": tier}) for tier, some in self.tier.items() for worker in some)
-        sections = [self.certified("drafter", section) for section in (*self.drafter, *tiers)]
+        sections = [self.with_certificate("drafter", section) for section in (*self.drafter, *tiers)]
         return [section.model_copy(update={"count": 1}) for section in sections for _ in range(section.count)]
 
-    def certified(self, role: str, section: ServerT) -> ServerT:
-        """A server's section with the certificate of `[tls]`, unless it has its own."""
+    def with_certificate(self, role: str, section: ServerT) -> ServerT:
+        """Return a server's section with the certificate of `[tls]`, unless the section names one."""
         if self.tls is None or section.cert is not None:
             return section
         return section.model_copy(
@@ -246,16 +246,16 @@ class ClusterConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _number(cls, values: Any) -> Any:
-        """A section's name says its tier."""
+    def _set_tiers(cls, values: Any) -> Any:
+        """Set the tier of each section from its name."""
         for tier, some in dict(values.get("tier") or {}).items() if isinstance(values, dict) else ():
-            for worker in _listed(some):
+            for worker in _as_list(some):
                 if isinstance(worker, dict) and str(worker.setdefault("tier", tier)) != str(tier):
-                    raise ValueError(f"tier.{tier}.tier: is {worker['tier']}, and the section's name says {tier}")
+                    raise ValueError(f"tier.{tier}.tier: is {worker['tier']}, and the section's name gives {tier}")
         return values
 
     @model_validator(mode="after")
-    def _tiers_stand_on_each_other(self) -> Self:
+    def _check_upstream_tiers(self) -> Self:
         for worker in self.drafters:
             upper = worker.upstream_tier
             above = [other for other in self.drafters if other.tier == upper]
@@ -270,7 +270,7 @@ class ClusterConfig(Section):
 
 
 def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT:
-    """A checked section. Raises ConfigError with one line for each wrong key: where, what, what is allowed."""
+    """Return a checked section. Raises ConfigError with one line for each wrong key: where, what, what is allowed."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -284,12 +284,12 @@ def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT
 
 
 def load_section(kind: type[SectionT], path: Path) -> SectionT:
-    """Reads a TOML file that is one section. Raises ConfigError."""
+    """Read a TOML file that is one section. Raises ConfigError."""
     return parse(kind, read_toml(path), str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. Raises ConfigError."""
+    """Return the content of a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -299,8 +299,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def load_cluster(path: Path) -> ClusterConfig:
-    """Reads a cluster's TOML file; relative paths in it are relative to the file, and what is none and looks
-    like ORG/NAME is on the hub. Raises ConfigError."""
+    """Read a cluster's TOML file. Raises ConfigError.
+
+    Relative paths start from the file's folder. A checkpoint is on the hub where no such path exists and its name looks
+    like ORG/NAME.
+    """
     cluster = load_section(ClusterConfig, path)
     base = path.resolve().parent
     data = cluster.redis.data
@@ -314,17 +317,17 @@ def load_cluster(path: Path) -> ClusterConfig:
             "tls": tls,
             "router": router,
             "gateway": gateway,
-            "verifier": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.verifier],
-            "drafter": [worker.model_copy(update=_rooted(base, worker)) for worker in cluster.drafter],
+            "verifier": [worker.model_copy(update=_absolute_paths(base, worker)) for worker in cluster.verifier],
+            "drafter": [worker.model_copy(update=_absolute_paths(base, worker)) for worker in cluster.drafter],
             "tier": {
-                tier: [worker.model_copy(update=_rooted(base, worker)) for worker in some]
+                tier: [worker.model_copy(update=_absolute_paths(base, worker)) for worker in some]
                 for tier, some in cluster.tier.items()
             },
         }
     )
 
 
-def _rooted(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
+def _absolute_paths(base: Path, worker: VerifierConfig | DrafterConfig) -> dict[str, Path | None]:
     paths = {
         "model": _checkpoint(base, worker.model),
         "heads": worker.heads and _checkpoint(base, worker.heads),
@@ -344,5 +347,5 @@ def _certificates(base: Path, section: ServerConfig | TlsConfig) -> dict[str, Pa
 
 
 def _checkpoint(base: Path, given: Path) -> Path:
-    """A folder's path from the file's own folder on; a name on the hub as it is."""
+    """Return a folder's path, which starts from `base`, or an unchanged name on the hub."""
     return given if hub_name(given, base) else base / given

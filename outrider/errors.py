@@ -6,14 +6,14 @@ OutriderError
 ├── TokenizerMismatch     two parts of the cluster use different tokenizers
 ├── Unauthenticated       an API key is missing, unknown, expired or revoked
 ├── Forbidden             a ticket or a certificate does not permit it
-├── Superseded            somebody with a higher epoch owns the session now
+├── Superseded            a router with a higher epoch owns the session now
 ├── Busy                  a generation of this session has not ended
-├── Conflict              the log already says something else, or would get a gap
-├── Overloaded            no room; `retry_after` says when to come back
+├── Conflict              the log already holds other tokens there, or would get a gap
+├── Overloaded            no capacity; retry after `retry_after` seconds
 ├── Unavailable           a part of the cluster cannot be reached
-│   └── Moved             it is going down in order and has let go: another one goes on, at once
-├── DeadlineExceeded      the caller's time ran out
-├── Cancelled             somebody cancelled the generation
+│   └── Moved             a server shuts down in order; another one continues at once
+├── DeadlineExceeded      the deadline of the call has passed
+├── Cancelled             the generation was cancelled
 ├── CheckpointError       a model folder is missing, incomplete or of an unknown kind
 ├── ConfigError           a configuration file or a flag is wrong
 └── InternalError         a bug; everything not listed above
@@ -51,7 +51,7 @@ class Forbidden(OutriderError):
 
 
 class Superseded(OutriderError):
-    """Somebody with a higher epoch owns the session now. Do not retry."""
+    """A router with a higher epoch owns the session now. Do not retry."""
 
 
 class Busy(OutriderError):
@@ -63,7 +63,7 @@ class Conflict(OutriderError):
 
 
 class Overloaded(OutriderError):
-    """No room. Come back after `retry_after` seconds."""
+    """No capacity. Retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -75,15 +75,15 @@ class Unavailable(OutriderError):
 
 
 class Moved(Unavailable):
-    """A server is going down in order and has let the generation go where it stands. Another one goes on at once."""
+    """A server shuts down in order and has released the generation where it stands. Another one continues at once."""
 
 
 class DeadlineExceeded(OutriderError):
-    """The caller's time ran out."""
+    """The deadline of the call has passed."""
 
 
 class Cancelled(OutriderError):
-    """Somebody cancelled the generation."""
+    """The generation was cancelled."""
 
 
 class CheckpointError(OutriderError):

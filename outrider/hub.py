@@ -1,4 +1,4 @@
-"""Checkpoints by name: a folder of this machine, or a repository of the Hugging Face hub, fetched into its cache."""
+"""Checkpoints by name: a folder of this machine, or a repository of the Hugging Face hub, downloaded into its cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from outrider.errors import CheckpointError
 
-# What is fetched before the weights. Only safetensors are read, so nothing else that holds weights is among them.
-CARD = "outrider.json"  # what a speculator was trained for: see outrider.engine.card
+# Files to download before the weights. Outrider reads weights only as safetensors, so no other weight file is listed.
+CARD = "outrider.json"  # a speculator's model card; see outrider.engine.checkpoints.model_card
 DESCRIPTION = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", CARD)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository of the hub, as "ORG/NAME" or "ORG/NAME@REVISION" names it."""
+    """The name of a repository of the hub: "ORG/NAME" or "ORG/NAME@REVISION"."""
 
     repository: str
     revision: str | None = None  # a branch, tag or commit; None: main
 
     @property
     def name(self) -> str:
-        """The last part of the repository's own name."""
+        """The last part of the repository's name."""
         return self.repository.rpartition("/")[2]
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class HubName:
 
 
 def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None:
-    """The repository that a checkpoint's name stands for; None where it is a path.
+    """Return the hub's repository that a checkpoint's name stands for; None where the name is a path.
 
-    What exists is a path; what does not is one too, unless it looks like ORG/NAME. `base`: what relative paths are
-    relative to, if that is not the current folder.
+    A name is a path when that path exists or the name does not look like ORG/NAME. `base`: the folder that relative
+    paths start from; None: the current folder.
     """
     if os.path.lexists(checkpoint if base is None else base / checkpoint):
         return None
@@ -54,34 +54,35 @@ def hub_name(checkpoint: str | Path, base: Path | None = None) -> HubName | None
 
 
 def checkpoint_folder(checkpoint: str | Path, *, weights: bool = True) -> Path:
-    """The folder that holds a checkpoint: the path itself, or a snapshot of the hub's repository in its cache.
+    """Return the folder that holds a checkpoint: the path itself, or a snapshot of the repository in the hub's cache.
 
-    What the cache lacks is fetched: configuration, tokenizer and chat template, and with `weights` the safetensors. The
-    hub's own environment holds: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE. May take as long as a download does.
+    Downloads the files that the cache lacks: configuration, tokenizer and chat template, and with `weights` the
+    safetensors. The hub's environment variables apply: HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_HUB_OFFLINE.
 
-    Raises CheckpointError for a repository that cannot be had, saying what to do. A path is not looked into.
+    Raises CheckpointError for a repository that cannot be downloaded, and tells the user what to do. Does not check
+    the content of a path.
     """
     name = hub_name(checkpoint)
     if name is None:
         return Path(checkpoint)
     if not _offline():
         log.info("fetching %s from the Hugging Face hub, as far as its cache here lacks it", name)
-    folder = _fetched(name, name.revision, (*DESCRIPTION, INDEX) if weights else DESCRIPTION)
+    folder = _download(name, name.revision, (*DESCRIPTION, INDEX) if weights else DESCRIPTION)
     needed = ["tokenizer.json"]
     if weights:
         files = _weight_files(folder)
-        _fetched(name, folder.name, files)  # of that very commit
+        _download(name, folder.name, files)  # of the same commit as the description
         needed += ["config.json", *files]
     if missing := [file for file in needed if not (folder / file).is_file()]:
         raise CheckpointError(
-            f"{name}: {_some(missing)} missing in {folder}; {_filling(name)}, unless the repository itself has none: "
-            "it must hold a tokenizer.json, and weights as safetensors"
+            f"{name}: {_named_files(missing)} missing in {folder}; {_download_advice(name)}, unless the repository "
+            "itself has none: it must hold a tokenizer.json, and weights as safetensors"
         )
     return folder
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """As the index names them; without one, the one file. Raises CheckpointError for a broken index."""
+    """Return the files that the index names, or the single file without one. Raises CheckpointError if it is broken."""
     try:
         files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         return sorted(file.strip() for file in files)
@@ -93,8 +94,8 @@ def _weight_files(folder: Path) -> list[str]:
         ) from None
 
 
-def _fetched(name: HubName, revision: str | None, patterns: Iterable[str]) -> Path:
-    """The snapshot of a revision with such files, as far as there are any. Raises CheckpointError."""
+def _download(name: HubName, revision: str | None, patterns: Iterable[str]) -> Path:
+    """Return the snapshot of a revision with all of its files that match `patterns`. Raises CheckpointError."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -109,7 +110,7 @@ def _fetched(name: HubName, revision: str | None, patterns: Iterable[str]) -> Pa
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would tell of every request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log every request
     try:
         return Path(snapshot_download(name.repository, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError as error:
@@ -124,28 +125,28 @@ def _fetched(name: HubName, revision: str | None, patterns: Iterable[str]) -> Pa
     except RevisionNotFoundError:
         problem = f"{name.repository} has no revision {name.revision!r}; give a branch, a tag or a commit that it has"
     except IncompleteSnapshotError as error:
-        problem = f"{error.snapshot_path} is incomplete, and {_unreached()}; {_filling(name)}"
+        problem = f"{error.snapshot_path} is incomplete, and {_hub_problem()}; {_download_advice(name)}"
     except LocalEntryNotFoundError:
         problem = (
-            f"no such folder here, not in the Hugging Face cache ({constants.HF_HUB_CACHE}), and {_unreached()}; "
-            f"mind the spelling, or {_filling(name)}"
+            f"no such folder here, not in the Hugging Face cache ({constants.HF_HUB_CACHE}), and {_hub_problem()}; "
+            f"mind the spelling, or {_download_advice(name)}"
         )
     except HfHubHTTPError as error:
-        problem = _broken_off(error)
+        problem = _failed_download(error)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = (
             "make room there, or set HF_HOME to where there is some" if full else "set HF_HOME to a folder of yours"
         )
         problem = f"cannot be put into {constants.HF_HUB_CACHE}: {error.strerror or error}; {remedy}"
-    except Exception as error:  # of its transports, which have no common base
-        problem = _broken_off(error)
+    except Exception as error:  # the errors of the transports have no common base
+        problem = _failed_download(error)
     raise CheckpointError(f"{name}: {problem}")
 
 
-def _broken_off(error: Exception) -> str:
+def _failed_download(error: Exception) -> str:
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"cannot be fetched from the Hugging Face hub: {line}; try again, what is there already is kept"
+    return f"cannot be fetched from the Hugging Face hub: {line}; try again, files that are complete are kept"
 
 
 def _offline() -> bool:
@@ -154,15 +155,15 @@ def _offline() -> bool:
     return constants.is_offline_mode()
 
 
-def _unreached() -> str:
+def _hub_problem() -> str:
     return "HF_HUB_OFFLINE forbids to fetch it" if _offline() else "the hub cannot be reached"
 
 
-def _filling(name: HubName) -> str:
+def _download_advice(name: HubName) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
     return f"fill the cache where there is a network, with `hf download {name.repository}{revision}`"
 
 
-def _some(files: list[str]) -> str:
+def _named_files(files: list[str]) -> str:
     more = f" and {len(files) - 3} more are" if len(files) > 3 else " are" if len(files) > 1 else " is"
     return ", ".join(files[:3]) + more

@@ -1,4 +1,4 @@
-"""Work that outlives the call it was for, and does not outlive the router."""
+"""Background tasks: work that outlives the call that started it, but not the router."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outrider.errors import OutriderError, Superseded
 log = logging.getLogger(__name__)
 
 
-class Background:
-    """Tasks that nobody waits for, until `drain`. What they raise is logged."""
+class BackgroundTasks:
+    """Tasks that run in the background until `drain`. An exception of a task is logged."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Starts the work. The task may be cancelled."""
+        """Start `work` as a task and return the task, which may be cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     async def drain(self, within_s: float) -> None:
-        """Waits until nothing is left, and cancels what is after `within_s` seconds."""
+        """Wait up to `within_s` seconds for all tasks, then cancel those that still run."""
         give_up = asyncio.get_running_loop().time() + within_s
         while self._tasks and (left := give_up - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left)
@@ -41,7 +41,7 @@ class Background:
             return
         error = task.exception()
         if isinstance(error, Superseded):
-            log.debug("%s", error)  # whoever owns the session now cleans up after it
+            log.debug("%s", error)  # the new owner of the session cleans up
         elif isinstance(error, OutriderError):
             log.warning("%s", error)
         elif error is not None:

@@ -82,11 +82,11 @@ def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (GOOD + TIERS.replace("above = 0", "above = 2"), r"tier\.2\.0: .*tier 2 cannot draft for tier 2.*circle"),
-        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\nabove = 1"), r"tier 0 cannot draft for tier 1.*circle"),
+        (GOOD + TIERS.replace("above = 0", "above = 2"), r"tier\.2\.0: .*tier 2 cannot draft for tier 2.*cycle"),
+        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\nabove = 1"), r"tier 0 cannot draft for tier 1.*cycle"),
         (TIERS.replace("[[tier.1]]", "[[tier.3]]") + GOOD, r"tier 3 drafts for tier 2, .*cannot judge"),
         (GOOD + "[tier.2]\nmodel = 'm/x'\n", r"tier 2 drafts for tier 1, and there is none"),
-        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\ntier = 4"), r"tier\.0\.tier: is 4, .*name says 0"),
+        (GOOD + TIERS.replace("[tier.0]", "[tier.0]\ntier = 4"), r"tier\.0\.tier: is 4, .*name gives 0"),
         (GOOD + TIERS.replace("[tier.0]", "[tier.top]"), r"tier\.top"),
     ],
 )
@@ -134,8 +134,8 @@ def test_every_server_gets_the_certificate_of_its_role_unless_it_has_its_own(tmp
     cluster = load_cluster(written(tmp_path, TLS + GOOD + own))
     certs = tmp_path / "certs"
     for role, section in (
-        ("router", cluster.certified("router", cluster.router)),
-        ("verifier", cluster.certified("verifier", cluster.verifier[0])),
+        ("router", cluster.with_certificate("router", cluster.router)),
+        ("verifier", cluster.with_certificate("verifier", cluster.verifier[0])),
         ("drafter", cluster.drafters[0]),
     ):
         assert (section.ca, section.cert, section.key) == (

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("outrider", "gateway", "drafter_svc", "verifier_svc", "router", "bench", "deploy", "docs", "protos")
+PRODUCT = ("outrider", "drafter_svc", "verifier_svc", "router", "bench", "deploy", "docs", "protos")
 OTHER_PATHS = ("Makefile", "README.md", "Dockerfile", "mkdocs.yml", "recipes", "examples", "site", "manifests")
 NAMED = re.compile(rf"\b({'|'.join(PRODUCT)}|tests)[./]\w|import outrider|^outrider$")  # in commands and scripts
 ALLOWED = "# bites: "

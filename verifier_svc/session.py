@@ -1,4 +1,4 @@
-"""One session on the verifier: committed tokens, the tree that its drafters grow, and who listens."""
+"""One session on the verifier: committed tokens, the token tree that drafters grow, and the stream of commits."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from outrider.core.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.credit import Credit
-from outrider.core.digest import NOTHING, Prefix
-from outrider.core.drawn_tree import tree_of
-from outrider.core.sampler import Choice, Sampler
-from outrider.core.tree import Delta, Node
-from outrider.core.waiting import Arrivals, Patterns
-from outrider.core.ways import Speed, Way
-from outrider.engine.slots import Taken
-from outrider.sink.drafted import MAX_DRAFTERS, RESTING_PRICE, Drafted, Subscription
-from verifier_svc.heads import SENDER as HEADS
-from verifier_svc.heads import HeadDrafts
-from verifier_svc.own import SENDER, OwnDrafts
-from verifier_svc.traced import TracedSteps
-from verifier_svc.watch import Watch
+from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
+from outrider.core.control.attribution import DrafterCredit
+from outrider.core.control.overlap import OverlapMode, Speed
+from outrider.core.sampling.sampler import Choice, Sampler
+from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.sampled_tree import tree_of
+from outrider.core.tree.token_tree import Delta, Node
+from outrider.draft_server.draft_session import MAX_DRAFTERS, RESTING_PRICE, DraftedSession, Subscription
+from outrider.engine.kv_slots import AcquiredSlot
+from verifier_svc.head_drafts import SENDER as HEADS
+from verifier_svc.head_drafts import HeadDrafts
+from verifier_svc.ngram_proposer import SENDER, NgramProposer
+from verifier_svc.step_broadcast import StepBroadcast
+from verifier_svc.tracing import TracedSteps
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SessionStart:
     """A checked request to decode."""
 
     session_id: str
@@ -40,35 +40,35 @@ class Start:
     contract: Contract
     plan: Plan
     window: int  # tokens that may be committed beyond the durable position
-    known: Prefix = NOTHING  # of the tokens: `settled`, which was computed beside the event loop
+    known: Prefix = NOTHING  # digest of a prefix of the tokens, computed outside the event loop's thread
 
 
-class Commit(NamedTuple):
-    """What a step committed for a session."""
+class StepCommit(NamedTuple):
+    """The tokens that a step committed for a session, and its report."""
 
     position: int  # of the first token
     choices: list[Choice]
-    digest: int  # over all tokens of the session, these included
+    digest: int  # over all tokens of the session up to and with these
     report: StepReport
-    last: bool  # whether the generation ends with it
-    owed: tuple[Credit, ...] = ()  # one for each drafter, where there are several
+    last: bool  # whether the generation ends with this commit
+    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, if there are several
 
 
-class Session(Drafted):
+class VerifierSession(DraftedSession):
     """State of one session. Only the event loop's thread touches it."""
 
     def __init__(
         self,
-        start: Start,
-        place: Taken,
+        start: SessionStart,
+        kv_slot: AcquiredSlot,
         vocabulary: int,
-        patterns: Patterns,
-        own: OwnDrafts | None = None,
+        patterns: ArrivalPatterns,
+        ngram_proposer: NgramProposer | None = None,
         heads: HeadDrafts | None = None,
         *,
         sayable: int | None = None,
     ) -> None:
-        """`vocabulary`: ids that the target has; `sayable`: it can say those below, if they are fewer."""
+        """`vocabulary`: ids that the target has; `sayable`: the target chooses only ids below it, if fewer."""
         super().__init__(start.contract, SENDER)
         self.id = start.session_id
         self.tenant = start.tenant
@@ -77,9 +77,9 @@ class Session(Drafted):
         self.vocabulary = vocabulary
         self.sayable = vocabulary if sayable is None else sayable
         self.plan = start.plan
-        self.place = place
+        self.kv_slot = kv_slot
         self.tokens = list(start.tokens)
-        self.cached = place.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
+        self.cached = kv_slot.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY, known=start.known)
@@ -87,31 +87,31 @@ class Session(Drafted):
         self.arrivals = Arrivals(patterns)
         self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
         self.speed = Speed()
-        self.way = Way.TURNS  # how its drafters work
+        self.overlap_mode = OverlapMode.TURNS  # of its drafters
         self.committed_at = 0.0  # when the last commit went out
-        self.commits: asyncio.Queue[Commit | None] = asyncio.Queue()  # bounded by the window; None: it was closed
+        self.commits: asyncio.Queue[StepCommit | None] = asyncio.Queue()  # bounded by the window; None: closed
         self.finished = False
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
-        self.answered = False  # the router is told how it ended, and may hang up
-        self.traced: TracedSteps | None = None  # where its request is traced
-        self.watch = Watch()
+        self.answered = False  # the last message was sent to the router, which may close the call
+        self.traced: TracedSteps | None = None  # set if the request is traced
+        self.broadcast = StepBroadcast()
         self._window = start.window
-        self.own = own  # what the verifier drafts by itself for it
-        if own is not None:
-            self._claims[SENDER] = own.calibration
-        self.heads = heads  # what heads on the target draft for it
+        self.ngram_proposer = ngram_proposer  # proposes without a model
+        if ngram_proposer is not None:
+            self._claims[SENDER] = ngram_proposer.calibration
+        self.heads = heads  # drafts with heads on the target
         if heads is not None:
             self._claims[HEADS] = heads.calibration
 
     @property
     def room(self) -> int:
-        """The most tokens that a step may commit now: up to the end, and the window beyond the durable position."""
+        """Tokens that a step may commit now: up to the end, and to the window beyond the durable position."""
         return min(self.end, self.durable + self._window) - len(self.tokens)
 
     @property
     def ready(self) -> bool:
-        """Whether a step may serve it now."""
+        """Whether a step may serve this session now."""
         return not self.finished and self.room > 0
 
     @property
@@ -121,109 +121,112 @@ class Session(Drafted):
 
     @property
     def ceilings(self) -> Plan:
-        """The plan, cut to what the generation can still use."""
+        """The plan, with the depth cut to what the generation can still use."""
         left = self.end - len(self.tokens) - 1
         return self.plan if self.plan.depth <= left else replace(self.plan, depth=max(0, left))
 
-    def follow(self, way: Way) -> None:
-        """Has its drafters work in this way, as far as the plan allows."""
+    def set_overlap_mode(self, mode: OverlapMode) -> None:
+        """Sets the overlap mode of the session's drafters, as far as the plan allows it."""
         if self.plan.overlap is Overlap.ALWAYS:
-            way = Way.AHEAD
-        useless = self.plan.overlap is Overlap.NEVER or self.drawn  # no draw outlives a commit
-        self.way = Way.TURNS if self.rounds or (way is Way.AHEAD and useless) else way
+            mode = OverlapMode.AHEAD
+        useless = self.plan.overlap is Overlap.NEVER or self.drawn  # no draw survives a commit
+        self.overlap_mode = OverlapMode.TURNS if self.rounds or (mode is OverlapMode.AHEAD and useless) else mode
 
     @property
     def rounds(self) -> bool:
-        """Whether steps wait for all that its plan allows, and take all of it."""
+        """Whether each step waits for all nodes that the plan allows, and verifies all of them."""
         return self.plan.overlap is Overlap.ROUNDS
 
     @property
-    def whole(self) -> bool:
-        """Whether steps take its tree as it is, and choose nothing."""
+    def takes_full_tree(self) -> bool:
+        """Whether steps verify the session's complete tree and choose no nodes of it."""
         return self.drawn or self.rounds
 
     @property
-    def lacking(self) -> bool:
-        """Whether its step waits for a deeper tree."""
+    def awaiting_depth(self) -> bool:
+        """Whether the session's step waits for a deeper tree."""
         depth = self.ceilings.depth
         return self.rounds and self.committed_at > 0.0 and len([*islice(self.tree.levels(), depth)]) < depth
 
-    def worth(self) -> float:
-        """Expected tokens of a step that verifies the best of the tree within the plan, less what verifying costs."""
+    def tree_value(self) -> float:
+        """Return the expected tokens of a step that verifies the best nodes within the plan, less the cost."""
         plan = self.ceilings
-        worth = 1.0
+        value = 1.0
         for (score, _), _ in zip(
             self.tree.best_first(depth=plan.depth, width=plan.width), range(plan.nodes), strict=False
         ):
             if score <= self.verified_price:
                 break
-            worth += score - self.verified_price
-        return worth
+            value += score - self.verified_price
+        return value
 
     @property
-    def space(self) -> int:
-        """Nodes that may still come."""
+    def free_nodes(self) -> int:
+        """Nodes that the tree still has room for."""
         return TREE_CAPACITY - self.tree.size
 
     @property
-    def most(self) -> int:
-        """Drafters that it may have. What two have drawn is no draw from either's q."""
+    def max_drafters(self) -> int:
+        """The most drafters that the session may have.
+
+        A sampled tree has one: what two drafters have drawn together is a sample of neither's q.
+        """
         return 1 if self.drawn else MAX_DRAFTERS
 
-    def joined(self) -> None:
-        """What was learned of its drafters' pace does not hold any more."""
+    def on_drafter_subscribed(self) -> None:
+        """Marks the arrival statistics as disturbed: what was learned of the drafters' pace no longer holds."""
         self.arrivals.disturb()
 
-    def grown(
+    def on_delta(
         self, subscription: Subscription, delta: Delta, added: Sequence[Node], now: float, *, passing: bool
     ) -> None:
-        """Learns what a delta brings, and when."""
+        """Learns how much a delta is worth, and when it arrived."""
         if self.traced is not None:
-            self.traced.grafted(subscription.sender, delta, added)
+            self.traced.on_delta(subscription.sender, delta, added)
         if added or delta.rescored:
-            self.arrivals.arrived(now, self.worth(), passing=passing)
+            self.arrivals.arrived(now, self.tree_value(), passing=passing)
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always the one."""
+        """Whether the target always chooses the likeliest token."""
         return self.contract.greedy
 
     @property
     def ahead(self) -> bool:
         """Whether drafters go on below nodes that may be in verification."""
-        return self.way is Way.AHEAD
+        return self.overlap_mode is OverlapMode.AHEAD
 
     @property
     def resting(self) -> bool:
-        """Whether drafting for it would cost more than it brings."""
-        return self.way is Way.REST
+        """Whether drafting for this session would cost more than it brings."""
+        return self.overlap_mode is OverlapMode.REST
 
     @property
     def price(self) -> float:
         """Path score below which drafters need not draft.
 
-        Nothing is worth it while they are to rest, or before their turn: until the prompt has been read here, for then
-        they would only delay the first token.
+        No node is worth drafting while drafters rest. Nor is one before their first turn, until this verifier has read
+        the prompt: drafting would only delay the first token.
         """
-        before = self.way is Way.TURNS and not self.committed_at
+        before = self.overlap_mode is OverlapMode.TURNS and not self.committed_at
         return RESTING_PRICE if self.resting or before else 0.0 if self.rounds else self.verified_price
 
     @property
     def time_price(self) -> float:
-        """Tokens that a second is worth to drafters that draft while the step is held back."""
+        """Tokens that a second is worth while the step is held back for drafters; 0 when no step waits for them."""
         return 0.0 if self.ahead or self.rounds else self.speed.per_second
 
     @property
     def awaited(self) -> bool:
-        """Whether drafters may still send something that a step could take."""
+        """Whether drafters may still send nodes that a step could verify."""
         return self.drafting and not self.resting and self.ceilings.depth > 0 and self.room > 1
 
-    def draft_own(self) -> None:
-        """Reads on, and drafts without a model, where the verifier does that."""
-        if self.own is not None and self.plan.depth and self.own.read(self.tokens):
+    def propose_ngrams(self) -> None:
+        """Feeds the n-gram proposer new tokens and adds its proposals to the tree, where the verifier has one."""
+        if self.ngram_proposer is not None and self.plan.depth and self.ngram_proposer.read(self.tokens):
             plan = self.ceilings
             price = self.verified_price
-            self.own.grow(
+            self.ngram_proposer.grow(
                 self.tree,
                 nodes=plan.nodes,
                 depth=plan.depth,
@@ -232,20 +235,20 @@ class Session(Drafted):
                 price=price,
             )
 
-    def leave_answer(self) -> None:
-        """The session is over: keeps its answer for others."""
-        if self.own is not None:
-            self.own.finish(self.tokens[self.answer_position :])
+    def record_answer(self) -> None:
+        """Gives the finished answer to the n-gram proposer's store, for other sessions."""
+        if self.ngram_proposer is not None:
+            self.ngram_proposer.finish(self.tokens[self.answer_position :])
 
-    def learn(self, nodes: Sequence[Node], path: set[Node]) -> None:
-        """Holds claims against what the target said: those of verified nodes whose parent is on the path."""
+    def calibrate_verified(self, nodes: Sequence[Node], path: set[Node]) -> None:
+        """Calibrates claimed scores of verified nodes whose parent is on the accepted path."""
         for node in nodes:
             if node.parent is self.tree.root or node.parent in path:
-                self.hold((node,), node if node in path else None)
+                self.calibrate((node,), node if node in path else None)
 
-    def owed(self, nodes: Sequence[Node], path: set[Node]) -> tuple[Credit, ...]:
-        """What a step that verified `nodes` and accepts `path` owes to each drafter, where there are several."""
-        drafters = {stream.drafter_id: own.sender for stream, own in self.subscriptions.items()}
+    def credits(self, nodes: Sequence[Node], path: set[Node]) -> tuple[DrafterCredit, ...]:
+        """Return each drafter's credit for a step that verified `nodes` and accepts `path`; empty for one drafter."""
+        drafters = {stream.drafter_id: part.sender for stream, part in self.subscriptions.items()}
         drafters |= self._origins
         if len(drafters) < 2:
             return ()
@@ -254,13 +257,14 @@ class Session(Drafted):
         accepted = Counter(sender for senders in origins for sender in senders)
         alone = Counter(sender for senders in origins for sender in senders if len(senders) == 1)
         return tuple(
-            Credit(drafter, sent[sender], accepted[sender], alone[sender]) for drafter, sender in drafters.items()
+            DrafterCredit(drafter, sent[sender], accepted[sender], alone[sender])
+            for drafter, sender in drafters.items()
         )
 
     def commit(
-        self, choices: Sequence[Choice], report: StepReport, now: float, owed: tuple[Credit, ...] = ()
-    ) -> Commit:
-        """Appends what the target said, re-roots the tree, and hands the commit to the router's stream."""
+        self, choices: Sequence[Choice], report: StepReport, now: float, drafter_credits: tuple[DrafterCredit, ...] = ()
+    ) -> StepCommit:
+        """Appends the chosen tokens, re-roots the tree, and queues the commit for the router's stream."""
         tokens = [choice.token for choice in choices]
         self.tree.commit(tokens)
         position = len(self.tokens)
@@ -269,23 +273,23 @@ class Session(Drafted):
         if self.committed_at:
             self.speed.observe(len(tokens), now - self.committed_at)
         self.committed_at = now
-        self.draft_own()
-        self.arrivals.restart(now, self.worth())
+        self.propose_ngrams()
+        self.arrivals.restart(now, self.tree_value())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end
-        commit = Commit(position, list(choices), self.tree.digest, report, self.finished, owed)
+        commit = StepCommit(position, list(choices), self.tree.digest, report, self.finished, drafter_credits)
         self.commits.put_nowait(commit)
         return commit
 
 
-class Reading(Session):
-    """A text that is only read, for a session elsewhere. It is over when the KV of all but its last token is there."""
+class PrefillSession(VerifierSession):
+    """A text that is only prefilled, for a session elsewhere. It ends when all tokens but the last have KV."""
 
     @property
     def ready(self) -> bool:
-        """Whether a step may serve it now."""
+        """Whether a step may serve this session now."""
         return not self.finished and self.unread > 0
 
     @property
     def unread(self) -> int:
-        """The last token is for the session that comes."""
+        """Tokens whose KV the next steps have to write; the last token is left to the session that comes."""
         return super().unread - 1

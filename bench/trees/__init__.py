@@ -1,1 +1,1 @@
-"""`python -m bench.trees`: how many tokens each tree construction gets accepted, under each rule, by each drafter."""
+"""`python -m bench.trees`: measures the acceptance length of tree constructions, for each rule and drafter."""

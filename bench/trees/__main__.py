@@ -1,4 +1,4 @@
-"""`make bench-trees`: at most ten minutes on two cores."""
+"""`make bench-trees`: takes at most ten minutes on two cores."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bench.trees.cells import DRAFTERS, MODELS, Setting
 from bench.trees.figures import last_line
 from bench.trees.running import run
 from bench.trees.tables import print_tables, save
+from outrider.cli.errors import reported
 from outrider.cli.load import read_prompts
-from outrider.cli.reporting import reported
-from outrider.engine.checkpoint import read_json
+from outrider.engine.checkpoints.checkpoint import read_json
 from outrider.errors import ConfigError
-from outrider.fleet import surroundings
+from outrider.fleet import process_env
 
-WIDTH = 132  # of tables in a file
-LONGEST = 400  # tokens of a prompt: with its text it must fit the models' context
+WIDTH = 132  # of tables that are printed to a file
+LONGEST = 400  # longest prompt, in tokens: prompt and answer must fit into the models' context
 
 
 def main(
-    prompts: Annotated[int, typer.Option(min=1, help="To measure on.")] = 12,
-    taught: Annotated[int, typer.Option("--taught", min=1, help="Other prompts, to learn from.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to measure on.")] = 12,
+    taught: Annotated[int, typer.Option("--taught", min=1, help="Other prompts, for drafters to learn from.")] = 8,
     drafters: Annotated[list[str] | None, typer.Option("--drafter", help="[default: all]")] = None,
     temperatures: Annotated[
         list[float] | None, typer.Option("--temperature", min=0, help="[default: 0, 0.6 and 1]")
@@ -35,11 +35,11 @@ def main(
     also: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FOLDER", help="Another drafter: a model, or heads on the target.")
     ] = None,
-    ours_alone: Annotated[bool, typer.Option("--ours-alone", help="No other rules and constructions.")] = False,
+    ours_alone: Annotated[bool, typer.Option("--ours-alone", help="Leave out other rules and constructions.")] = False,
     noises: Annotated[int, typer.Option(min=1, help="Draws of the shared noise at each root.")] = Setting().noises,
     drafts: Annotated[int, typer.Option(min=1, help="Draws of trees at each root.")] = Setting().drafts,
-    roots: Annotated[int, typer.Option(min=1, help="Places in each text.")] = 4,
-    processes: Annotated[int, typer.Option(min=1, help="Each on one thread.")] = 2,
+    roots: Annotated[int, typer.Option(min=1, help="Roots in each text.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Processes, each with one thread.")] = 2,
     models: Annotated[Path, typer.Option(help="Folder that holds target/, drafter/ and mid/.")] = Path("models"),
     texts: Annotated[Path, typer.Option(help="JSON lines with an id and a prompt.")] = Path("examples/held_out.jsonl"),
     name: Annotated[str | None, typer.Option("--save", metavar="NAME", help="[default: trees and the time]")] = None,
@@ -69,7 +69,7 @@ def main(
         held_out = read_prompts(texts)
         if prompts + taught > len(held_out):
             raise ConfigError(f"--prompts: and --taught are {prompts + taught}, {texts} has {len(held_out)}")
-    surroundings.settle(1)
+    process_env.settle(1)
     tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
     ids = [tokenizer.encode(prompt).ids[:LONGEST] for _, prompt in held_out[: prompts + taught]]
     progress = Console(stderr=True, highlight=False)

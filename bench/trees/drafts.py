@@ -1,4 +1,4 @@
-"""What a drafter says after a path: its candidates and their chances."""
+"""The candidates of a drafter after a path, with their probabilities."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bench.trees.lessons import Learned, chances_of, noised_row
-from bench.trees.paths import Path, Rows
-from outrider.core.construction.growing import Scored
-from outrider.core.continuations import Source
-from outrider.core.contract import Contract
-from outrider.core.growth import candidates
-from outrider.core.repeats import Hint, Repeats
-from outrider.core.sampler import Sampler
+from bench.trees.lessons import DrafterRates, chances_of, noised_row
+from bench.trees.paths import Path, TextRows
+from outrider.core.construction.expansion import candidates
+from outrider.core.construction.offline import Scored
+from outrider.core.construction.self_repetition import Hint, Repeats
+from outrider.core.proposers.ngram_tree import ContinuationSource
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 
-WIDTH = 16  # most children of a node, where a construction does not want fewer
+WIDTH = 16  # limit on the children of a node; some constructions have fewer
 
 
 class Scores(Protocol):
-    """Candidates with the logarithms of their chances, best first, as they stand after any path below a root."""
+    """Gives candidates with their log-probabilities, best first, after any path below a root."""
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """One list for each path; a model takes one pass for all."""
+        """Return one list for each path; a model needs one pass for all."""
         ...
 
 
 class ModelScores:
-    """By log q, and the noise where it is shared; what that is worth was fitted, and what it is worth more where the
-    text repeats itself."""
+    """The scores of a model: log q, plus the noise where it is shared, scaled by fitted parameters, with a fitted bonus
+    where the text repeats itself."""
 
     def __init__(
-        self, rows: Rows, sampler: Sampler, learned: Learned, hints: Mapping[Path, Hint], *, shared: bool
+        self, rows: TextRows, sampler: Sampler, learned: DrafterRates, hints: Mapping[Path, Hint], *, shared: bool
     ) -> None:
         self._rows = rows
         self._weigh = sampler.scores if shared else sampler.log_weights
@@ -40,7 +40,7 @@ class ModelScores:
         self._known: dict[Path, Scored] = {}
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """Missing rows in one pass."""
+        """Return the candidates; missing rows are computed in one pass."""
         self._known.update((path, []) for path in paths if len(path) >= self._rows.depth)
         missing = [path for path in paths if path not in self._known]
         self._rows.fetch(missing)
@@ -52,7 +52,7 @@ class ModelScores:
 
 
 def hints_of(text: Sequence[int], depth: int) -> dict[Path, Hint]:
-    """What followed the last time, after each path along it."""
+    """Return the token that followed at the last repetition of the text's end, after each path along it."""
     found = Repeats(text).find(depth)
     if found is None:
         return {}
@@ -61,9 +61,9 @@ def hints_of(text: Sequence[int], depth: int) -> dict[Path, Hint]:
 
 
 class NoisedScores:
-    """What a source without a model says, and at the root also what the noise of one draw says, as lookups have it."""
+    """The scores of a source without a model, mixed at the root with the noise of one draw, as lookup drafters do."""
 
-    def __init__(self, source: Scores, text: Sequence[int], contract: Contract, learned: Learned) -> None:
+    def __init__(self, source: Scores, text: Sequence[int], contract: Contract, learned: DrafterRates) -> None:
         self._source = source
         self._text = text
         self._contract = contract
@@ -71,7 +71,7 @@ class NoisedScores:
         self._root: Scored | None = None
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """The noise is asked once."""
+        """Return the candidates; the mixture with the noise is computed once."""
         return [
             self._first(found) if not path else found
             for path, found in zip(paths, self._source.after(paths), strict=True)
@@ -93,16 +93,16 @@ def _falling(scored: tuple[int, float]) -> float:
 
 
 class LookupScores:
-    """What followed the latest longest match in the session's own text: one candidate, along one path."""
+    """Prompt lookup: the continuation of the latest longest match in the session's text, one candidate on one path."""
 
-    def __init__(self, text: Sequence[int], learned: Learned, depth: int) -> None:
+    def __init__(self, text: Sequence[int], learned: DrafterRates, depth: int) -> None:
         found = Repeats(text).find(depth)
         self._tokens = tuple(found.tokens) if found else ()
         self._length = found.length if found else 0
         self._learned = learned
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """Nothing where the path is another one."""
+        """Return the candidates; none for other paths."""
         return [self._row(path) for path in paths]
 
     def _row(self, path: Path) -> Scored:
@@ -112,16 +112,16 @@ class LookupScores:
 
 
 class SourceScores:
-    """What a source finds for the text with the path behind it; chances are corrected by what they were worth."""
+    """The candidates of a source for the text followed by a path, with calibrated probabilities."""
 
-    def __init__(self, source: Source, text: Sequence[int], learned: Learned) -> None:
+    def __init__(self, source: ContinuationSource, text: Sequence[int], learned: DrafterRates) -> None:
         self._source = source
         self._text = list(text)
         self._learned = learned
         self._known: dict[Path, Scored] = {}
 
     def after(self, paths: Sequence[Path]) -> list[Scored]:
-        """Looked up once each."""
+        """Return the candidates; each path is looked up once."""
         for path in paths:
             if path not in self._known:
                 found = self._source.propose([*self._text, *path], WIDTH, 1)

@@ -1,6 +1,6 @@
-"""How many of a tree's nodes a rule is expected to accept: exact over what the rule leaves to chance.
+"""Computes the expected number of a tree's nodes that a rule accepts, exactly over the rule's random decisions.
 
-Each is what `Rule.walk` of `outrider.core.rules` does, with probabilities carried along instead of drawn.
+Each function does what `Rule.walk` of `outrider.core.acceptance` does, with probabilities instead of random draws.
 """
 
 from __future__ import annotations
@@ -9,32 +9,32 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bench.trees.paths import Path
-from outrider.core.filters import FloatRow
-from outrider.core.rules import Rows
-from outrider.core.rules.rejection import uncovered, without
+from outrider.core.acceptance import VerifiedRows
+from outrider.core.acceptance.rejection import remove_token, residual
+from outrider.core.sampling.filters import FloatRow
 
-NEGLIGIBLE = 1e-4  # chance of getting somewhere below which it is not looked at
+NEGLIGIBLE = 1e-4  # nodes with a smaller probability of being reached are ignored
 
 Row = Callable[[Path], FloatRow]  # the distribution after a path: [vocabulary], sum 1
 
 
-class Tree(NamedTuple):
+class ExpectedTree(NamedTuple):
     """A tree to verify: row 0 is its root, parents before children, siblings in the order of their ranks."""
 
     paths: tuple[Path, ...]
-    rows: Rows
+    rows: VerifiedRows
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> Tree:
-        """The tree of these paths and the root."""
-        whole = ((), *paths)
-        at = {path: row for row, path in enumerate(whole)}
-        parents = [-1, *(at[path[:-1]] for path in whole[1:])]
-        return cls(whole, Rows(parents, [-1, *(path[-1] for path in whole[1:])]))
+    def of(cls, paths: Sequence[Path]) -> ExpectedTree:
+        """Return the tree of the root and these paths."""
+        with_root = ((), *paths)
+        at = {path: row for row, path in enumerate(with_root)}
+        parents = [-1, *(at[path[:-1]] for path in with_root[1:])]
+        return cls(with_root, VerifiedRows(parents, [-1, *(path[-1] for path in with_root[1:])]))
 
 
-def followed(tree: Tree, choose: Callable[[Path], int]) -> float:
-    """Shared noise: the target's own tokens, as far as the tree has them."""
+def followed(tree: ExpectedTree, choose: Callable[[Path], int]) -> float:
+    """Shared noise: return how many of the target's tokens the tree contains as a path. `choose` gives them."""
     known = set(tree.paths)
     path: Path = ()
     while True:
@@ -43,7 +43,7 @@ def followed(tree: Tree, choose: Callable[[Path], int]) -> float:
             return len(path) - 1.0
 
 
-def matched(tree: Tree, p: Row) -> float:
+def matched(tree: ExpectedTree, p: Row) -> float:
     """Target match: a node is accepted with its path's probability."""
 
     def children(row: int, reach: float) -> list[float]:
@@ -53,7 +53,7 @@ def matched(tree: Tree, p: Row) -> float:
     return _below(tree, 0, 1.0, children)
 
 
-def rejected(tree: Tree, p: Row, q: Row, lenience: float = 1.0) -> float:
+def rejected(tree: ExpectedTree, p: Row, q: Row, lenience: float = 1.0) -> float:
     """Recursive rejection; for a chain, speculative sampling, with lenience the lenient one."""
 
     def children(row: int, reach: float) -> list[float]:
@@ -65,16 +65,19 @@ def rejected(tree: Tree, p: Row, q: Row, lenience: float = 1.0) -> float:
             reaches.append(reach * accepted)
             reach *= 1.0 - accepted
             if reach > NEGLIGIBLE:
-                left = uncovered(left, lenience * draft)
-                without(draft, token)
+                left = residual(left, lenience * draft)
+                remove_token(draft, token)
         return reaches
 
     return _below(tree, 0, 1.0, children)
 
 
-def traversed(tree: Tree, p: Row, q: Row) -> float:
-    """Traversal verification; for a chain, block verification. Until a node is accepted all is determined, so one visit
-    of every node tells with which probability each is the one."""
+def traversed(tree: ExpectedTree, p: Row, q: Row) -> float:
+    """Traversal verification; for a chain, block verification.
+
+    Until a node is accepted the rule is deterministic, so one visit of every node gives the probability that it is the
+    accepted one.
+    """
     alive, expected = 1.0, 0.0
 
     def visit(row: int, depth: int, alpha: float) -> None:
@@ -93,7 +96,7 @@ def traversed(tree: Tree, p: Row, q: Row) -> float:
                 alpha = float(alpha >= 1.0)
                 break
             target, alpha = rest / total, total / (total + (1.0 - alpha))
-            without(draft, token)
+            remove_token(draft, token)
         expected += alive * alpha * depth
         alive *= 1.0 - alpha
 
@@ -101,8 +104,8 @@ def traversed(tree: Tree, p: Row, q: Row) -> float:
     return expected
 
 
-def _below(tree: Tree, row: int, reach: float, reaches: Callable[[int, float], list[float]]) -> float:
-    """The sum over the nodes below `row` of the chance that they are accepted; `reaches` gives its children's."""
+def _below(tree: ExpectedTree, row: int, reach: float, reaches: Callable[[int, float], list[float]]) -> float:
+    """Return the sum of the acceptance probabilities of the nodes below `row`; `reaches` gives its children's."""
     children = tree.rows.children[row]
     if not children or reach < NEGLIGIBLE:
         return 0.0

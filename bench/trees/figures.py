@@ -1,4 +1,4 @@
-"""Means, standard errors, and where ours stands. Pure."""
+"""Means, standard errors, and the comparison of Outrider's default with the others. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class Estimate(NamedTuple):
     """A mean over prompts."""
 
     mean: float
-    error: float  # its standard error; NaN of a single prompt
+    error: float  # standard error; NaN for a single prompt
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Prompts are what varies independently: roots of one text are no more than one observation."""
+        """Return the estimate over prompts. Roots of one text are not independent and count as one observation."""
         count = len(values)
         mean = sum(values) / count
         squares = sum((value - mean) ** 2 for value in values)
         return cls(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan)
 
 
-class Verdict(NamedTuple):
-    """Ours against the best other lossless cell of the same drafter, temperature and budget."""
+class CellVerdict(NamedTuple):
+    """Our cell compared with the best other lossless cell of the same drafter, temperature and budget."""
 
     ours: Cell
     length: Estimate
-    best: Cell  # of the others
+    best: Cell  # the best other one
     best_length: Estimate
-    lead: Estimate  # ours less that, paired by prompt
-    holds: bool  # whether ours is at least equal to every other, within one standard error of the paired difference
+    lead: Estimate  # difference of our length and the best other one, paired by prompt
+    holds: bool  # ours is at least equal to every other, within one standard error of the paired difference
 
 
-def verdicts(results: Results) -> list[Verdict]:
-    """One for each drafter, temperature and budget."""
+def verdicts(results: Results) -> list[CellVerdict]:
+    """Return a verdict for each drafter, temperature and budget."""
     found = []
     drafters = [*dict.fromkeys(cell.drafter for cell in results)]
     for ours in sorted(filter(_is_ours, results), key=partial(_place, drafters)):
@@ -59,7 +59,7 @@ def verdicts(results: Results) -> list[Verdict]:
         }
         best = max(others, key=lambda cell: sum(others[cell]))
         holds = all(lead.mean >= -(lead.error if math.isfinite(lead.error) else 0.0) - 1e-9 for lead in leads.values())
-        found.append(Verdict(ours, Estimate.of(lengths), best, Estimate.of(others[best]), leads[best], holds))
+        found.append(CellVerdict(ours, Estimate.of(lengths), best, Estimate.of(others[best]), leads[best], holds))
     return found
 
 
@@ -72,13 +72,13 @@ def _place(drafters: Sequence[str], cell: Cell) -> tuple[int, float, int]:
 
 
 def last_line(results: Results) -> str:
-    """The line for scripts: cells measured; of the combinations from eight nodes on, where ours is the best or as good,
-    and where it is behind."""
+    """Return the line for scripts: the number of cells, and of the combinations with FEWEST nodes or more, how often
+    ours is best or equal, and how often it is behind."""
     judged = [verdict.holds for verdict in verdicts(results) if verdict.ours.budget >= FEWEST]
     return f"trees: cells={len(results)} ours_best_or_equal={sum(judged)} behind={len(judged) - sum(judged)}"
 
 
 def our_name(cell: Cell) -> str:
-    """How tables call a row."""
+    """Return the name of a row in tables."""
     name = f"{cell.rule}{' (lossy)' if cell.lossy else ''}, {cell.construction}"
     return f"{name} *" if (cell.rule, cell.construction) == OURS else name

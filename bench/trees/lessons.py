@@ -1,4 +1,4 @@
-"""What drafters learn before they are measured, from texts that they are not measured on."""
+"""Fits the statistics of drafters before they are measured, on other texts than those of the measurement."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from functools import partial
 
 import numpy as np
 
-from bench.trees.paths import PathRows, Rows
-from outrider.core.calibration import Calibration
-from outrider.core.continuations import BestOf, Source
-from outrider.core.contract import Contract
-from outrider.core.filters import FloatRow
-from outrider.core.growth import Candidates, Fits, candidates
-from outrider.core.noise import gumbel_at
-from outrider.core.noised import Background, Found, NoisedFit
-from outrider.core.repeats import Hint, Repeats
-from outrider.core.rules import DRAFT, SeededChance, SparseRow
-from outrider.core.rules.rejection import uncovered, without
-from outrider.core.sampler import Sampler
-from outrider.core.suffixes import FinishedOutputs, SessionSuffixes
+from bench.trees.paths import PathRows, TextRows
+from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow
+from outrider.core.acceptance.rejection import remove_token, residual
+from outrider.core.construction.expansion import Candidates, DrafterFits, candidates
+from outrider.core.construction.self_repetition import Hint, Repeats
+from outrider.core.control.calibration import Calibration
+from outrider.core.proposers.ngram_tree import BestOf, ContinuationSource
+from outrider.core.proposers.noise_mixture import BackgroundDistribution, Found, NoiseMixtureFit
+from outrider.core.proposers.suffixes import FinishedOutputs, SessionSuffixes
+from outrider.core.sampling.filters import FloatRow
+from outrider.core.sampling.noise import gumbel_at
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 
 RANKS = 16
-PRIOR = 0.5  # observations' worth of a rank that was never right
+PRIOR = 0.5  # pseudo-observations, for ranks that were never accepted
 
 
 @dataclass(slots=True)
 class RankMeans:
-    """How often the child of each rank is the accepted one: plain means."""
+    """How often the child of each rank is the accepted one, as plain means."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * RANKS)
     seen: int = 0
 
     def observe(self, chances: Sequence[float]) -> None:
-        """Of one node: the chance of each rank."""
+        """Add one node, with the acceptance probability of each rank."""
         self.seen += 1
         for rank, chance in enumerate(chances[:RANKS]):
             self.sums[rank] += chance
 
     def rates(self) -> tuple[float, ...]:
-        """Falling."""
+        """Return the rates by rank, made non-increasing."""
         found: list[float] = []
         for rank, total in enumerate(self.sums):
             rate = (total + PRIOR / (rank + 2) ** 2) / (self.seen + PRIOR)
@@ -50,32 +50,32 @@ class RankMeans:
 
 
 @dataclass(slots=True)
-class Learned:
-    """Of one drafter at one temperature, under one way to rank candidates."""
+class DrafterRates:
+    """The fitted statistics of one drafter at one temperature, for one ranking of candidates."""
 
-    fits: Fits = field(default_factory=Fits)
-    below: list[Fits] = field(
+    fits: DrafterFits = field(default_factory=DrafterFits)
+    below: list[DrafterFits] = field(
         default_factory=list
     )  # of heads, which are worth less the deeper they guess: level by level
     calibration: Calibration = field(default_factory=Calibration)
     ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first
-    noised: NoisedFit = field(default_factory=NoisedFit)  # without a model
+    noised: NoiseMixtureFit = field(default_factory=NoiseMixtureFit)  # without a model
     noised_ranks: RankMeans = field(default_factory=RankMeans)  # of candidates, best first by that
     drawn: RankMeans = field(default_factory=RankMeans)  # of children drawn one after the other, recursive rejection
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A target's own text under shared noise."""
+class TargetText:
+    """A text that the target generated under shared noise."""
 
     tokens: tuple[int, ...]
     prompt: int  # tokens of it that are the prompt
 
 
 def learn_model(
-    learned: Learned, rows: PathRows, target: PathRows, text: Text, contract: Contract, *, shared: bool
+    learned: DrafterRates, rows: PathRows, target: PathRows, text: TargetText, contract: Contract, *, shared: bool
 ) -> None:
-    """By what the target said after each token of a text."""
+    """Fit a model's statistics to the target's tokens in a text."""
     said, drafted = target.read(text.tokens), rows.read(text.tokens)
     repeats = Repeats(text.tokens[: text.prompt])
     for place in range(text.prompt - 1, len(text.tokens) - 1):
@@ -90,12 +90,12 @@ def learn_model(
         learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
         if not shared:
             p, q = sampler.probabilities(said[place]), whole_row(sampler.probabilities(drafted[place]))
-            learned.drawn.observe(_accepted_by_rank(p, q, SeededChance(contract.seed, place, token, DRAFT)))
+            learned.drawn.observe(_accepted_by_rank(p, q, SeededRandom(contract.seed, place, token, DRAFT)))
 
 
-def learn_heads(learned: Learned, rows: Rows, text: Text, contract: Contract) -> None:
-    """By what the target said after each token of a text, at each depth below it, under shared noise."""
-    learned.below = learned.below or [Fits() for _ in range(rows.depth)]
+def learn_heads(learned: DrafterRates, rows: TextRows, text: TargetText, contract: Contract) -> None:
+    """Fit the statistics of heads to the target's tokens in a text, at each depth, under shared noise."""
+    learned.below = learned.below or [DrafterFits() for _ in range(rows.depth)]
     rows.read(text.tokens)
     for place in range(text.prompt - 1, len(text.tokens) - rows.depth):
         sampler = Sampler(contract, rows.vocabulary, text.tokens[: place + 1], text.prompt)
@@ -108,9 +108,9 @@ def learn_heads(learned: Learned, rows: Rows, text: Text, contract: Contract) ->
                 learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
 
 
-def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract]) -> Learned:
-    """By how long the match was, and by the noise."""
-    learned = Learned()
+def learn_lookup(texts: Sequence[TargetText], contracts: Sequence[Contract]) -> DrafterRates:
+    """Fit prompt lookup, by the length of matches and by the noise."""
+    learned = DrafterRates()
     for text, contract in zip(texts, contracts, strict=True):
         repeats = Repeats(text.tokens[: text.prompt])
         for place in range(text.prompt, len(text.tokens)):
@@ -125,9 +125,12 @@ def learn_lookup(texts: Sequence[Text], contracts: Sequence[Contract]) -> Learne
     return learned
 
 
-def learn_suffixes(texts: Sequence[Text], contracts: Sequence[Contract]) -> tuple[Learned, FinishedOutputs]:
-    """One text after the other, each over those before it; also gives the index of them all."""
-    learned, outputs = Learned(), FinishedOutputs()
+def learn_suffixes(texts: Sequence[TargetText], contracts: Sequence[Contract]) -> tuple[DrafterRates, FinishedOutputs]:
+    """Fit suffix lookup, one text after the other, with an index of the texts before it.
+
+    Also returns the index of all texts.
+    """
+    learned, outputs = DrafterRates(), FinishedOutputs()
     for text, contract in zip(texts, contracts, strict=True):
         own = session_suffixes(text.tokens[: text.prompt])
         both = BestOf([own, outputs])
@@ -149,46 +152,46 @@ def learn_suffixes(texts: Sequence[Text], contracts: Sequence[Contract]) -> tupl
 
 
 def whole_row(q: FloatRow) -> SparseRow:
-    """What is drawn from: q itself. The wire's is cut to its likeliest 0.99, which costs the rules that hold p
-    against q much at temperature 1; they are measured at their best."""
-    return SparseRow.of(q, most=len(q), mass=1.0)
+    """Return the whole q for drawing. On the wire q is cut to its likeliest 0.99, which costs the rules that compare p
+    with q much at temperature 1; here they are measured at their best."""
+    return SparseRow.of(q, max_tokens=len(q), mass=1.0)
 
 
 def session_suffixes(tokens: Sequence[int]) -> SessionSuffixes:
-    """The index of a session, which has learned from each of its tokens."""
+    """Return the suffix index of a session with these tokens."""
     own = SessionSuffixes()
     for token in tokens:
         own.extend([token])
     return own
 
 
-def best_of(tokens: Sequence[int], outputs: FinishedOutputs) -> Source:
-    """A session's own text and earlier outputs, whichever promises more."""
+def best_of(tokens: Sequence[int], outputs: FinishedOutputs) -> ContinuationSource:
+    """Return a source that proposes from the session's text or from earlier outputs, whichever expects more."""
     return BestOf([session_suffixes(tokens), outputs])
 
 
 def chances_of(found: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Tokens and their chances, from the logarithms of these."""
+    """Return the probabilities of tokens from their log-probabilities."""
     return {token: math.exp(chance) for token, chance in found}
 
 
-def noised_row(text: Sequence[int], found: Found, contract: Contract) -> tuple[Background, Candidates]:
-    """How often a text says its tokens, and what the noise says of the one after it."""
-    said = Background()
+def noised_row(text: Sequence[int], found: Found, contract: Contract) -> tuple[BackgroundDistribution, Candidates]:
+    """Return the background distribution of a text, and the candidates of the noise for its next token."""
+    said = BackgroundDistribution()
     said.extend(text)
     return said, said.leading(found, partial(gumbel_at, contract.seed, contract.choice, len(text)))
 
 
 def _learn_noise(
-    learned: Learned, text: Text, place: int, contract: Contract, found: Sequence[tuple[int, float]]
+    learned: DrafterRates, text: TargetText, place: int, contract: Contract, found: Sequence[tuple[int, float]]
 ) -> None:
-    """What the noise says of what a source found, by what the target then said at `place`."""
+    """Fit the mixture of a source's candidates with the noise to the target's token at `place`."""
     chances, token, best = chances_of(found), text.tokens[place], [each for each, _ in found]
     if not contract.greedy and learned.noised.wanted(chances):
         said, row = noised_row(text.tokens[:place], chances, contract)
         mixed = learned.noised.mixed(chances, row, RANKS)
         best = sorted(mixed, key=lambda each: -mixed[each])
-        learned.noised.observe(chances, row, token, said.usual(token))
+        learned.noised.observe(chances, row, token, said.frequency(token))
     learned.noised_ranks.observe([float(each == token) for each in best])
 
 
@@ -197,13 +200,13 @@ def _hint(repeats: Repeats) -> Hint | None:
     return Hint(found.tokens[0], found.length) if found else None
 
 
-def _accepted_by_rank(p: np.ndarray, row: SparseRow, chance: SeededChance) -> list[float]:
-    """The chance that recursive rejection accepts each of the children drawn from a row, in order."""
+def _accepted_by_rank(p: np.ndarray, row: SparseRow, chance: SeededRandom) -> list[float]:
+    """Return the probability that recursive rejection accepts each of the children drawn from a row, in order."""
     q, reach, found = row.dense(len(p)), 1.0, []
     for token in row.draw(RANKS, chance):
         accepted = min(1.0, float(p[token]) / float(q[token]))
         found.append(reach * accepted)
         reach *= 1.0 - accepted
-        p = uncovered(p, q)
-        without(q, token)
+        p = residual(p, q)
+        remove_token(q, token)
     return found

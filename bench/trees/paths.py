@@ -1,4 +1,4 @@
-"""What a model says after paths of tokens below a place in a text; each row is computed once."""
+"""The logits of a model after paths of tokens below a position in a text; each row is computed once."""
 
 from __future__ import annotations
 
@@ -9,89 +9,91 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.contract import Contract
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
-from outrider.engine.native import NativeEngine
+from outrider.engine.eager.engine import NativeEngine
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]
 
-SCRATCH = 6144  # rows below one root
+SCRATCH = 6144  # KV rows for the paths below one root
 ROWS = 96  # of one pass
 UNBOUNDED = 2**31
 
 
 def load(folder: File) -> NativeEngine:
-    """A model for one text at a time, in float32, on one thread."""
+    """Load a model for one text at a time, in float32, on one thread."""
     return NativeEngine.load(folder, dtype="float32", slots=1, rows=1024 + SCRATCH, threads=1)
 
 
-class Rows(Protocol):
+class TextRows(Protocol):
     """A model, or heads, over one text at a time."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens in a row of logits."""
 
     @property
     def depth(self) -> int:
-        """Tokens below a root that it guesses at most."""
+        """Largest number of tokens below a root that the model guesses."""
 
     def read(self, text: Sequence[int]) -> object:
-        """Takes a text."""
+        """Read a text."""
 
     def root(self, position: int) -> None:
-        """From now on, paths begin behind the text's token at `position`."""
+        """Let paths begin after the text's token at `position` from now on."""
 
     def after(self, path: Path) -> Logits:
-        """The logits after one path, which is shorter than `depth`."""
+        """Return the logits after one path, which is shorter than `depth`."""
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Computes what is missing of these paths, and of what leads to them, in as few passes as hold it."""
+        """Compute the missing rows of these paths and their prefixes, in as few passes as possible."""
 
 
 class PathRows:
-    """One model over one text. Roots must be visited from the last to the first: what is below one overwrites the text
-    behind it."""
+    """One model over one text.
+
+    Roots must be visited from the last to the first: the KV of paths below a root overwrites that of the text after it.
+    """
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
         self._text: Sequence[int] = ()
         self._root = 0
         self._rows: dict[Path, Logits] = {}
-        self._places: dict[Path, int] = {}  # cache row behind the root's prefix
+        self._places: dict[Path, int] = {}  # KV row, counted after the root's prefix
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of a row."""
+        """Number of tokens in a row of logits."""
         return self._engine.vocabulary
 
     @property
     def depth(self) -> int:
-        """There is no end to it."""
+        """A model has no limit."""
         return UNBOUNDED
 
     def read(self, text: Sequence[int]) -> NDArray[np.float32]:
-        """Takes a text. Gives the logits after each of its tokens: [tokens, vocabulary]."""
+        """Read a text. Returns the logits after each of its tokens: [tokens, vocabulary]."""
         self._text = text
         count = len(text)
         return self._engine.forward([Segment(0, 0, np.array(text, np.int64), np.arange(count, dtype=np.int64))])
 
     def root(self, position: int) -> None:
-        """From now on, paths begin behind the text's token at `position`."""
+        """Let paths begin after the text's token at `position` from now on."""
         self._root = position
         self._rows.clear()
         self._places.clear()
 
     def after(self, path: Path) -> Logits:
-        """The logits after one path."""
+        """Return the logits after one path."""
         if path not in self._rows:
             self.fetch([path])
         return self._rows[path]
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Computes what is missing of these paths, and of what leads to them, in as few passes as hold it."""
+        """Compute the missing rows of these paths and their prefixes, in as few passes as possible."""
         missing = {path[:end] for path in paths for end in range(len(path) + 1)} - self._rows.keys()
         ordered = sorted(missing, key=lambda path: (len(path), path))
         for first in range(0, len(ordered), ROWS):
@@ -110,8 +112,8 @@ class PathRows:
         self._rows.update(zip(paths, logits, strict=True))
 
 
-def continued(rows: Rows, prompt: Sequence[int], contract: Contract, count: int) -> list[int]:
-    """The target's own text after a prompt under shared noise, prompt included."""
+def continued(rows: TextRows, prompt: Sequence[int], contract: Contract, count: int) -> list[int]:
+    """Return a prompt with the target's next `count` tokens under shared noise."""
     text = list(prompt)
     sampler = Sampler(contract, rows.vocabulary, text, len(text))
     rows.read(text)

@@ -1,4 +1,4 @@
-"""A run: the prompts shared out among processes of one thread each."""
+"""Runs the measurement: distributes the prompts among processes with one thread each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from bench.trees.cells import MODELS, Setting
 from bench.trees.heads import HeadRows, are_heads
-from bench.trees.measuring import Figures, Lessons, measure, teach
-from bench.trees.paths import PathRows, Rows, load
-from outrider.fleet import surroundings
+from bench.trees.measuring import Figures, LearnedRates, measure, teach
+from bench.trees.paths import PathRows, TextRows, load
+from outrider.fleet import process_env
 
-_bench: tuple[Setting, Mapping[str, Rows], Lessons] | None = None  # of a process that shares the work
+_bench: tuple[Setting, Mapping[str, TextRows], LearnedRates] | None = None  # state of a worker process
 
 
 def run(
@@ -22,31 +22,34 @@ def run(
     prompts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
     processes: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Figures]:
-    """Teaches the drafters on `others` and measures on `prompts`: each one's figures. `say` hears how far it is."""
-    say(f"{len(others)} prompts to learn from ...")
+    """Fit the drafters' statistics on `others`, measure on `prompts`, and return the figures of each prompt.
+
+    `report` receives the progress.
+    """
+    report(f"{len(others)} prompts to learn from ...")
     models = _models(setting, folder)
-    lessons = teach(setting, models, others)
+    rates = teach(setting, models, others)
     jobs = list(enumerate(prompts))
     results: list[Figures] = []
     with ExitStack() as stack:
         if processes == 1:
-            figures: Iterable[Figures] = (measure(setting, models, lessons, prompt, at) for at, prompt in jobs)
+            figures: Iterable[Figures] = (measure(setting, models, rates, prompt, at) for at, prompt in jobs)
         else:
             del models
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(processes, _begin, (setting, folder, lessons)))
+            pool = stack.enter_context(context.Pool(processes, _begin, (setting, folder, rates)))
             figures = pool.imap(_measure, jobs)
         for found in figures:
             results.append(found)
-            say(f"{len(results)} of {len(prompts)} prompts")
+            report(f"{len(results)} of {len(prompts)} prompts")
     return results
 
 
-def _models(setting: Setting, folder: Path) -> dict[str, Rows]:
+def _models(setting: Setting, folder: Path) -> dict[str, TextRows]:
     target = folder / "target"
-    models: dict[str, Rows] = {"target": PathRows(load(target))}
+    models: dict[str, TextRows] = {"target": PathRows(load(target))}
     for name, place in ((name, folder / name) for name in MODELS if name in setting.drafters):
         models[name] = PathRows(load(place))
     for name, place in setting.others:
@@ -54,10 +57,10 @@ def _models(setting: Setting, folder: Path) -> dict[str, Rows]:
     return models
 
 
-def _begin(setting: Setting, folder: Path, lessons: Lessons) -> None:
+def _begin(setting: Setting, folder: Path, rates: LearnedRates) -> None:
     global _bench
-    surroundings.settle(1)
-    _bench = setting, _models(setting, folder), lessons
+    process_env.settle(1)
+    _bench = setting, _models(setting, folder), rates
 
 
 def _measure(job: tuple[int, Sequence[int]]) -> Figures:

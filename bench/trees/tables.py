@@ -1,4 +1,4 @@
-"""The tables at the end of a run, and the run on disk."""
+"""Prints the tables at the end of a run, and saves the run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from bench.results import FOLDER, machine
 from bench.trees.cells import LENIENCE, MODELS, OURS, Cell, Setting
 from bench.trees.figures import Estimate, Results, last_line, our_name, verdicts
 from outrider.core.construction import CONSTRUCTIONS
-from outrider.core.contract import RULES
+from outrider.core.session.contract import RULES
 
 MISSING = "-"
 NOTES = (
     "Acceptance length: tokens that one step commits, 1 + accepted, +- its standard error over prompts. * is ours. "
-    "- is what a rule does not take: trees chosen by value, or of drafters without a q, held p against q. Lossy rules "
-    "change what is said. Roots, rows and draws are the same in all cells. What shared noise or the drafts leave to "
-    "chance is averaged over draws; what the other rules leave to chance is summed exactly. Scales, calibration and "
-    "acceptance by rank were learned on other prompts. Constructions that choose by value get the same fitted scores."
+    "- marks combinations that do not exist: rules that compare p with q accept neither trees that are chosen by score "
+    "nor trees of drafters without a q. Lossy rules change the text. Roots, rows and draws are the same in all cells. "
+    "The randomness of shared noise and of drafts is averaged over draws; that of the other rules is summed exactly. "
+    "Scales, calibration and acceptance by rank were fitted on other prompts. Constructions that choose by score get "
+    "the same fitted scores."
 )
 
 
 def print_tables(screen: Console, setting: Setting, results: Results) -> None:
-    """One table for each drafter and temperature, and where ours stands; or one of ours for each temperature."""
+    """Print a table for each drafter and temperature and the comparison with ours, or only ours by temperature."""
     if setting.ours_alone:
         for temperature in setting.temperatures:
             screen.print(_ours(setting, results, temperature))
@@ -44,7 +45,7 @@ def print_tables(screen: Console, setting: Setting, results: Results) -> None:
 
 
 def save(setting: Setting, results: Results, prompts: Sequence[str], name: str | None, seconds: float) -> Path:
-    """Writes NAME.json, or one named by the time. It appears complete or not at all."""
+    """Write NAME.json, or a file named by the time, atomically, and return its path."""
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{name or time.strftime('trees-%Y%m%d-%H%M%S')}.json"
     content = {
@@ -91,7 +92,7 @@ def _lengths(setting: Setting, results: Results, drafter: str, temperature: floa
 
 def _standing(results: Results) -> Table:
     table = Table(
-        title="ours and the best other that is lossless", title_justify="left", title_style="bold", box=SIMPLE
+        title="ours and the best other lossless combination", title_justify="left", title_style="bold", box=SIMPLE
     )
     for heading in ("drafter", "T", "nodes"):
         table.add_column(heading, no_wrap=True)

@@ -38,7 +38,7 @@ _ANSWERS = Row(
             quantiles("gen_ai_server_time_per_output_token_seconds", MODEL),
         ),
         Panel(
-            "Requests, by how they ended",
+            "Requests, by outcome",
             "A reason in small letters, or the error that the caller got.",
             "reqps",
             rates("outrider_requests_total", "outcome", MODEL),
@@ -64,7 +64,7 @@ _PLACES = Row(
     [
         Panel(
             "Queue",
-            "Requests that wait for a place, by priority. Interactive ones go first.",
+            "Queued requests, by priority. Interactive ones go first.",
             "short",
             sums("outrider_queue_depth", "priority"),
             stacked=True,
@@ -72,7 +72,7 @@ _PLACES = Row(
         Panel("Wait for a place", "Of the requests that got one.", "s", quantiles("outrider_queue_wait_seconds")),
         Panel(
             "Running",
-            "Generations that run, by router.",
+            "Running generations, by router.",
             "short",
             levels("outrider_requests_running"),
             stacked=True,
@@ -116,7 +116,7 @@ _FAULTS = Row(
         ),
         Panel(
             "Moves and resumes",
-            "Generations that went on at another verifier, and those that another call took over.",
+            "Generations that moved to another verifier, and resumed generations.",
             "ops",
             [
                 total("outrider_moves_total", "moves"),
@@ -131,7 +131,7 @@ _FAULTS = Row(
         ),
         Panel(
             "Append to the log",
-            "Until Redis had a commit's tokens. Callers see nothing before that.",
+            "Time until Redis had stored a commit's tokens. Callers see none of them before that.",
             "s",
             quantiles("outrider_log_append_seconds"),
         ),

@@ -85,7 +85,7 @@ _DRAFTERS = Row(
         ),
         Panel(
             "Wire",
-            "Bytes on drafters' streams, both directions, for each committed token.",
+            "Bytes on draft streams, both directions, for each committed token.",
             "bytes",
             shares("outrider_wire_bytes_total", "outrider_tokens_committed_total", "instance"),
         ),

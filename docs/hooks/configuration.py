@@ -33,8 +33,8 @@ SECTIONS: tuple[tuple[str, type[Section], str], ...] = (
     ("A tokenizer's recipe", recipe.TokenizerRecipe, "train tokenizer"),
     ("A scenario's file", deployment.Scenario, ""),
     ("`[deployment]`", deployment.Deployment, ""),
-    ("`[[kind]]`", deployment.Kind, ""),
-    ("`[[phase]]`", deployment.Phase, ""),
+    ("`[[kind]]`", deployment.DrafterKind, ""),
+    ("`[[phase]]`", deployment.TrafficPhase, ""),
 )
 RENAMED = {"url": "redis", "context": "context_tokens"}  # keys whose flag's parameter has another name
 

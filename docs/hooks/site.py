@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from docs.hooks import commands, configuration
+from docs.hooks import commands, configuration, glossary
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 GENERATED: dict[str, Callable[[], str]] = {
     "configuration": configuration.reference,
     "commands": commands.reference,
+    "glossary": glossary.reference,
 }
 _MARK = re.compile(r"^<!-- generated: (\w+) .*-->$", re.MULTILINE)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)[^)]*\)")  # a link to what is no page of the site

@@ -1,4 +1,4 @@
-"""`outrider certs`: a development CA, and a certificate for each role."""
+"""`outrider certs`: creates a development CA and a certificate for each role."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 
 
 def certs(
@@ -16,12 +16,12 @@ def certs(
         list[str] | None,
         typer.Option(help="Another name or address that clients reach router and gateway by; may be repeated."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="For how long they are good.")] = 365,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there, the CA too.")] = False,
+    days: Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files, the CA included.")] = False,
 ) -> None:
-    """Make a CA and certificates for router, verifiers, drafters, gateway and tools, to develop with.
+    """Create a CA and certificates for router, verifiers, drafters, gateway and tools, for development.
 
-    Keep ca.key where no server runs: whoever has it can be any of them.
+    Keep ca.key on a machine without servers: whoever has it can impersonate any server.
     """
     from outrider.rpc.certificates import make
 

@@ -1,4 +1,4 @@
-"""Are two generations the same, as far as the numerics allow? And how much of a text repeats itself?"""
+"""Compares two generations up to rounding errors, and measures how much a text repeats itself."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from outrider.client import Generation
 
-# A gap is the lead of the chosen token's log-probability plus noise over the next best one's. Two ways to compute the
-# same logits differ by rounding, so a lead below these may tip either way.
+# A gap is the lead of the chosen token's log-probability plus noise over that of the next best token. Two ways to
+# compute the same logits differ by rounding, so with a lead below these values either token may be chosen.
 TOLERANCE = {"bfloat16": 0.25, "float32": 1e-3}
 
 
 class Verdict(StrEnum):
-    """How two generations of one prompt, seed and contract compare."""
+    """Result of comparing two generations with the same prompt, seed and contract."""
 
     IDENTICAL = "identical"
     NEAR_TIE = "near tie"  # the first difference is a choice that rounding may decide
@@ -25,8 +25,8 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """One prompt at one temperature, generated both ways."""
+class GenerationPair:
+    """One prompt at one temperature, generated without and with speculation."""
 
     temperature: float
     plain: Generation
@@ -35,22 +35,25 @@ class Pair:
 
 
 class Difference(NamedTuple):
-    """The first position at which two texts of one contract differ."""
+    """The first position at which two answers with the same contract differ."""
 
     position: int  # in the answer, from 0
-    first: int | None  # the token there; None: the text has ended
-    second: int | None
-    gap: float  # the smallest lead known there; infinite if none is
+    first: int | None  # token of the first answer at that position; None: the answer has ended
+    second: int | None  # token of the second answer, likewise
+    gap: float  # the smaller of the known leads at that position; infinite if no lead is known
 
     def judged(self, tolerance: float) -> Verdict:
-        """Whether rounding may have decided."""
+        """Return NEAR_TIE if the gap is below `tolerance`, so that rounding may have decided, else BUG."""
         return Verdict.NEAR_TIE if self.gap < tolerance else Verdict.BUG
 
 
 def difference(
     first: Sequence[int], second: Sequence[int], first_gaps: Sequence[float], second_gaps: Sequence[float]
 ) -> Difference | None:
-    """Where two token sequences part, None if nowhere; what follows is another text and says nothing."""
+    """Return the first difference of two token sequences, or None if they are equal.
+
+    Later positions are not compared: after a difference the two texts have different prefixes.
+    """
     for position, (one, other) in enumerate(zip_longest(first, second)):
         if one != other:
             leads = [gaps[position] for gaps in (first_gaps, second_gaps) if position < len(gaps)]
@@ -59,16 +62,16 @@ def difference(
 
 
 def verdict(first: Generation, second: Generation, tolerance: float) -> Verdict:
-    """Compares up to the first difference."""
-    parted = difference(first.token_ids, second.token_ids, first.gaps, second.gaps)
-    if parted is not None:
-        return parted.judged(tolerance)
+    """Compare two generations up to their first difference."""
+    found = difference(first.token_ids, second.token_ids, first.gaps, second.gaps)
+    if found is not None:
+        return found.judged(tolerance)
     same = (first.text, first.finish_reason) == (second.text, second.finish_reason)
     return Verdict.IDENTICAL if same else Verdict.BUG
 
 
 def repeated_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """The share of n-grams that occurred earlier in the same text: 0 is all new, near 1 is a loop."""
+    """Return the share of n-grams that occurred earlier in the same text: 0 if all are new, near 1 in a loop."""
     total = new = 0
     for tokens in texts:
         grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]

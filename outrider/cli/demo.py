@@ -1,4 +1,4 @@
-"""`outrider demo`: a whole cluster generates the same texts without and with speculation, and compares them."""
+"""`outrider demo`: starts a local cluster, generates the same texts without and with speculation, and compares them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from outrider.cli.errors import FAILURE, INTERRUPTED
 from outrider.cli.pad import parse_count
-from outrider.cli.reporting import FAILURE, INTERRUPTED
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.cli.compare import Pair
+    from outrider.cli.compare import GenerationPair
     from outrider.client import AsyncClient, Generation
     from outrider.config import ClusterConfig
 
 TEMPERATURES = (0.6, 0.0)
-SEED = 2024  # of the first prompt; the others count up
+SEED = 2024  # of the first prompt; each further prompt has the next number
 WARM_UP_TOKENS = 24
 
 
@@ -39,20 +39,22 @@ class _Options:
 
 
 def demo(
-    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts, each at two temperatures.")] = 5,
-    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens a text.")] = 80,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of held-out prompts; each runs at two temperatures.")] = 5,
+    max_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each text.")] = 80,
     parameters: Annotated[
-        int, typer.Option(parser=parse_count, metavar="COUNT", help="Pad the target to it.")
+        int, typer.Option(parser=parse_count, metavar="COUNT", help="Pad the target to this size.")
     ] = 150_000_000,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the target's weights.")] = "bfloat16",
-    verifier_threads: Annotated[int, typer.Option(min=1, help="Of the verifier's passes.")] = 2,
-    drafter_threads: Annotated[int, typer.Option(min=1, help="Of the drafter's.")] = 1,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the target's weights.")] = "bfloat16",
+    verifier_threads: Annotated[int, typer.Option(min=1, help="Threads of the verifier's passes.")] = 2,
+    drafter_threads: Annotated[int, typer.Option(min=1, help="Threads of the drafter's passes.")] = 1,
     models: Annotated[Path, typer.Option(help="Folder that holds target/ and drafter/.")] = Path("models"),
-    texts: Annotated[Path, typer.Option(help="JSON lines with a prompt each.")] = Path("examples/held_out.jsonl"),
+    texts: Annotated[Path, typer.Option(help="File of JSON lines, each with a prompt.")] = Path(
+        "examples/held_out.jsonl"
+    ),
 ) -> None:
-    """Generate texts without and with speculation on a cluster of this machine; compare and measure."""
+    """Start a cluster on this machine, generate texts without and with speculation, compare and measure them."""
+    from outrider.cli.errors import reported
     from outrider.cli.load import read_prompts
-    from outrider.cli.reporting import reported
     from outrider.errors import ConfigError
 
     with reported():
@@ -61,7 +63,7 @@ def demo(
             raise ConfigError(f"flags: prompts: is {prompts}, {texts} has {len(chosen)} short ones")
         chosen = chosen[:prompts]
     options = _Options(chosen, max_tokens, parameters, dtype, verifier_threads, drafter_threads, models)
-    pairs: list[Pair] = []
+    pairs: list[GenerationPair] = []
     run_until_signal(_run(options, pairs))
     if len(pairs) < len(chosen) * len(TEMPERATURES):
         raise SystemExit(INTERRUPTED)
@@ -69,15 +71,15 @@ def demo(
         raise SystemExit(FAILURE)
 
 
-async def _run(options: _Options, pairs: list[Pair]) -> None:
+async def _run(options: _Options, pairs: list[GenerationPair]) -> None:
     from rich.console import Console
 
     from outrider.cli.report import last_line, print_report
     from outrider.client import AsyncClient
-    from outrider.engine.padding import pad_checkpoint
+    from outrider.engine.checkpoints.padding import pad_checkpoint
     from outrider.fleet.local import LocalCluster
 
-    begin = time.monotonic()
+    began = time.monotonic()
     screen, progress = Console(highlight=False), Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="outrider-demo-") as folder:
         padded = Path(folder) / "target"
@@ -98,7 +100,7 @@ async def _run(options: _Options, pairs: list[Pair]) -> None:
                     pairs.extend([await _pair(screen, client, options, number, temperature) for number in numbers])
         finally:
             await cluster.__aexit__(None, None, None)
-    print_report(screen, pairs, options.dtype, time.monotonic() - begin)
+    print_report(screen, pairs, options.dtype, time.monotonic() - began)
     print(last_line(pairs), flush=True)
 
 
@@ -115,14 +117,19 @@ def _config(options: _Options, padded: Path) -> ClusterConfig:
 
 
 async def _warm_up(client: AsyncClient, options: _Options) -> None:
-    """Both ways once, so that nobody pays for first times in the figures."""
+    """Generate once without and once with speculation, so that the figures contain no first-time costs."""
     for speculation in ("off", "ema"):
         await client.generate(options.prompts[0][1], speculation=speculation, max_tokens=WARM_UP_TOKENS)
 
 
-async def _pair(screen: Console, client: AsyncClient, options: _Options, number: int, temperature: float) -> Pair:
-    """One prompt both ways; who goes first alternates, so that a drifting machine favours neither."""
-    from outrider.cli.compare import TOLERANCE, Pair, verdict
+async def _pair(
+    screen: Console, client: AsyncClient, options: _Options, number: int, temperature: float
+) -> GenerationPair:
+    """Generate one prompt without and with speculation.
+
+    The order alternates from prompt to prompt, so that a machine that becomes slower favours neither.
+    """
+    from outrider.cli.compare import TOLERANCE, GenerationPair, verdict
 
     name, prompt = options.prompts[number]
     screen.rule(f"[bold]{name}[/]  temperature {temperature:g}  seed {SEED + number}", align="left")
@@ -153,4 +160,4 @@ async def _pair(screen: Console, client: AsyncClient, options: _Options, number:
         plain, speculative = await generate("off"), await generate("ema")
     outcome = verdict(plain, speculative, TOLERANCE[options.dtype])
     screen.print(f"plain and speculative text: {outcome}\n", style="bold red" if outcome == "bug" else "bold")
-    return Pair(temperature, plain, speculative, outcome)
+    return GenerationPair(temperature, plain, speculative, outcome)

@@ -1,4 +1,4 @@
-"""`outrider describe`: what a checkpoint is and what a pass over it costs here, or what a server is and has."""
+"""`outrider describe`: describes a checkpoint and measures its passes here, or describes a running server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 from outrider.cli.serve import Ca, Cert, PrivateKey
-from outrider.core.speculation import shown
+from outrider.core.session.speculation_status import printable
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 Backend = Literal["auto", "native", "transformers"]
 Dtype = Literal["float32", "bfloat16", "int8", "int4"]
-Rows = list[tuple[str, str]]  # (what, its value)
+Rows = list[tuple[str, str]]  # (property, value)
 Costs = dict[int, float]  # seconds of a pass over n tokens
 
 TOKENS = (2, 4, 8, 16, 32, 64)
-DECODE = 2  # rows that a decode step of one session computes
-CONTEXT = 256  # cache rows before them
+DECODE_TOKENS = 2  # tokens in a decode step of one session
+CONTEXT = 256  # tokens in the KV cache before a measured pass
 ROUNDS = 8
-REPEATS = 3  # in a round
+REPEATS = 3  # passes in a round
 TIMEOUT_S = 5.0
-WAYS = {"turns": "take turns with the steps", "ahead": "draft on while a step runs", "rest": "rest"}
+OVERLAP_MODES = {"turns": "take turns with the steps", "ahead": "draft on while a step runs", "rest": "rest"}
 
 
 class _Model(Protocol):
-    """The fields that all descriptions of a model have."""
+    """The fields that every description of a model has."""
 
     vocabulary: int
     context: int
@@ -48,24 +48,24 @@ def describe(
     target: Annotated[
         str, typer.Argument(help="A checkpoint folder, ORG/NAME[@REVISION] on the hub, or HOST:PORT of a server.")
     ],
-    backend: Annotated[Backend, typer.Option(help="What runs a folder's model.")] = "auto",
-    dtype: Annotated[Dtype, typer.Option(help="Of a folder's weights.")] = "bfloat16",
-    layers: Annotated[int | None, typer.Option(help="Only the first so many layers. [default: all of them]")] = None,
+    backend: Annotated[Backend, typer.Option(help="Backend for a checkpoint.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Type of a checkpoint's weights.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(help="Load only the first N layers. [default: all layers]")] = None,
     skip: Annotated[
         list[int] | None, typer.Option(help="A layer to leave out, counted from 0; may be repeated.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the forward pass.")] = 1,
     drafts_for: Annotated[
         str | None,
-        typer.Option("--for", metavar="TARGET", help="Say instead whether the checkpoint can draft for this one."),
+        typer.Option("--for", metavar="TARGET", help="Show instead whether the checkpoint can draft for this target."),
     ] = None,
     ca: Ca = None,
     cert: Cert = None,
     key: PrivateKey = None,
 ) -> None:
-    """Say what a checkpoint or a running server is; for a checkpoint, measure its passes on this machine.
+    """Describe a checkpoint or a running server; for a checkpoint, measure its passes on this machine.
 
-    A model that runs through transformers has fast numerics only, and cannot always verify trees.
+    A model that runs through transformers has only fast numerics, and cannot always verify trees.
     """
     from rich.console import Console
 
@@ -99,8 +99,8 @@ def _describe_folder(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from outrider.engine.checkpoint import read_config
-    from outrider.engine.depth import kept_layers
+    from outrider.engine.checkpoints.checkpoint import read_config
+    from outrider.engine.layer_selection import kept_layers
     from outrider.engine.loading import load_engine
 
     config = read_config(folder)
@@ -131,7 +131,7 @@ def _describe_folder(
             ),
         )
         measuring = progress.add_task("measuring passes", total=ROUNDS)
-        costs = _measure(engine, heard=lambda: progress.advance(measuring))
+        costs = _measure(engine, on_round=lambda: progress.advance(measuring))
     _print_costs(screen, costs, f"{dtype}, {threads} thread{'s' if threads > 1 else ''}")
     print(last_line(engine, costs), flush=True)
 
@@ -154,7 +154,7 @@ def _describe_any(
             rows=CONTEXT + TOKENS[-1] + 1,
             threads=threads,
         )
-        costs = _measure(engine, heard=lambda: None)
+        costs = _measure(engine, on_round=lambda: None)
     _print_facts(
         screen,
         [
@@ -167,7 +167,7 @@ def _describe_any(
 
 
 def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
-    """What is said of any checkpoint that was loaded."""
+    """Return the properties that every loaded checkpoint has."""
     return [
         ("family", family),
         ("parameters", f"{it.parameters:,}"),
@@ -182,19 +182,22 @@ def _engine(it: Engine, family: str, *shape: tuple[str, str]) -> Rows:
     ]
 
 
-def _measure(engine: Engine, heard: Callable[[], None]) -> Costs:
-    """The fastest pass over each number of tokens, of several rounds."""
+def _measure(engine: Engine, on_round: Callable[[], None]) -> Costs:
+    """Return the time of the fastest pass for each number of tokens, over several rounds.
+
+    `on_round` is called after each round.
+    """
     fastest: Costs = {}
     for _ in range(ROUNDS):
         for tokens, seconds in engine.measure_costs(TOKENS, CONTEXT, REPEATS):
             fastest[tokens] = min(fastest.get(tokens, seconds), seconds)
-        heard()
+        on_round()
     return fastest
 
 
 def last_line(engine: Engine, costs: Costs) -> str:
-    """The line for scripts."""
-    return f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE] * 1e3:.2f}"
+    """Return the line for scripts."""
+    return f"describe: trees={'no' if engine.treeless else 'yes'} decode_ms={costs[DECODE_TOKENS] * 1e3:.2f}"
 
 
 def _print_facts(screen: Console, facts: Rows) -> None:
@@ -202,8 +205,8 @@ def _print_facts(screen: Console, facts: Rows) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
-    for what, value in facts:
-        table.add_row(what, Text(value))
+    for name, value in facts:
+        table.add_row(name, Text(value))
     screen.print(table)
 
 
@@ -224,33 +227,39 @@ def _print_costs(screen: Console, costs: Costs, how: str) -> None:
 
 
 def _tls(ca: Path | None, cert: Path | None, key: Path | None) -> Tls | None:
-    """What to show and believe. A router wants no certificate, so the CA is enough for it."""
+    """Return the credentials of the connection. A router requires no client certificate, so the CA is enough for it."""
     from outrider.rpc.tls import Tls
 
     return Tls.client(ca) if ca and not cert and not key else Tls.read(ca, cert, key)
 
 
 async def _server(address: str, tls: Tls | None) -> Rows:
-    """What the server at an address says of itself. Raises Unavailable, ConfigError for one of another kind."""
+    """Return the description of the server at an address.
+
+    Raises Unavailable when no server answers, and ConfigError for a server that is not Outrider's.
+    """
     import grpc
     import grpc.aio
 
     from outrider.errors import ConfigError, Unavailable
     from outrider.rpc.channels import open_channel
     from outrider.rpc.status import from_rpc_error
-    from outrider.rpc.tls import SERVER, explained
+    from outrider.rpc.tls import SERVER, connection_advice
 
     async with open_channel(address, tls, SERVER) as channel:
-        for ask in (_verifier, _drafter, partial(_router, address=address, secured=tls is not None)):
+        for describe_as in (_verifier, _drafter, partial(_router, address=address, secured=tls is not None)):
             try:
-                return await ask(channel)
+                return await describe_as(channel)
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                     continue
                 if error.code() == grpc.StatusCode.UNAVAILABLE:
                     raise Unavailable(
                         f"no server can be reached at {address}: "
-                        + (explained(error.details() or "") or "start one, or give the address that it listens on")
+                        + (
+                            connection_advice(error.details() or "")
+                            or "start one, or give the address that it listens on"
+                        )
                     ) from None
                 raise from_rpc_error(error) from None
     raise ConfigError(f"the server at {address} is no verifier, drafter or router of Outrider")
@@ -273,7 +282,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         *([("ranks", f"{it.ranks}; bytes are of one")] if it.ranks > 1 else []),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
-        ("drafters", WAYS.get(it.way, it.way)),
+        ("drafters", OVERLAP_MODES.get(it.way, it.way)),
         ("steps", str(it.steps)),
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),
@@ -299,7 +308,7 @@ async def _drafter(channel: grpc.aio.Channel) -> Rows:
         ("sessions", f"{it.sessions} of {it.slots}"),
         ("levels", str(it.levels)),
         ("nodes sent", str(it.nodes)),
-        *(("not drafting for", shown(refusal)) for refusal in it.refusals),
+        *(("not drafting for", printable(refusal)) for refusal in it.refusals),
         ("refused frames", str(it.refused_frames)),
         ("tasks", str(it.tasks)),
     ]
@@ -317,12 +326,12 @@ async def _router(channel: grpc.aio.Channel, address: str, secured: bool) -> Row
     for it in models:
         facts += _model(it.name, it)
         facts.append(("served by", f"{it.verifiers} verifiers and {it.drafters} drafters"))
-        facts += [("of no use", shown(misfit)) for misfit in it.misfits]
+        facts += [("of no use", printable(misfit)) for misfit in it.misfits]
     return facts
 
 
 def _model(name: str, it: _Model) -> Rows:
-    """What all descriptions say of a model."""
+    """Return the properties that every description of a model has."""
     return [
         ("model", name),
         ("vocabulary", f"{it.vocabulary:,}"),

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.parent import die_with_parent
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
+from outrider.cli.parent_death import die_with_parent
 from outrider.cli.serve import LogFormat
 from outrider.rpc.lifecycle import run_until_signal
 
@@ -17,32 +17,37 @@ from outrider.rpc.lifecycle import run_until_signal
 def gateway(
     router: Annotated[str | None, typer.Option(help="HOST:PORT of the router. [default: 127.0.0.1:7070]")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:8000]")] = None,
-    cert: Annotated[Path | None, typer.Option(help="Of the gateway, in PEM: it speaks HTTPS then.")] = None,
-    key: Annotated[Path | None, typer.Option(help="Of that certificate, in PEM.")] = None,
-    ca: Annotated[Path | None, typer.Option(help="That signed the router's certificate, in PEM.")] = None,
-    tls: Annotated[bool | None, typer.Option("--tls/--no-tls", help="To the router. [default: with a --ca]")] = None,
-    server_name: Annotated[
-        str | None, typer.Option(help="The router's certificate must have. [default: its host's]")
+    cert: Annotated[Path | None, typer.Option(help="The gateway's certificate, in PEM; it serves HTTPS then.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of that certificate, in PEM.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="CA that signed the router's certificate, in PEM.")] = None,
+    tls: Annotated[
+        bool | None, typer.Option("--tls/--no-tls", help="Use TLS to the router. [default: with a --ca]")
     ] = None,
-    max_request_bytes: Annotated[int | None, typer.Option(help="Of one body. [default: 4194304]")] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="Name that the router's certificate must have. [default: its host's]")
+    ] = None,
+    max_request_bytes: Annotated[int | None, typer.Option(help="Largest request body. [default: 4194304]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
     drain_s: Annotated[
-        float | None, typer.Option(help="Seconds that answers get to end, after a SIGTERM. [default: 30]")
+        float | None, typer.Option(help="Seconds that running answers get after a SIGTERM. [default: 30]")
     ] = None,
     log_format: LogFormat = None,
 ) -> None:
-    """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models. Callers' keys go on to the router."""
+    """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
+
+    The gateway forwards its callers' API keys to the router.
+    """
     given = {name: value for name, value in locals().items() if value is not None}
     die_with_parent()
-    from gateway.serving import serve
     from outrider.config import GatewayConfig, parse
+    from outrider.gateway.server import serve
     from outrider.telemetry import logs
-    from outrider.telemetry.process import telling
+    from outrider.telemetry.process import exporting_telemetry
 
     with reported():
         config = parse(GatewayConfig, given, "flags")
-        logs.to_stderr(config.log_format)
-        with telling("gateway", f"gateway-{secrets.token_hex(4)}"):
+        logs.log_to_stderr(config.log_format)
+        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}"):
             run_until_signal(
                 serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
             )

@@ -1,4 +1,4 @@
-"""`outrider generate`: text from a running cluster."""
+"""`outrider generate`: generates text on a running cluster."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.connecting import Address, Profile
-from outrider.cli.reporting import INTERRUPTED, reported
-from outrider.core.contract import PolicyName, Priority, RuleName
-from outrider.core.speculation import SpeculationReason
+from outrider.cli.client_flags import Address, Profile
+from outrider.cli.errors import INTERRUPTED, reported
+from outrider.core.session.contract import PolicyName, Priority, RuleName
+from outrider.core.session.speculation_status import SpeculationReason
 
 if TYPE_CHECKING:
     from outrider.client import Generation
@@ -20,45 +20,64 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     chat: Annotated[
-        bool, typer.Option("--chat", help="The text is a user's message, for the model's chat template.")
+        bool, typer.Option("--chat", help="Send the text as a user's message, through the model's chat template.")
     ] = False,
     address: Address = None,
     profile: Profile = None,
     model: Annotated[str, typer.Option(help="May be left out where one model is served.")] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep what has this share of the likeliest token's probability.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="On prompt and answer; above 1 discourages.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Off the logits of what the answer holds.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, as often as it holds it.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling: keep tokens up to this total probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens with this share of the likeliest's probability.")] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="For tokens of prompt and answer; above 1 makes them less likely.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logits of tokens that the answer contains.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted once for each time that the answer contains the token.")
+    ] = 0.0,
     logit_bias: Annotated[
         list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; may be repeated.")
     ] = None,
-    allow: Annotated[list[int] | None, typer.Option(help="The only token ids that may be said; repeat it.")] = None,
-    ban: Annotated[list[int] | None, typer.Option(help="A token id that may not be said; may be repeated.")] = None,
+    allow: Annotated[
+        list[int] | None, typer.Option(help="A token id that may be generated, and no others; may be repeated.")
+    ] = None,
+    ban: Annotated[
+        list[int] | None, typer.Option(help="A token id that may not be generated; may be repeated.")
+    ] = None,
     min_tokens: Annotated[int, typer.Option(help="Fewest new tokens.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text. Drawn and shown if left out.")] = None,
-    choice: Annotated[int, typer.Option(help="Which of several samples of one prompt and seed.")] = 0,
-    max_tokens: Annotated[int, typer.Option(help="Most new tokens; 0: as many as fit into the context.")] = 128,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text. [default: a random one, shown]")] = None,
+    choice: Annotated[int, typer.Option(help="Number of the sample, of several with one prompt and seed.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Limit on new tokens; 0: as many as fit into the context.")] = 128,
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of text.")] = False,
-    speculation: Annotated[PolicyName | None, typer.Option(help="Speed only. [default: the router's]")] = None,
-    depth: Annotated[int | None, typer.Option(help="Ceiling on gamma. [default: the router's]")] = None,
-    rule: Annotated[RuleName, typer.Option(help="Of acceptance; see docs/protocol.md.")] = "shared-noise",
-    lenience: Annotated[float, typer.Option(help="Of lenient-speculative-sampling, which is lossy.")] = 1.0,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Show each token's log-probability and those of this many likely ones.")
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the end of text.")] = False,
+    speculation: Annotated[
+        PolicyName | None, typer.Option(help="Policy; it changes the speed, never the text. [default: the router's]")
     ] = None,
-    session: Annotated[str, typer.Option(help="A further turn of the session that an earlier call named.")] = "",
+    depth: Annotated[int | None, typer.Option(help="Ceiling on gamma. [default: the router's]")] = None,
+    rule: Annotated[RuleName, typer.Option(help="Acceptance rule; see docs/protocol.md.")] = "shared-noise",
+    lenience: Annotated[
+        float, typer.Option(help="Parameter of the rule lenient-speculative-sampling, which is lossy.")
+    ] = 1.0,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show each token's log-probability and those of this many likeliest tokens.")
+    ] = None,
+    session: Annotated[
+        str, typer.Option(help="Session to continue with a further turn; an earlier call printed its name.")
+    ] = "",
     whole_history: Annotated[
-        bool, typer.Option("--whole-history", help="The text is all of the session; another past forks it.")
+        bool,
+        typer.Option("--whole-history", help="The text is the whole session; where it differs, a new session forks."),
     ] = False,
-    priority: Annotated[Priority, typer.Option(help="batch: it can wait while all places are taken.")] = "interactive",
+    priority: Annotated[
+        Priority, typer.Option(help="batch: the request may wait while the cluster is full.")
+    ] = "interactive",
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole call.")] = None,
 ) -> None:
-    """Continue a text, shown as it comes. Figures follow on stderr; the session in them can be continued."""
+    """Continue a text and print it as it arrives. Statistics follow on stderr, with the session's name."""
     from outrider.client import Client
 
     with reported(), Client(address, profile=profile) as client:
@@ -110,7 +129,7 @@ def generate(
 
 
 def _biases(entries: Sequence[str]) -> dict[int, float]:
-    """Biases by id from ID=BIAS. Raises BadParameter, which typer reports."""
+    """Parse ID=BIAS entries into biases by token id. Raises BadParameter, which typer reports."""
     try:
         return {int(token): float(bias) for token, _, bias in (entry.partition("=") for entry in entries)}
     except ValueError:
@@ -118,14 +137,14 @@ def _biases(entries: Sequence[str]) -> dict[int, float]:
 
 
 def _print_table(result: Generation) -> None:
-    """A line for each token: its id and log-probability, then those of the most likely ones."""
+    """Print a line for each token: its id and log-probability, then those of the likeliest tokens."""
     for token, entry in zip(result.token_ids, result.logprobs, strict=True):
         likely = "".join(f"  {other:>8} {logprob:8.3f}" for other, logprob in entry.top)
         print(f"{token:>8} {entry.logprob:8.3f}{likely and '  |' + likely}", file=sys.stderr)
 
 
 def _speculation(result: Generation) -> str:
-    """Why speculation brought nothing; empty where it was not that way."""
+    """Return a line that says why no drafts were verified; empty if some were or the reason is not known."""
     status, steps = result.usage.speculation, result.usage.steps
     if status.drafting or status.reason is SpeculationReason.UNKNOWN:
         return ""

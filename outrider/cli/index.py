@@ -1,4 +1,4 @@
-"""`outrider index`: a corpus as a store, for drafters that look up what followed (`outrider.core.retrieval`)."""
+"""`outrider index`: builds a datastore from a corpus, for retrieval drafters (`outrider.core.proposers.retrieval`)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PIECE = 2**18  # characters that are tokenized at once, and whole lines
+PIECE = 2**18  # characters that are tokenized at once; pieces end at line ends
 
 
 class _Corpus:
-    """The documents of some files: each one's tokens. A file that is not UTF-8 is counted and left out."""
+    """The tokens of each file of a corpus. A file that is not UTF-8 is skipped and counted."""
 
-    def __init__(self, files: Sequence[Path], tokenizer: Tokenizer, heard: Callable[[], None]) -> None:
+    def __init__(self, files: Sequence[Path], tokenizer: Tokenizer, on_file: Callable[[], None]) -> None:
         self._files = files
         self._tokenizer = tokenizer
-        self._heard = heard  # called behind each file
+        self._on_file = on_file  # called after each file
         self.skipped = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Raises ConfigError for a file that cannot be read."""
+        """Yield the token ids of each file. Raises ConfigError for a file that cannot be read."""
         from outrider.errors import ConfigError
 
         for file in self._files:
@@ -42,34 +42,34 @@ class _Corpus:
             else:
                 pieces = self._tokenizer.encode_batch(list(_pieces(text)), add_special_tokens=False)
                 yield [token for piece in pieces for token in piece.ids]
-            self._heard()
+            self._on_file()
 
 
 def index(
     sources: Annotated[list[Path], typer.Argument(metavar="FILES_OR_FOLDERS", help="Text files in UTF-8.")],
     tokenizer: Annotated[Path, typer.Option(metavar="FOLDER", help="The target's checkpoint, for its tokenizer.json.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The store to write, like code.rest.")],
-    pattern: Annotated[str, typer.Option(help="Names of the files to take from folders.")] = "*",
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The datastore to write, like code.rest.")],
+    pattern: Annotated[str, typer.Option(help="Pattern of the file names to read in folders.")] = "*",
 ) -> None:
-    """Index a corpus, so that drafters can look up what followed in it. Hidden files in folders are left out."""
+    """Index a corpus, so that retrieval drafters can look up continuations. Hidden files in folders are skipped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     from outrider.cli.tokenizers import read_tokenizer
-    from outrider.core.datastore import write_datastore
+    from outrider.core.proposers.datastore import write_datastore
 
     began = time.monotonic()
     with reported():
         reader, digest = read_tokenizer(tokenizer)
         reader.no_truncation()
         reader.no_padding()
-        files = _files(sources, pattern, besides=output)
+        files = _files(sources, pattern, exclude=output)
         screen = Console(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn()
         with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
             reading = progress.add_task(f"reading {len(files)} files", total=len(files))
             sorting = progress.add_task("sorting", total=1.0)
-            corpus = _Corpus(files, reader, heard=lambda: progress.advance(reading))
+            corpus = _Corpus(files, reader, on_file=lambda: progress.advance(reading))
             written = write_datastore(
                 output,
                 corpus,
@@ -83,8 +83,8 @@ def index(
     )
 
 
-def _files(sources: Sequence[Path], pattern: str, *, besides: Path) -> list[Path]:
-    """The files to read, each once, in an order that depends on their names alone. Raises ConfigError."""
+def _files(sources: Sequence[Path], pattern: str, *, exclude: Path) -> list[Path]:
+    """Return the files to read, each once, in an order that depends only on their names. Raises ConfigError."""
     from outrider.errors import ConfigError
 
     found: dict[Path, Path] = {}
@@ -93,7 +93,7 @@ def _files(sources: Sequence[Path], pattern: str, *, besides: Path) -> list[Path
             raise ConfigError(f"{source}: no such file or folder")
         for file in _files_below(source, pattern) if source.is_dir() else [source]:
             found.setdefault(file.resolve(), file)
-    found.pop(besides.resolve(), None)
+    found.pop(exclude.resolve(), None)
     if not found:
         raise ConfigError(f"no file matches {pattern!r}; give --pattern, like '*.md', or the files themselves")
     return list(found.values())
@@ -109,7 +109,7 @@ def _files_below(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in parts of whole lines, so that a tokenizer needs no more memory for a large file."""
+    """Split a text into pieces of whole lines, so that the tokenizer's memory does not grow with the file."""
     first = 0
     while first < len(text):
         last = text.rfind("\n", first, first + PIECE) + 1 if len(text) - first > PIECE else len(text)

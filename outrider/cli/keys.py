@@ -1,4 +1,4 @@
-"""`outrider keys`: API keys, for routers with `auth = "keys"`."""
+"""`outrider keys`: manages API keys, for routers with `auth = "keys"`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from outrider.cli.errors import reported
 from outrider.cli.redis import Redis
-from outrider.cli.reporting import reported
 
 if TYPE_CHECKING:
     from outrider.store.keys import ApiKey, Keys
@@ -21,37 +21,40 @@ ResultT = TypeVar("ResultT")
 
 DAY_S = 24 * 3600.0
 
-keys = typer.Typer(help="API keys, of which Redis holds hashes only.", no_args_is_help=True)
+keys = typer.Typer(help="Manage API keys. Redis stores only their hashes.", no_args_is_help=True)
 
 
 @keys.command()
 def add(
     redis: Redis,
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; tenants see nothing of each other.")],
-    name: Annotated[str, typer.Option(help="What it is for, to tell it from the tenant's others.")] = "",
-    days: Annotated[float | None, typer.Option(help="For how long it is good. [default: for ever]")] = None,
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to; tenants cannot see each other.")],
+    name: Annotated[str, typer.Option(help="Purpose of the key, to distinguish it from others.")] = "",
+    days: Annotated[float | None, typer.Option(help="Days until the key expires. [default: never]")] = None,
 ) -> None:
-    """Make a key and print it on stdout, this once; what is kept of it follows on stderr."""
-    secret, key = _with_keys(redis, lambda kept: kept.add(tenant, name, valid_s=None if days is None else days * DAY_S))
+    """Create a key and print it on stdout, only this once; the stored record follows on stderr."""
+    valid_s = None if days is None else days * DAY_S
+    secret, key = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s))
     print(secret)
     print(f"outrider: {_line(key)}; nobody can show it again", file=sys.stderr)
 
 
 @keys.command("list")
 def list_(redis: Redis) -> None:
-    """Say which keys there are."""
-    for key in _with_keys(redis, lambda kept: kept.listed()):
+    """List the keys."""
+    for key in _with_keys(redis, lambda store: store.listed()):
         print(_line(key))
 
 
 @keys.command()
-def revoke(redis: Redis, key_id: Annotated[str, typer.Argument(help="As `outrider keys list` has it.")]) -> None:
-    """Have a key refused from now on; routers do within seconds. Calls that run go on."""
-    print(f"outrider: revoked {_line(_with_keys(redis, lambda kept: kept.revoke(key_id)))}")
+def revoke(
+    redis: Redis, key_id: Annotated[str, typer.Argument(help="Id of the key, from `outrider keys list`.")]
+) -> None:
+    """Revoke a key. Routers refuse it within seconds; running calls continue."""
+    print(f"outrider: revoked {_line(_with_keys(redis, lambda store: store.revoke(key_id)))}")
 
 
 def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> ResultT:
-    """Its result; errors are reported."""
+    """Run `work` on the key store and return its result. Errors are reported as those of commands are."""
 
     async def run() -> ResultT:
         from outrider.store.client import connect

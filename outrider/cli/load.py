@@ -1,4 +1,4 @@
-"""Load on a router: prompts from a file, asked for by several callers at once, for a while."""
+"""Load generator for a router: several callers send prompts from a file concurrently, for a while."""
 
 from __future__ import annotations
 
@@ -11,59 +11,62 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.cli.samples import Sample, timed
-from outrider.core.contract import PolicyName
+from outrider.core.session.contract import PolicyName
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.client import AsyncClient
 
-Speculation = PolicyName | None  # None: the router's own
+Speculation = PolicyName | None  # None: the router's default
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Callers in a closed loop: each thinks for a while, asks, reads the answer to its end, and thinks again.
+    """Callers in a closed loop: each pauses, sends a request, reads the answer to its end, and pauses again.
 
-    Thinking times are exponential, so that arrivals do not fall into step; the mean should be small against an answer.
-    What is asked and when follows from the seed: the same load can be put on again.
+    Pauses are exponentially distributed, so that arrivals do not synchronize; their mean should be small compared to
+    the duration of an answer. Requests and pauses follow from the seed, so a load can be repeated.
     """
 
     prompts: Sequence[str | Sequence[int]]
     callers: int
-    seconds: float  # that tokens are counted
-    ramp_s: float  # before that
+    seconds: float  # duration of the measurement
+    ramp_s: float  # duration of the load before the measurement
     max_tokens: int
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    think_s: float = 0.1
+    think_s: float = 0.1  # mean of the pauses
     seed: int = 2024
-    salts: int = 0  # token ids that every prompt is begun with one of, so that no KV of earlier ones fits; 0: none
+    salts: int = 0  # number of token ids of which one is put before each prompt, so that no cached KV fits; 0: none
 
 
 @dataclass(slots=True)
 class Carried:
-    """What a cluster made of a load."""
+    """What a cluster generated under a load."""
 
     seconds: float
-    tokens: int = 0  # that arrived while they were counted
-    samples: list[Sample] = field(default_factory=list)  # the answers that ended, ramp included
+    tokens: int = 0  # that arrived during the measurement
+    samples: list[Sample] = field(default_factory=list)  # the complete answers, those of the ramp included
 
     @property
     def goodput(self) -> float:
-        """Tokens per second, over all callers. A client sees none before it is durable."""
+        """Tokens per second, over all callers. A client receives tokens only once they are durable."""
         return self.tokens / self.seconds
 
 
-async def carry(
+async def apply_load(
     client: AsyncClient, load: Load, *, speculation: Speculation = None, depth: int | None = None, model: str = ""
 ) -> Carried:
-    """Puts the load on and counts. What still runs at the end is cancelled. A request that fails fails it all."""
-    carried = Carried(load.seconds)
+    """Run the load and count its tokens. Requests that still run at the end are cancelled.
+
+    Raises the error of the first request that fails.
+    """
+    result = Carried(load.seconds)
     clock = asyncio.get_running_loop().time
     counted_from = clock() + load.ramp_s
 
-    def heard(tokens: int) -> None:
+    def count(tokens: int) -> None:
         if clock() >= counted_from:
-            carried.tokens += tokens
+            result.tokens += tokens
 
     async def call(number: int) -> None:
         dice = random.Random(f"{load.seed}/{number}")
@@ -75,7 +78,7 @@ async def carry(
             sample = await timed(
                 client,
                 prompt,
-                heard,
+                count,
                 model=model,
                 temperature=dice.choice(load.temperatures),
                 seed=dice.getrandbits(32),
@@ -84,7 +87,7 @@ async def carry(
                 speculation=speculation,
                 depth=depth,
             )
-            carried.samples.append(sample)
+            result.samples.append(sample)
 
     try:
         async with asyncio.timeout_at(counted_from + load.seconds), asyncio.TaskGroup() as group:
@@ -92,13 +95,13 @@ async def carry(
                 group.create_task(call(number))
     except TimeoutError:
         pass
-    return carried
+    return result
 
 
 def read_prompts(file: Path, ending: str = "") -> list[tuple[str, str]]:
-    """(id, prompt) of each of a file's JSON lines whose id ends in `ending`. A line without an id gets its number.
+    """Return (id, prompt) for each JSON line of a file whose id ends in `ending`. A line without an id gets its number.
 
-    Raises ConfigError when there are none, or the file is not such a file.
+    Raises ConfigError when there are no such lines, or when the file does not hold JSON lines with prompts.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()

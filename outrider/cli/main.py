@@ -1,4 +1,4 @@
-"""The command `outrider`. Commands import what they need when they run, so that `--help` is quick."""
+"""The command `outrider`. Each command imports its modules when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # or "[default: 1]" would be taken for a style
+    rich_markup_mode="markdown",  # otherwise rich would parse "[default: 1]" as a style
 )
 for command in (
     demo,

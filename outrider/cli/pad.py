@@ -1,4 +1,4 @@
-"""`outrider pad`: a checkpoint that costs like a larger one and says the same."""
+"""`outrider pad`: makes a checkpoint as slow as a larger one, with the same output."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def parse_count(text: str | int) -> int:
-    """A count like 150M. Raises BadParameter, which typer reports with the flag's name."""
+    """Parse a count like 150M. Raises BadParameter, which typer reports with the flag's name."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", str(text).strip().upper())
     if match is None:
         raise typer.BadParameter("must be a number like 150M, 1.5B or 150000000")
@@ -25,17 +25,17 @@ def pad(
     source: Annotated[Path, typer.Argument(help="Checkpoint: a folder, or ORG/NAME[@REVISION] on the hub.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write the padded checkpoint to.")],
     parameters: Annotated[
-        int | None, typer.Option(parser=parse_count, metavar="COUNT", help="About how many, like 150M.")
+        int | None, typer.Option(parser=parse_count, metavar="COUNT", help="About how many parameters, like 150M.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Instead: the shape of llama-3.1-8b or llama-3.2-1b.")
+        str | None, typer.Option(metavar="NAME", help="Pad to the shape of llama-3.1-8b or llama-3.2-1b instead.")
     ] = None,
     vocabulary: Annotated[
         int | None, typer.Option(help="Instead: so many token ids and nothing else, for a drafter of such a shape.")
     ] = None,
 ) -> None:
-    """Pad a checkpoint with weights that do nothing, to see how a larger model would perform."""
-    from outrider.engine.padding import pad_checkpoint
+    """Pad a checkpoint with weights that have no effect, to measure how fast a larger model would be."""
+    from outrider.engine.checkpoints.padding import pad_checkpoint
     from outrider.hub import checkpoint_folder
 
     if sum(size is not None for size in (parameters, shape, vocabulary)) != 1:

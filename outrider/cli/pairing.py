@@ -1,18 +1,21 @@
-"""Whether a checkpoint can draft for a target, by what the two folders hold: no model is loaded."""
+"""Checks whether a checkpoint can draft for a target, from the files of the two folders; no model is loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.core.speculation import ADVICE, SpeculationReason
+from outrider.core.session.speculation_status import ADVICE, SpeculationReason
 
-Rows = list[tuple[str, str]]  # (what, its value)
+Rows = list[tuple[str, str]]  # (property, value)
 
 
 def pairing(drafter: Path, target: Path) -> tuple[Rows, str]:
-    """The facts that decide it, and the line for scripts. Raises CheckpointError for what is no checkpoint."""
-    from outrider.engine.card import read_card, weights_digest
-    from outrider.engine.checkpoint import read_tokenizer_digest
+    """Return the properties that decide whether `drafter` can draft for `target`, and the line for scripts.
+
+    Raises CheckpointError for a folder that is not a checkpoint.
+    """
+    from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+    from outrider.engine.checkpoints.model_card import read_card, weights_digest
 
     digests = read_tokenizer_digest(drafter), read_tokenizer_digest(target)
     card = read_card(drafter)

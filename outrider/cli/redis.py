@@ -1,4 +1,4 @@
-"""How commands are told of their Redis."""
+"""The flag that names a command's Redis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def _without_secrets(context: typer.Context, parameter: typer.CallbackParam, value: str) -> str:
-    """Raises BadParameter, which typer reports, for a password where everybody on the machine can read it."""
+    """Return the URL. Raises BadParameter for a password on the command line, where every local user can read it."""
     from urllib.parse import parse_qs, urlsplit
 
     source = context.get_parameter_source(parameter.name or "")
@@ -25,6 +25,6 @@ Redis = Annotated[
         show_envvar=True,
         callback=_without_secrets,
         help="redis://HOST:PORT, rediss://HOST:PORT, unix:///PATH, or redis+cluster://HOST:PORT for a Redis Cluster. "
-        "One with a password is taken from the environment only.",
+        "A URL with a password is accepted only from the environment.",
     ),
 ]

@@ -1,4 +1,4 @@
-"""The figures at the end of the demo."""
+"""The table of results at the end of the demo."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.compare import Pair, Verdict, repeated_share
+from outrider.cli.compare import GenerationPair, Verdict, repeated_share
 from outrider.client import Generation
 
 
-def print_report(screen: Console, pairs: Sequence[Pair], dtype: str, seconds: float) -> None:
-    """A table with a row for each temperature and one for all, and what to keep in mind when reading it."""
+def print_report(screen: Console, pairs: Sequence[GenerationPair], dtype: str, seconds: float) -> None:
+    """Print a table with a row for each temperature and one for all, and a note on how to read it."""
     table = Table(box=SIMPLE, show_edge=False)
     columns = ("T", "plain\ntok/s", "spec.\ntok/s", "\nspeedup", "accept.\nlength", "plain\nsteps", "spec.\nsteps")
     for heading in (*columns, "wire B\na token", "repeated\n4-grams"):
@@ -25,16 +25,16 @@ def print_report(screen: Console, pairs: Sequence[Pair], dtype: str, seconds: fl
     table.add_row("all", *_row(pairs))
     screen.print(table)
     screen.print(
-        f"tok/s: tokens after the first one over the time from the first to the last, as the router saw them ({dtype} "
-        "target). The acceptance is that of the small models in models/, whatever the target is padded to. At "
-        "temperature 0 they fall into loops that any drafter predicts, as the repeated 4-grams show: judge by 0.6. "
+        f"tok/s: tokens after the first one over the time from the first to the last, measured by the router ({dtype} "
+        "target). Padding does not change the acceptance: it is that of the small models in models/. At temperature 0 "
+        "they fall into loops that any drafter predicts, as the repeated 4-grams show; judge by temperature 0.6. "
         f"The demo took {seconds:.0f} s.",
         markup=False,
     )
 
 
-def last_line(pairs: Sequence[Pair]) -> str:
-    """The line for scripts."""
+def last_line(pairs: Sequence[GenerationPair]) -> str:
+    """Return the line for scripts."""
     verdicts = [pair.verdict for pair in pairs]
     plain, speculative = _runs(pairs)
     return (
@@ -45,7 +45,7 @@ def last_line(pairs: Sequence[Pair]) -> str:
     )
 
 
-def _row(pairs: Sequence[Pair]) -> list[str]:
+def _row(pairs: Sequence[GenerationPair]) -> list[str]:
     plain, speculative = _runs(pairs)
     tokens = sum(run.usage.completion_tokens for run in speculative)
     return [
@@ -60,7 +60,7 @@ def _row(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def _runs(pairs: Sequence[Pair]) -> tuple[list[Generation], list[Generation]]:
+def _runs(pairs: Sequence[GenerationPair]) -> tuple[list[Generation], list[Generation]]:
     return [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
 
 
@@ -70,7 +70,7 @@ def _speed(runs: Sequence[Generation]) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _speedup(pairs: Sequence[Pair]) -> float:
+def _speedup(pairs: Sequence[GenerationPair]) -> float:
     plain, speculative = _runs(pairs)
     return _speed(speculative) / _speed(plain) if _speed(plain) else 0.0
 

@@ -1,4 +1,4 @@
-"""What is noted of a generation's speed, and the figures made of it."""
+"""Timed generations, and the statistics of their speed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One generation as its caller saw it."""
+    """One generation, timed by its caller."""
 
     tokens: tuple[int, ...]
-    arrivals: tuple[float, ...]  # of each token, in seconds since the request; those that came together are equal
-    steps: int  # passes of the target that gave them
+    arrivals: tuple[float, ...]  # of each token, in seconds since the request; equal for tokens that arrive together
+    steps: int  # passes of the target that committed the tokens
     wire_bytes: int = 0  # on drafters' streams, both directions
     reached_by_depth: tuple[int, ...] = ()  # as in outrider.client.Usage
     tried_by_depth: tuple[int, ...] = ()
@@ -37,12 +37,12 @@ class Sample:
 
     @property
     def first_token_s(self) -> float:
-        """From the request to the first token."""
+        """Seconds from the request to the first token."""
         return self.arrivals[0] if self.arrivals else 0.0
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one arrival and the next; tokens that came together are one arrival."""
+        """Seconds between one arrival and the next; tokens that arrive together are one arrival."""
         distinct = sorted(set(self.arrivals))
         return [later - earlier for earlier, later in pairwise(distinct)]
 
@@ -50,10 +50,10 @@ class Sample:
 async def timed(
     client: AsyncClient,
     prompt: str | Sequence[int],
-    heard: Callable[[int], None] = lambda tokens: None,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
     **options: Unpack[Options],
 ) -> Sample:
-    """A generation, timed where the caller is. `heard` is told how many tokens came whenever some did."""
+    """Run a generation and time it at the caller. `on_tokens` receives the number of tokens of each chunk."""
     began = time.perf_counter()
     tokens: list[int] = []
     arrivals: list[float] = []
@@ -61,7 +61,7 @@ async def timed(
     async for chunk in stream:
         arrivals += [time.perf_counter() - began] * len(chunk.token_ids)
         tokens += chunk.token_ids
-        heard(len(chunk.token_ids))
+        on_tokens(len(chunk.token_ids))
     usage = stream.result.usage
     return Sample(
         tuple(tokens), tuple(arrivals), usage.steps, usage.wire_bytes, usage.reached_by_depth, usage.tried_by_depth
@@ -69,39 +69,39 @@ async def timed(
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Interpolated between neighbours; NaN of nothing."""
+    """Return a percentile of the values, interpolated between neighbours; NaN if there are no values."""
     known = list(values)
     return float(np.percentile(known, percent)) if known else float("nan")
 
 
 def spread(values: Iterable[float]) -> float:
-    """The interquartile range."""
+    """Return the interquartile range."""
     known = list(values)
     return percentile(known, 75) - percentile(known, 25)
 
 
 def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> float | None:
-    """The median of the ratios of what was measured under the same key; None when there is no such pair."""
+    """Return the median of the ratios of values with the same key; None when there is no such pair."""
     ratios = [value / under[key] for key, value in over.items() if under.get(key, 0.0) > 0]
     return median(ratios) if ratios else None
 
 
 def acceptance_length(samples: Iterable[Sample]) -> float:
-    """Committed tokens per pass of the target, over all samples; NaN without a pass."""
+    """Return the committed tokens per pass of the target, over all samples; NaN without a pass."""
     known = list(samples)
     steps = sum(sample.steps for sample in known)
     return sum(len(sample.tokens) for sample in known) / steps if steps else float("nan")
 
 
 def bytes_per_token(samples: Iterable[Sample]) -> float:
-    """Wire bytes per committed token, over all samples; NaN without a token."""
+    """Return the wire bytes per committed token, over all samples; NaN without a token."""
     known = list(samples)
     tokens = sum(len(sample.tokens) for sample in known)
     return sum(sample.wire_bytes for sample in known) / tokens if tokens else float("nan")
 
 
 def acceptance_by_depth(samples: Iterable[Sample]) -> list[float]:
-    """For depth d, at index d - 1: steps whose path reached d over steps that verified a node at d."""
+    """Return, for depth d at index d - 1, the steps whose path reached d over the steps that verified a node at d."""
     known = list(samples)
     depths = max((len(sample.tried_by_depth) for sample in known), default=0)
     reached, tried = np.zeros(depths), np.zeros(depths)

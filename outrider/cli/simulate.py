@@ -1,4 +1,4 @@
-"""`outrider simulate`: gamma policies on a modelled cluster, before a real one is bought or changed."""
+"""`outrider simulate`: compares gamma policies on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 
 if TYPE_CHECKING:
-    from outrider.core.control import GammaPolicy
-    from outrider.simulation.deployment import Kind, Outcome, Scenario
+    from outrider.core.control.policies import GammaPolicy
+    from outrider.simulation.deployment import DrafterKind, Outcome, Scenario
 
-ROUNDS = ("rounds:1", "rounds:2", "rounds:4", "rounds:8")  # chains in rounds, every node of them verified
+ROUNDS = ("rounds:1", "rounds:2", "rounds:4", "rounds:8")  # draft-then-verify rounds of chains
 ROWS = ("off", *ROUNDS, "fixed:4", "fixed:16", "heuristic", "ema", "goodput")
 
 
@@ -25,43 +25,43 @@ def simulate(
         list[str] | None, typer.Option(help="A policy, fixed:DEPTH or rounds:DEPTH; may be repeated. [default: all]")
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=64, help="Ceiling on gamma.")] = 24,
-    seed: Annotated[int, typer.Option(help="Of arrivals, texts and jitter.")] = 0,
-    repetitions: Annotated[int, typer.Option(min=1, help="With other seeds; what is printed is of all.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, texts and jitter.")] = 0,
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs with different seeds; the results are averages.")] = 1,
 ) -> None:
-    """Compare gamma policies on a model of a cluster, in which the very code of a running one decides.
+    """Compare gamma policies on a simulated cluster, which decides with the code of a real one.
 
-    What is modelled: how often the target agrees with its drafters, what passes and levels take, and delays. Sessions
-    are placed by load, prompts are read in chunks, and a session has one drafter. `fixed:DEPTH` sets a ceiling, within
-    which the verifier takes what is worth its time; `rounds:DEPTH` is a fixed gamma as others have it: a step waits for
-    a chain of that depth, and verifies all of it.
+    The simulation models how often the target agrees with its drafters, the durations of passes and tree levels, and
+    network delays. Sessions are placed by load, prompts are read in chunks, and a session has one drafter.
+    `fixed:DEPTH` sets a ceiling, within which the verifier chooses the nodes that are worth their time. `rounds:DEPTH`
+    is the fixed gamma of other systems: a step waits for a chain of that depth, and verifies all of it.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from outrider.config import load_section
-    from outrider.simulation.deployment import Scenario, together
+    from outrider.simulation.deployment import Scenario, sum_outcomes
 
     with reported():
         loaded = load_section(Scenario, scenario)
         names = policy or ROWS
         for name in names:
-            checked(name)
+            parse_policy(name)
         outcomes: dict[str, list[Outcome]] = {}
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("simulating", total=len(names) * len(loaded.phase) * repetitions)
             for name in names:
-                runs = (simulated(loaded, name, depth, each) for each in range(seed, seed + repetitions))
+                runs = (simulated_phases(loaded, name, depth, each) for each in range(seed, seed + repetitions))
                 outcomes[name] = []
                 for same_phase in zip(*runs, strict=True):
-                    outcomes[name].append(together(same_phase))
+                    outcomes[name].append(sum_outcomes(same_phase))
                     progress.advance(task, repetitions)
     _print(loaded, outcomes)
     print(last_line(outcomes), flush=True)
 
 
-def checked(name: str) -> tuple[str, int]:
-    """The policy and its depth, 0 where the name says none. Raises ConfigError for one that there is not."""
-    from outrider.core.control import POLICIES
+def parse_policy(name: str) -> tuple[str, int]:
+    """Return a policy's name and its depth, 0 if the text gives none. Raises ConfigError for an unknown policy."""
+    from outrider.core.control.policies import POLICIES
     from outrider.errors import ConfigError
 
     kind, _, depth = name.partition(":")
@@ -73,25 +73,26 @@ def checked(name: str) -> tuple[str, int]:
     )
 
 
-def simulated(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[Outcome]:
-    """What comes of each phase. `depth`: the ceiling of policies whose name says none."""
-    from outrider.core.contract import Plan
-    from outrider.core.control import policy
-    from outrider.core.goodput import Lessons
-    from outrider.simulation.cluster import Cluster
+def simulated_phases(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[Outcome]:
+    """Simulate a scenario and yield the outcome of each phase. `depth`: ceiling of policies without a depth."""
+    from outrider.core.control.goodput import AcceptancePriors
+    from outrider.core.control.policies import policy
+    from outrider.core.session.contract import Plan
+    from outrider.simulation.cluster import SimulatedCluster
 
-    kind, fixed = checked(name)
+    kind, fixed = parse_policy(name)
     ceilings = Plan(depth=fixed or depth, nodes=24)
-    lessons: dict[str, Lessons] = defaultdict(Lessons)
+    priors: dict[str, AcceptancePriors] = defaultdict(AcceptancePriors)
 
-    def make(text: Kind) -> GammaPolicy:
-        return policy(kind, ceilings, lessons[text.name])
+    def make(text: DrafterKind) -> GammaPolicy:
+        return policy(kind, ceilings, priors[text.name])
 
-    return Cluster(scenario, make, seed).run()
+    return SimulatedCluster(scenario, make, seed).run()
 
 
 def last_line(outcomes: dict[str, list[Outcome]]) -> str:
-    """The line for scripts: goodput over the best depth for all phases, and over no speculation in the worst phase."""
+    """Return the line for scripts: the ratios of the policy goodput's result to the best fixed depth over all phases,
+    and to no speculation in the worst phase."""
     figures = {}
     if goodput := outcomes.get("goodput"):
         for kind in ("rounds", "fixed"):
@@ -106,10 +107,10 @@ def last_line(outcomes: dict[str, list[Outcome]]) -> str:
 
 
 def total(phases: list[Outcome]) -> float:
-    """Tokens a second over all of them."""
-    from outrider.simulation.deployment import together
+    """Return the tokens per second over all phases."""
+    from outrider.simulation.deployment import sum_outcomes
 
-    return together(phases).goodput
+    return sum_outcomes(phases).goodput
 
 
 def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
@@ -117,7 +118,7 @@ def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from outrider.simulation.deployment import together
+    from outrider.simulation.deployment import sum_outcomes
 
     table = Table(box=SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("tokens a second", no_wrap=True)
@@ -128,13 +129,13 @@ def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     drafters = scenario.deployment.drafters
     for name, phases in outcomes.items():
-        whole = together(phases)
+        combined = sum_outcomes(phases)
         table.add_row(
             name,
             *(f"{phase.goodput:.0f}" for phase in phases),
-            f"{whole.goodput:.0f}",
-            f"{whole.acceptance_length:.2f}",
-            f"{whole.drafting / whole.seconds / drafters:.0%}" if drafters else "",
+            f"{combined.goodput:.0f}",
+            f"{combined.acceptance_length:.2f}",
+            f"{combined.drafting / combined.seconds / drafters:.0%}" if drafters else "",
             f"{max(phase.switches_per_second for phase in phases):.2f}",
         )
     Console(highlight=False, width=max(100, Console().width)).print(table)

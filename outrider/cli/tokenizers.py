@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, for commands that need nothing else of it."""
+"""Reads a checkpoint's tokenizer, for commands that need no more of the checkpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.core.digest import tokenizer_digest
+from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import CheckpointError
 from outrider.hub import checkpoint_folder
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
-    """A checkpoint's tokenizer and its digest. Raises CheckpointError."""
+    """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
     path = checkpoint_folder(checkpoint, weights=False) / "tokenizer.json"
     try:
         content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""`outrider top`: a router's live figures in a terminal, as its web page has them."""
+"""`outrider top`: shows a router's live figures in a terminal, like the router's web page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 from outrider.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -21,62 +21,65 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-KEPT = 60  # answers that the figures are made of
-MOST_ROWS = 20  # of generations
-BAR = 30  # characters
+KEPT = 60  # snapshots that the figures are computed from
+MAX_ROWS = 20  # of generations
+BAR = 30  # width of a full bar, in characters
 TIMEOUT_S = 5.0
 
-Glance = dict[str, Any]
+Snapshot = dict[str, Any]  # JSON of the router's page /live
 
 
 def top(
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="The router's `metrics` page.")
+        str, typer.Argument(metavar="HOST:PORT", help="Address of the router's `metrics` page.")
     ] = "127.0.0.1:9464",
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print, and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Fetch the figures twice, print them, and exit.")] = False,
 ) -> None:
     """Watch a router: tokens/s, acceptance by depth, gamma, the queue, its workers and generations."""
     from rich.console import Console
     from rich.live import Live
 
     with reported():
-        seen = deque([look(address)], maxlen=KEPT)
+        seen = deque([fetch_snapshot(address)], maxlen=KEPT)
         if once:
             time.sleep(every)
-            seen.append(look(address))
+            seen.append(fetch_snapshot(address))
             Console().print(screen(list(seen)))
             return
         with Live(screen(list(seen)), screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
             while True:
                 time.sleep(every)
-                lost = ""
+                problem = ""
                 try:
-                    seen.append(look(address))
-                except Unavailable as error:  # it may come back
-                    lost = str(error)
-                live.update(screen(list(seen), lost), refresh=True)
+                    seen.append(fetch_snapshot(address))
+                except Unavailable as error:  # the router may come back
+                    problem = str(error)
+                live.update(screen(list(seen), problem), refresh=True)
 
 
-def look(address: str) -> Glance:
-    """The figures of this moment. Raises Unavailable."""
+def fetch_snapshot(address: str) -> Snapshot:
+    """Return the router's current figures. Raises Unavailable."""
     try:
         with urllib.request.urlopen(f"http://{address}/live", timeout=TIMEOUT_S) as answer:
-            glance: Glance = json.load(answer)
-            return glance
+            snapshot: Snapshot = json.load(answer)
+            return snapshot
     except (OSError, ValueError, HTTPException) as error:
         raise Unavailable(
             f"no router shows its figures at {address} ({error}); start it with --metrics {address}"
         ) from None
 
 
-def screen(seen: Sequence[Glance], lost: str = "") -> Group:
-    """What is shown of answers, oldest first. One alone has no rates. `lost`: why there was none this time."""
+def screen(seen: Sequence[Snapshot], problem: str = "") -> Group:
+    """Return the screen for some snapshots, oldest first. A single snapshot gives no rates.
+
+    `problem`: why the latest snapshot could not be fetched.
+    """
     from rich.console import Group
     from rich.text import Text
 
     before, now = seen[0], seen[-1]
-    if before["router"] != now["router"]:  # another one answers: its sums begin anew
+    if before["router"] != now["router"]:  # another router answers, whose counters start at 0
         before = now
     recent = seen[-min(5, len(seen))] if before is not now else now
     steps, seconds = now["steps"] - recent["steps"], now["time"] - recent["time"]
@@ -95,7 +98,7 @@ def screen(seen: Sequence[Glance], lost: str = "") -> Group:
         line.append(f"{name} ", style="not bold dim").append(f"{value}   ", style="bold")
     return Group(
         line,
-        Text(lost, style="red"),
+        Text(problem, style="red"),
         _depths(before, now),
         _models(recent, now),
         _misfits(now),
@@ -104,10 +107,10 @@ def screen(seen: Sequence[Glance], lost: str = "") -> Group:
     )
 
 
-def _depths(before: Glance, now: Glance) -> Table:
-    """Of the steps that verified a node so deep, how many accepted so deep."""
+def _depths(before: Snapshot, now: Snapshot) -> Table:
+    """For each depth, show the share of steps that accepted a node there, of the steps that verified one there."""
     table = _table("depth", "accepted", "", "steps", title="Acceptance by depth")
-    for at, tried in enumerate(now["tried_by_depth"][:MOST_ROWS]):
+    for at, tried in enumerate(now["tried_by_depth"][:MAX_ROWS]):
         tried -= _at(before["tried_by_depth"], at)
         reached = _at(now["reached_by_depth"], at) - _at(before["reached_by_depth"], at)
         if tried > 0:
@@ -116,8 +119,8 @@ def _depths(before: Glance, now: Glance) -> Table:
     return table
 
 
-def _models(before: Glance, now: Glance) -> Table:
-    """Of the latest steps of each model, how many verified drafts, and what kept the others from it."""
+def _models(before: Snapshot, now: Snapshot) -> Table:
+    """Show, for the latest steps of each model, how many verified drafts, and the reasons why the others did not."""
     past = {one["name"]: one["steps"] for one in before["models"]}
     table = _table("model", "with drafts", "without", title="Speculation")
     table.columns[-1].no_wrap = False
@@ -134,15 +137,15 @@ def _models(before: Glance, now: Glance) -> Table:
     return table
 
 
-def _misfits(now: Glance) -> Text:
-    """Drafters that can draft for none of a model's verifiers, a line for each."""
+def _misfits(now: Snapshot) -> Text:
+    """Return a line for each drafter that can draft for none of a model's verifiers."""
     from rich.text import Text
 
     lines = [f"{worker}: {why}" for one in now["models"] for worker, why in one["misfits"]]
     return Text("\n".join(lines), style="red")
 
 
-def _workers(now: Glance) -> Table:
+def _workers(now: Snapshot) -> Table:
     table = _table("worker", "model", "tier", "zone", "sessions", "accepted", "health", title="Workers")
     for one in now["workers"]:
         verified, accepted = now["drafters"].get(one["id"], (0, 0))
@@ -158,13 +161,13 @@ def _workers(now: Glance) -> Table:
     return table
 
 
-def _generations(before: Glance, now: Glance) -> Table:
+def _generations(before: Snapshot, now: Snapshot) -> Table:
     from rich.text import Text
 
     past = {one["session"]: one for one in before["generations"]}
     table = _table("session", "model", "tokens", "tokens/s", "length", "gamma", "speculation", title="Generations")
     table.columns[-1].no_wrap = False
-    for one in now["generations"][:MOST_ROWS]:
+    for one in now["generations"][:MAX_ROWS]:
         then = past.get(one["session"], {"tokens": 0, "seconds": 0.0})
         table.add_row(
             one["session"],

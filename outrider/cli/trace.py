@@ -1,4 +1,4 @@
-"""`outrider trace`: a session's token trees, step by step, and what the target accepted of them."""
+"""`outrider trace`: draws a session's token trees, step by step, and marks the accepted nodes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.connecting import Address, Profile
-from outrider.cli.reporting import INTERRUPTED, reported
+from outrider.cli.client_flags import Address, Profile
+from outrider.cli.errors import INTERRUPTED, reported
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def trace(
-    session: Annotated[str, typer.Argument(help="A session, as `outrider generate` names it.")],
+    session: Annotated[str, typer.Argument(help="A session's name, as `outrider generate` prints it.")],
     address: Address = None,
     profile: Profile = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="End after so many. [default: when it is closed]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to show. [default: until the session closes]")] = None,
 ) -> None:
-    """Draw the trees that a session's steps verify from now on, and what was accepted. Shows the session's text."""
+    """Draw the trees that a session's steps verify from now on, and the accepted nodes. Shows the session's text."""
     from rich.console import Console
 
     from outrider.client import AsyncClient
@@ -40,14 +40,14 @@ async def _follow(console: Console, client: AsyncClient, session: str, steps: in
     shown = 0
     async with client, aclosing(client.watch(session)) as trees:
         async for tree in trees:
-            console.print(drawn(tree), soft_wrap=True)
+            console.print(rendered(tree), soft_wrap=True)
             shown += 1
             if shown == steps:
                 return
 
 
-def drawn(step: StepTree) -> Tree:
-    """A step: its head says what was committed, below it stands each verified node with its chance."""
+def rendered(step: StepTree) -> Tree:
+    """Return the drawing of a step: the committed tokens at its head, and each verified node with its probability."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -72,5 +72,5 @@ def drawn(step: StepTree) -> Tree:
 
 
 def _readable(text: bytes) -> str:
-    """Text on one line, with its spaces seen."""
+    """Return a token's text on one line, quoted so that spaces are visible."""
     return repr(text.decode(errors="replace"))

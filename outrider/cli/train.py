@@ -1,4 +1,4 @@
-"""`outrider train`: drafters, heads, and what they take."""
+"""`outrider train`: trains drafters and heads, and makes tokenizers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from outrider.cli.reporting import reported
+from outrider.cli.errors import reported
 from outrider.cli.train_online import online
 
 if TYPE_CHECKING:
@@ -15,55 +15,62 @@ if TYPE_CHECKING:
 
 SectionT = TypeVar("SectionT", bound="Section")
 
-train = typer.Typer(help="Drafters and heads for your target, from text.", no_args_is_help=True)
+train = typer.Typer(help="Train drafters and heads for your target, from text.", no_args_is_help=True)
 
-Recipe = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A recipe in TOML; what else is given comes before what it says.")
+Recipe = Annotated[Path | None, typer.Option(metavar="FILE", help="A recipe in TOML; flags override its values.")]
+Output = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Folder to write the result to. Required unless a recipe sets it.")
 ]
-Output = Annotated[Path | None, typer.Option(metavar="FOLDER", help="That gets it. Needed, if no recipe names it.")]
 Text = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="SOURCE", help="A file, a folder, or stdlib: Python's library; may be repeated. Needed, as output is."
+        metavar="SOURCE",
+        help="A file, a folder, or stdlib: Python's library; may be repeated. Required unless a recipe sets it.",
     ),
 ]
-Pattern = Annotated[str | None, typer.Option(help="Names of the files to take from folders, like '*.md'. [default: *]")]
-Field = Annotated[str | None, typer.Option(help="That holds the text in lines of .jsonl files. [default: text]")]
-SkipInvalid = Annotated[
-    bool | None, typer.Option("--skip-invalid/--no-skip-invalid", help="Leave out files that are not UTF-8.")
+Pattern = Annotated[
+    str | None, typer.Option(help="Pattern of the file names to read in folders, like '*.md'. [default: *]")
 ]
-HeldOut = Annotated[int | None, typer.Option(help="Percent of the texts that nothing is learned from. [default: 4]")]
+Field = Annotated[str | None, typer.Option(help="Field with the text in lines of .jsonl files. [default: text]")]
+SkipInvalid = Annotated[
+    bool | None, typer.Option("--skip-invalid/--no-skip-invalid", help="Skip files that are not UTF-8.")
+]
+HeldOut = Annotated[int | None, typer.Option(help="Percent of the texts that are held out. [default: 4]")]
 Objective = Annotated[
     str | None,
     typer.Option(help="agreement, forward-kl, reverse-kl, total-variation, or text alone. [default: agreement]"),
 ]
-TextWeight = Annotated[float | None, typer.Option(help="Share of the text's own loss. [default: 0]")]
-Temperature = Annotated[float | None, typer.Option(help="Of both in the objective. [default: 1]")]
-Window = Annotated[int | None, typer.Option(help="Tokens seen together. [default: 512, of heads 256]")]
+TextWeight = Annotated[float | None, typer.Option(help="Share of the text's cross-entropy in the loss. [default: 0]")]
+Temperature = Annotated[float | None, typer.Option(help="Of both distributions in the objective. [default: 1]")]
+Window = Annotated[int | None, typer.Option(help="Tokens of a training window. [default: 512, of heads 256]")]
 Batch = Annotated[int | None, typer.Option(help="Windows of a pass, on each device. [default: 2, of heads 8]")]
 Accumulate = Annotated[int | None, typer.Option(help="Passes of a step. [default: 1]")]
-Tokens = Annotated[str | None, typer.Option(metavar="COUNT", help="To train on, like 20M.")]
-Minutes = Annotated[float | None, typer.Option(help="Or for how long; with both, what ends first.")]
-LearningRate = Annotated[float | None, typer.Option(help="At its highest. [default: 0.001]")]
-WarmUp = Annotated[int | None, typer.Option(help="Steps until then. [default: 100]")]
-WeightDecay = Annotated[float | None, typer.Option(help="Of AdamW. [default: 0.1]")]
-Seed = Annotated[int | None, typer.Option(help="Of all that is random. [default: 0]")]
+Tokens = Annotated[str | None, typer.Option(metavar="COUNT", help="Tokens to train on, like 20M.")]
+Minutes = Annotated[float | None, typer.Option(help="Minutes to train; with --tokens, the first limit ends it.")]
+LearningRate = Annotated[float | None, typer.Option(help="Highest learning rate. [default: 0.001]")]
+WarmUp = Annotated[int | None, typer.Option(help="Steps until the highest learning rate. [default: 100]")]
+WeightDecay = Annotated[float | None, typer.Option(help="Weight decay of AdamW. [default: 0.1]")]
+Seed = Annotated[int | None, typer.Option(help="Seed of everything random. [default: 0]")]
 Precision = Annotated[
-    str | None, typer.Option(help="float32, bfloat16, or auto: as the machine is quicker. [default: auto]")
+    str | None, typer.Option(help="float32, bfloat16, or auto: the faster one on this machine. [default: auto]")
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, or auto: accelerators if any. [default: auto]")]
-Threads = Annotated[int | None, typer.Option(help="On a CPU. [default: one for each core]")]
-MeasureSteps = Annotated[int | None, typer.Option(help="Between two measurements. [default: 200]")]
-SaveSteps = Annotated[int | None, typer.Option(help="Between two saves. [default: by time alone]")]
-SaveMinutes = Annotated[float | None, typer.Option(help="Between two saves. [default: 10]")]
+Threads = Annotated[int | None, typer.Option(help="Threads on a CPU. [default: one for each core]")]
+MeasureSteps = Annotated[int | None, typer.Option(help="Steps between two measurements. [default: 200]")]
+SaveSteps = Annotated[int | None, typer.Option(help="Steps between two saves. [default: by time alone]")]
+SaveMinutes = Annotated[float | None, typer.Option(help="Minutes between two saves. [default: 10]")]
 HeadsTarget = Annotated[
-    Path | None, typer.Option(help="Whose heads: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub. Needed.")
+    Path | None,
+    typer.Option(help="Target of the heads: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub. Required."),
 ]
-Levels = Annotated[int | None, typer.Option(help="Tokens that they guess at most. [default: 4]")]
+Levels = Annotated[int | None, typer.Option(help="Largest number of tokens that the heads guess. [default: 4]")]
 OwnHead = Annotated[
-    bool | None, typer.Option("--own-head/--no-own-head", help="An unembedding of their own. [default: the target's]")
+    bool | None,
+    typer.Option("--own-head/--no-own-head", help="Train a separate unembedding. [default: use the target's]"),
 ]
-Decay = Annotated[float | None, typer.Option(help="Weight of a depth's loss, of the one before. [default: 0.8]")]
+Decay = Annotated[
+    float | None, typer.Option(help="Weight of a depth's loss, relative to the depth above it. [default: 0.8]")
+]
 
 train.command()(online)
 
@@ -75,10 +82,11 @@ def drafter(
     output: Output = None,
     text: Text = None,
     target: Annotated[
-        Path | None, typer.Option(help="Whose drafter: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub.")
+        Path | None,
+        typer.Option(help="Target of the drafter: a checkpoint's folder, or ORG/NAME[@REVISION] on the hub."),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Of its tokenizer.json, where there is no target.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder with a tokenizer.json, if there is no target.")
     ] = None,
     pattern: Pattern = None,
     field: Field = None,
@@ -87,23 +95,34 @@ def drafter(
     layers: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Start from these layers of the target, counted from 0.")
     ] = None,
-    start: Annotated[Path | None, typer.Option(help="Or from this checkpoint.")] = None,
-    width: Annotated[int | None, typer.Option(help="Or from random weights: of the residual stream.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Layers of that shape. [default: 2]")] = None,
-    heads: Annotated[int | None, typer.Option(help="Of its attention. [default: 8]")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="With keys and values. [default: all heads]")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Of a head. [default: width / heads]")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Units of its feed-forward. [default: 8/3 of the width]")] = None,
+    start: Annotated[Path | None, typer.Option(help="Start from this checkpoint instead.")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Start from random weights instead, with a residual stream of this width.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option(help="Number of layers, with --width. [default: 2]")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads, with --width. [default: 8]")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Heads that have keys and values, with --width. [default: all heads]")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Dimensions of a head, with --width. [default: width / heads]")
+    ] = None,
+    ffn: Annotated[
+        int | None, typer.Option(help="Units of the feed-forward, with --width. [default: 8/3 of the width]")
+    ] = None,
     context_tokens: Annotated[
-        int | None, typer.Option("--context", help="Its longest text, in tokens. [default: the target's]")
+        int | None, typer.Option("--context", help="Context, in tokens. [default: the target's]")
     ] = None,
     objective: Objective = None,
     text_weight: TextWeight = None,
     temperature: Temperature = None,
     on_policy: Annotated[
-        float | None, typer.Option(help="Share of steps on what the drafter itself says, 0 to 1. [default: 0]")
+        float | None,
+        typer.Option(help="Share of steps on text that the drafter itself generates, 0 to 1. [default: 0]"),
     ] = None,
-    continuation: Annotated[int | None, typer.Option(help="Tokens that it says there. [default: 64]")] = None,
+    continuation: Annotated[
+        int | None, typer.Option(help="Tokens that the drafter generates in such a step. [default: 64]")
+    ] = None,
     window: Window = None,
     batch: Batch = None,
     accumulate: Accumulate = None,
@@ -120,18 +139,18 @@ def drafter(
     save_steps: SaveSteps = None,
     save_minutes: SaveMinutes = None,
 ) -> None:
-    """Distil a small model from a target, to draft for it; without one, train a model from text alone.
+    """Distil a small model from a target, to draft for it; without a target, train a model from text alone.
 
-    What it measures is on texts that it does not learn from: the loss, and the acceptance length of a chain of drafts,
-    at temperature 0 and 1. Interrupted, it saves; the same command goes on where it stopped.
+    The command measures on held-out texts: the loss, and the acceptance length of a chain of drafts, at temperature 0
+    and 1. When it is interrupted, it saves; the same command continues where it stopped.
     """
     from outrider.training.recipe import DrafterRecipe
 
     with reported():
         settings = recipe_of(DrafterRecipe, context)
-        from outrider.cli.training import trained
+        from outrider.cli.training_progress import run_training
 
-        trained(settings)
+        run_training(settings)
 
 
 @train.command()
@@ -167,7 +186,7 @@ def medusa(
     save_steps: SaveSteps = None,
     save_minutes: SaveMinutes = None,
 ) -> None:
-    """Train Medusa heads: one for each of the next tokens, all from the target's last hidden state."""
+    """Train Medusa heads: one for each of the next tokens, all of them from the target's last hidden state."""
     _train_heads(context, kind="medusa")
 
 
@@ -184,7 +203,7 @@ def mlp(
     held_out: HeldOut = None,
     depth: Levels = None,
     own_head: OwnHead = None,
-    inner: Annotated[int | None, typer.Option(help="Width of its state. [default: the target's]")] = None,
+    inner: Annotated[int | None, typer.Option(help="Width of the state. [default: the target's]")] = None,
     objective: Objective = None,
     text_weight: TextWeight = None,
     temperature: Temperature = None,
@@ -205,7 +224,7 @@ def mlp(
     save_steps: SaveSteps = None,
     save_minutes: SaveMinutes = None,
 ) -> None:
-    """Train an MLP speculator: a state that begins with the target's and takes in each drafted token."""
+    """Train an MLP speculator: its state starts as the target's hidden state and takes in each drafted token."""
     _train_heads(context, kind="mlp")
 
 
@@ -224,11 +243,12 @@ def eagle(
     own_head: OwnHead = None,
     kind: Annotated[
         str | None,
-        typer.Option(help="eagle-3: from three of the target's layers; eagle: from its last. [default: eagle-3]"),
+        typer.Option(help="eagle-3 reads three of the target's layers, eagle reads the last. [default: eagle-3]"),
     ] = None,
-    inner: Annotated[int | None, typer.Option(help="Units of its feed-forward. [default: the target's]")] = None,
+    inner: Annotated[int | None, typer.Option(help="Units of the feed-forward. [default: the target's]")] = None,
     regression: Annotated[
-        float | None, typer.Option(help="Weight of what keeps it near the features. [default: 1 for eagle, else 0]")
+        float | None,
+        typer.Option(help="Weight of the regression loss on the target's features. [default: 1 for eagle, else 0]"),
     ] = None,
     objective: Objective = None,
     text_weight: TextWeight = None,
@@ -250,7 +270,7 @@ def eagle(
     save_steps: SaveSteps = None,
     save_minutes: SaveMinutes = None,
 ) -> None:
-    """Train an EAGLE head: one layer that goes on in the target's hidden states."""
+    """Train an EAGLE head: one layer that predicts the target's next hidden states."""
     _train_heads(context)
 
 
@@ -259,9 +279,9 @@ def _train_heads(context: typer.Context, kind: str | None = None) -> None:
 
     with reported():
         settings = recipe_of(HeadsRecipe, context, **({"kind": kind} if kind else {}))
-        from outrider.cli.training import trained
+        from outrider.cli.training_progress import run_training
 
-        trained(settings)
+        run_training(settings)
 
 
 @train.command("tokenizer")
@@ -276,7 +296,7 @@ def tokenizer_(
     skip_invalid: SkipInvalid = None,
     held_out: HeldOut = None,
 ) -> None:
-    """Make a tokenizer from text, for a family of models of its own: byte-level BPE."""
+    """Make a byte-level BPE tokenizer from text, for a new family of models."""
     from rich.console import Console
 
     from outrider.training.recipe import TokenizerRecipe
@@ -286,12 +306,15 @@ def tokenizer_(
         with Console(stderr=True).status("making a tokenizer ..."):
             from outrider.training.vocabulary import make_tokenizer
 
-            known = make_tokenizer(settings)
-    print(f"outrider train: wrote {settings.output}: tokens={known}")
+            size = make_tokenizer(settings)
+    print(f"outrider train: wrote {settings.output}: tokens={size}")
 
 
 def recipe_of(kind: type[SectionT], context: typer.Context, /, **fixed: Any) -> SectionT:
-    """What a recipe's file says, before it what flags say, and before these what is fixed. Raises ConfigError."""
+    """Return the recipe from its file and the flags. Flags override the file, and `fixed` overrides both.
+
+    Raises ConfigError.
+    """
     from outrider.cli.pad import parse_count
     from outrider.config import parse
     from outrider.training.recipe import read_recipe

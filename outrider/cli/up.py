@@ -1,4 +1,4 @@
-"""`outrider up`: a whole cluster, on this machine or on Ray."""
+"""`outrider up`: starts a complete cluster, on this machine or on Ray."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def up(
         typer.Option(metavar="ADDRESS", help="Run the servers on the nodes of a Ray cluster: HOST:PORT, or auto."),
     ] = None,
 ) -> None:
-    """Start a whole cluster: Redis, verifiers, drafters, router. Ctrl-C stops it.
+    """Start a complete cluster: Redis, verifiers, drafters, router. Ctrl-C stops it.
 
-    What ends is started again. Drafters that are added to the file or taken out of it while the cluster runs are
-    started and stopped.
+    Servers that end are started again. If drafters are added to or removed from the file while the cluster runs, the
+    command starts or stops them.
     """
     run_until_signal(_serve(file, ray))
 
@@ -34,9 +34,9 @@ async def _serve(file: Path, ray: str | None) -> None:
     from rich.console import Console
 
     from outrider.config import load_cluster
-    from outrider.fleet.keeper import Keeper
     from outrider.fleet.local import LocalCluster
-    from outrider.fleet.process import Server
+    from outrider.fleet.process import ClusterServer
+    from outrider.fleet.supervisor import ClusterSupervisor
 
     screen, log = Console(), Console(stderr=True)
     config = load_cluster(file)
@@ -44,14 +44,14 @@ async def _serve(file: Path, ray: str | None) -> None:
     def forward(name: str, line: str) -> None:
         log.out(f"{name}: {line}", highlight=False)
 
-    def ready(server: Server) -> None:
+    def ready(server: ClusterServer) -> None:
         log.print(f"{server.name} is ready on {server.address}", highlight=False)
 
     cluster: Cluster[Any]
     if ray is None:
         cluster = LocalCluster(config, forward=forward, ready=ready)
     else:
-        from outrider.fleet.on_ray import RayCluster
+        from outrider.fleet.ray_cluster import RayCluster
 
         cluster = RayCluster(config, ray, forward=forward, ready=ready)
     try:
@@ -67,8 +67,8 @@ async def _serve(file: Path, ray: str | None) -> None:
         )
         if config.router.metrics and not config.router.metrics.endswith(":0"):
             screen.print(f"Watch: http://{config.router.metrics}/ or outrider top", highlight=False, soft_wrap=True)
-        await Keeper(
-            cluster, file, config, lambda said: log.print(said, style="bold red", markup=False, highlight=False)
+        await ClusterSupervisor(
+            cluster, file, config, lambda event: log.print(event, style="bold red", markup=False, highlight=False)
         ).run()
     finally:
         with log.status("stopping ..."):

@@ -1,4 +1,4 @@
-"""`outrider verify`: is the text of a cluster exactly its target's own?"""
+"""`outrider verify`: checks that a cluster generates exactly the text of its target."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outrider.cli.reporting import FAILURE, INTERRUPTED
-from outrider.core.contract import SHARED_NOISE, RuleName
+from outrider.cli.errors import FAILURE, INTERRUPTED
+from outrider.core.session.contract import SHARED_NOISE, RuleName
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
     from outrider.cli.compare import Difference, Verdict
     from outrider.cli.reference import Reference
-    from outrider.cli.verification import Case
+    from outrider.cli.verify_cases import VerifyCase
 
 TEMPERATURES = (0.0, 0.8)
-SPARE_SLOTS = 2  # of a cluster that is started: an ended session's slot takes a moment to be free
+SPARE_SLOTS = 2  # of the started cluster: the slot of an ended session takes a moment to become free
 
 SPECULATIVE, REFERENCE = "speculative", "transformers"
 AGAINST = {SPECULATIVE: "plain against speculative", REFERENCE: "the text against transformers"}
@@ -34,40 +34,43 @@ def verify(
         Path | None,
         typer.Option(help="The target's checkpoint: for its tokenizer, and for transformers. With --address."),
     ] = None,
-    target: Annotated[Path, typer.Option(help="Without --address: the target of a cluster that is started.")] = Path(
+    target: Annotated[Path, typer.Option(help="Without --address: target of the cluster to start.")] = Path(
         "models/target"
     ),
-    drafter: Annotated[Path, typer.Option(help="Its drafter.")] = Path("models/drafter"),
+    drafter: Annotated[Path, typer.Option(help="Without --address: drafter of the cluster to start.")] = Path(
+        "models/drafter"
+    ),
     model: Annotated[str, typer.Option(help="The model's name, where the cluster serves several.")] = "",
     prompts: Annotated[Path | None, typer.Option(help="JSON lines with an id and a prompt.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be repeated.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts taken from the file.")] = 4,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds for each prompt and temperature above 0.")] = 2,
     temperature: Annotated[list[float] | None, typer.Option(help="May be repeated. [default: 0, 0.8]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens a text.")] = 64,
-    rule: Annotated[RuleName, typer.Option(help="Of acceptance, of the speculative texts.")] = SHARED_NOISE,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of each text.")] = 64,
+    rule: Annotated[RuleName, typer.Option(help="Acceptance rule of the speculative texts.")] = SHARED_NOISE,
     dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the verifier's weights: decides what a near tie is.")
+        Literal["float32", "bfloat16"],
+        typer.Option(help="Type of the verifier's weights; it decides what a near tie is."),
     ] = "float32",
-    numerics: Annotated[Literal["fast", "invariant"], typer.Option(help="Of a cluster that is started.")] = "fast",
-    concurrency: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 4,
+    numerics: Annotated[Literal["fast", "invariant"], typer.Option(help="Numerics of the cluster to start.")] = "fast",
+    concurrency: Annotated[int, typer.Option(min=1, help="Concurrent texts.")] = 4,
     reference: Annotated[
-        bool, typer.Option(help="Compare with transformers too (float32, in this process), if it is installed.")
+        bool, typer.Option(help="Also compare with transformers (float32, in this process), if it is installed.")
     ] = True,
     timeout: Annotated[float, typer.Option(help="Seconds for one text.")] = 300.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
 ) -> None:
     """Generate texts with and without speculation and compare them, token by token, with each other and with
-    transformers. Ends with status 1 if a difference is not explained by rounding.
+    transformers. Exits with status 1 if rounding does not explain a difference.
 
-    Above temperature 0 only shared-noise repeats plain decoding's own text. Under the other lossless rules a text is a
-    draw of its own: what is tested then is whether its tokens follow transformers' probabilities.
+    Above temperature 0 only the rule shared-noise gives the same text as plain decoding. Under the other lossless rules
+    a text is a separate sample; then the command tests whether its tokens follow the probabilities of transformers.
     """
-    from outrider.cli.law import noticed, p_value
-    from outrider.cli.verification import drawn_places, follows
+    from outrider.cli.distribution_check import detectable_difference, p_value
+    from outrider.cli.verify_cases import follows_distribution, quantiles_by_temperature
     from outrider.errors import ConfigError
 
-    cases: list[Case] = []
+    cases: list[VerifyCase] = []
     folder = target if address is None else checkpoint
     done = False
 
@@ -77,14 +80,14 @@ def verify(
         from rich.progress import Progress
 
         from outrider.cli.compare import TOLERANCE
-        from outrider.cli.verification import check_rule, compare, plan, read_prompts
+        from outrider.cli.verify_cases import check_rule, compare, plan, read_prompts
         from outrider.client import AsyncClient
 
         if folder is None:
             raise ConfigError("flags: checkpoint: is needed with --address, for the tokenizer and for transformers")
         temperatures = temperature or list(TEMPERATURES)
         installed = find_spec("transformers") is not None
-        check_rule(rule, temperatures, judged=reference and installed)
+        check_rule(rule, temperatures, with_reference=reference and installed)
         chosen = read_prompts(folder, prompts, prompt, count)
         judge = await asyncio.to_thread(_reference, folder) if reference and installed else None
         terminal = Console(stderr=True, highlight=False)
@@ -114,28 +117,29 @@ def verify(
     if not done:
         raise SystemExit(INTERRUPTED)
     print_report(cases)
-    for heat, places in drawn_places(cases).items():
+    for at, quantiles in quantiles_by_temperature(cases).items():
         print(
-            f"T {heat:g}: texts under {rule} are draws of their own, not comparable token by token. Their "
-            f"{len(places)} tokens, held against transformers' probabilities: p = {p_value(places):.2g}; a law that is "
-            f"{noticed(len(places)):.2f} off would show. More --seeds see more."
+            f"T {at:g}: texts under {rule} are separate samples and cannot be compared token by token. A test of their "
+            f"{len(quantiles)} tokens against the probabilities of transformers gives p = {p_value(quantiles):.2g}; it "
+            f"detects deviations from about {detectable_difference(len(quantiles)):.2f}. More --seeds detect smaller "
+            "ones."
         )
     if not any(case.speculative.usage.accepted for case in cases):
         print(
-            "Nothing that was drafted was accepted: this says little of speculation. Does a drafter run? And a target "
-            "may be too quick for what is drafted to come in time: outrider pad makes one cost more."
+            "No drafted token was accepted, so this run hardly tests speculation. Check that a drafter runs. The "
+            "target may also be too fast for drafts to arrive in time: outrider pad makes a slower one."
         )
-    if all(case.reference_verdict is None and not case.places for case in cases):
+    if all(case.reference_verdict is None and not case.quantiles for case in cases):
         print(f"Not compared with transformers: {'it is not installed' if reference else '--no-reference'}.")
     if json_file is not None:
         json_file.write_text(json.dumps([entry(case) for case in cases], indent=1), encoding="utf-8")
     print(last_line(cases), flush=True)
-    if any("bug" in (case.verdict, case.reference_verdict) for case in cases) or not follows(cases):
+    if any("bug" in (case.verdict, case.reference_verdict) for case in cases) or not follows_distribution(cases):
         raise SystemExit(FAILURE)
 
 
-def print_report(cases: Sequence[Case]) -> None:
-    """A row for each temperature, and a line for each difference."""
+def print_report(cases: Sequence[VerifyCase]) -> None:
+    """Print a table with a row for each temperature, and a line for each difference."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -155,34 +159,33 @@ def print_report(cases: Sequence[Case]) -> None:
         )
     screen.print(table)
     for case in cases:
-        for against, judged, parted in _differences(case):
-            where = (
-                f"position {parted.position}: {parted.first} / {parted.second}, gap {parted.gap:.3g}" if parted else ""
-            )
+        for against, outcome, found in _differences(case):
+            where = f"position {found.position}: {found.first} / {found.second}, gap {found.gap:.3g}" if found else ""
             screen.print(
-                f"{judged}: {case.prompt.name}, T {case.temperature:g}, seed {case.seed}, {AGAINST[against]}, "
+                f"{outcome}: {case.prompt.name}, T {case.temperature:g}, seed {case.seed}, {AGAINST[against]}, "
                 f"{where or 'the same tokens, but not the same text or end'}",
-                style="bold red" if judged == "bug" else None,
+                style="bold red" if outcome == "bug" else None,
                 markup=False,
             )
 
 
-def last_line(cases: Sequence[Case]) -> str:
-    """The line for scripts. Its last two entries are there if texts were drawn."""
-    from outrider.cli.verification import drawn_places, follows
+def last_line(cases: Sequence[VerifyCase]) -> str:
+    """Return the line for scripts. It has its last two entries only if texts were tested as separate samples."""
+    from outrider.cli.verify_cases import follows_distribution, quantiles_by_temperature
 
     mine, theirs = _counts(case.verdict for case in cases), _counts(case.reference_verdict for case in cases)
     tokens = sum(len(text.token_ids) for case in cases for text in (case.plain, case.speculative) if text)
-    drawn = drawn_places(cases)
-    law = f" drawn={sum(map(len, drawn.values()))} law={'kept' if follows(cases) else 'broken'}" if drawn else ""
+    sampled = quantiles_by_temperature(cases)
+    result = "kept" if follows_distribution(cases) else "broken"
+    entries = f" drawn={sum(map(len, sampled.values()))} law={result}" if sampled else ""
     return (
         f"verify: texts={len(cases)} tokens={tokens} identical={mine[0]} near_ties={mine[1]} bugs={mine[2]} "
-        f"reference_near_ties={theirs[1]} reference_bugs={theirs[2]}{law}"
+        f"reference_near_ties={theirs[1]} reference_bugs={theirs[2]}{entries}"
     )
 
 
-def entry(case: Case) -> dict[str, Any]:
-    """A case for the JSON report."""
+def entry(case: VerifyCase) -> dict[str, Any]:
+    """Return a case for the JSON report."""
     return {
         "prompt": case.prompt.name,
         "temperature": case.temperature,
@@ -190,8 +193,8 @@ def entry(case: Case) -> dict[str, Any]:
         "verdict": case.verdict,
         "reference_verdict": case.reference_verdict,
         "differences": [
-            {"against": against, "verdict": judged, **(parted._asdict() if parted else {})}
-            for against, judged, parted in _differences(case)
+            {"against": against, "verdict": outcome, **(found._asdict() if found else {})}
+            for against, outcome, found in _differences(case)
         ],
         "plain_tokens": case.plain.token_ids if case.plain else None,
         "speculative_tokens": case.speculative.token_ids,
@@ -200,13 +203,16 @@ def entry(case: Case) -> dict[str, Any]:
     }
 
 
-def _differences(case: Case) -> list[tuple[str, Verdict, Difference | None]]:
-    found = ((SPECULATIVE, case.verdict, case.parted), (REFERENCE, case.reference_verdict, case.reference_parted))
-    return [(against, judged, parted) for against, judged, parted in found if judged not in (None, "identical")]
+def _differences(case: VerifyCase) -> list[tuple[str, Verdict, Difference | None]]:
+    outcomes = (
+        (SPECULATIVE, case.verdict, case.difference),
+        (REFERENCE, case.reference_verdict, case.reference_difference),
+    )
+    return [(against, outcome, found) for against, outcome, found in outcomes if outcome not in (None, "identical")]
 
 
 def _counts(verdicts: Any) -> list[str]:
-    """Identical, near ties, bugs; dashes where nothing was compared."""
+    """Return the numbers of identical texts, near ties and bugs; dashes if nothing was compared."""
     known = [verdict for verdict in verdicts if verdict is not None]
     return [str(known.count(kind)) if known else "-" for kind in ("identical", "near tie", "bug")]
 
@@ -220,21 +226,21 @@ def _reference(checkpoint: Path) -> Reference:
 
 @asynccontextmanager
 async def _cluster(
-    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, slots: int, say: Callable[[str], None]
+    address: str | None, target: Path, drafter: Path, dtype: Any, numerics: Any, slots: int, log: Callable[[str], None]
 ) -> AsyncIterator[str]:
-    """The router's address: of the running cluster, or of one that is started for the purpose."""
+    """Yield the address of a router: the given one, or that of a cluster that runs within the block."""
     from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
     from outrider.fleet.local import LocalCluster
 
     if address is not None:
         yield address
         return
-    # Drafters go on beside the steps: where they are not worth it they would rest, and nothing would be verified.
+    # overlap=True: drafters always draft. Where drafting does not pay they would stop, and nothing would be verified.
     config = ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, max_sessions=slots, overlap=True),
         verifier=[VerifierConfig(model=target, name="target", dtype=dtype, numerics=numerics, slots=slots)],
         drafter=[DrafterConfig(model=drafter, slots=slots)],
     )
-    say("starting Redis, a verifier, a drafter and a router ...")
-    async with LocalCluster(config, forward=lambda name, line: say(f"{name}: {line}")) as cluster:
+    log("starting Redis, a verifier, a drafter and a router ...")
+    async with LocalCluster(config, forward=lambda name, line: log(f"{name}: {line}")) as cluster:
         yield cluster.router_address

@@ -1,9 +1,9 @@
-"""The SDK: talks to a router. Needs grpcio, protobuf and the API of OpenTelemetry, nothing else.
+"""The SDK: a client of a router. It needs grpcio, protobuf and the API of OpenTelemetry, nothing else.
 
     with outrider.Client("127.0.0.1:7070") as client:
         print(client.generate("def add(a, b):", max_tokens=32).text)
 
-`Client` is for ordinary code and may be shared between threads; `AsyncClient` is the same for asyncio.
+`Client` is for synchronous code, and threads may share it. `AsyncClient` has the same methods for asyncio.
 """
 
 from outrider.client._async import AsyncClient
@@ -22,7 +22,7 @@ from outrider.client._types import (
     Usage,
 )
 from outrider.client._wire import Options
-from outrider.core.speculation import SpeculationReason, SpeculationStatus
+from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus
 
 __all__ = [
     "AsyncClient",

@@ -1,4 +1,4 @@
-"""How a client shows who it is, and knows whom it talks to."""
+"""Authentication of a client's connection: its API key, and TLS to the router."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from outrider.rpc.tls import Tls, is_loopback
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a connection needs beside its address."""
+    """The credentials of a connection: everything that it needs beside its address."""
 
     tls: Tls | None = None
-    server_name: str = ""  # that the router's certificate must have; empty: the address's own
+    server_name: str = ""  # name that the router's certificate must have; empty: the host of the address
     metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of every call
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
-        """What it comes to. Raises ConfigError."""
-        key, secured = connection.api_key, connection.tls or connection.ca is not None
+        """Return the credentials of a connection. Raises ConfigError for a key that is invalid or would not be safe."""
+        key, use_tls = connection.api_key, connection.tls or connection.ca is not None
         if not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError("api_key: must be the text that `outrider keys add` printed, and nothing else")
-        if not secured and connection.tls is None and key and not _is_local(connection.address):
+        if not use_tls and connection.tls is None and key and not _is_local(connection.address):
             raise ConfigError(
                 "api_key: would cross the network for anybody to read; give `ca` (or set OUTRIDER_CA), tls=True for a "
                 "certificate that the web knows, or tls=False if the way there is safe"
             )
         return cls(
-            Tls.client(connection.ca) if secured else None,
+            Tls.client(connection.ca) if use_tls else None,
             connection.server_name,
             (("authorization", f"Bearer {key}"),) if key else (),
         )
 
 
 def _is_local(address: str) -> bool:
-    """Whether an address, or all of several, are this machine's own."""
+    """Return whether the address, or each of several in it, is a loopback address."""
     listed = address.removeprefix("ipv4:").removeprefix("ipv6:").split(",")
     return all(is_loopback(one.rpartition(":")[0]) for one in listed)

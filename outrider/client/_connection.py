@@ -1,4 +1,4 @@
-"""Which router a client speaks to, and how: from its arguments, or else the environment, or else a profile."""
+"""The settings of a client's connection: from its arguments, else from the environment, else from a profile."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ VARIABLES = tuple(f"OUTRIDER_{name}" for name in ("ROUTER", "API_KEY", "API_KEY_
 
 
 class Connecting(TypedDict, total=False):
-    """How to reach a router, all by keyword, all optional; what is left out, or None, is looked up."""
+    """How to reach a router. All keywords are optional; one that is left out or None comes from the environment or a
+    profile."""
 
-    profile: str | None  # its name in the file of profiles; a file's "default" is taken where nothing names a router
-    api_key: str | None  # where the router demands one; "" sends none
-    ca: str | Path | None  # a file in PEM: who signed the router's certificate; the connection is by TLS then
-    tls: bool | None  # True without a `ca`: believe whom the web does; False: none, though there is a key
-    server_name: str | None  # that the router's certificate must have; "": its address's own
+    profile: str | None  # name in the profiles file; without a router's address, its profile "default" is used
+    api_key: str | None  # if the router requires one; "" sends none
+    ca: str | Path | None  # PEM file with the CA of the router's certificate; the connection uses TLS then
+    tls: bool | None  # True without a `ca`: trust the system's CAs; False: no TLS, even with a key
+    server_name: str | None  # name that the router's certificate must have; "": the host of its address
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """All of it, looked up."""
+    """The settings of a connection, complete."""
 
-    address: str = ROUTER  # HOST:PORT, or several as gRPC writes them
+    address: str = ROUTER  # HOST:PORT, or several in gRPC's syntax
     api_key: str = field(default="", repr=False)
     ca: Path | None = None
-    tls: bool | None = None  # None: with a `ca`
+    tls: bool | None = None  # None: use TLS if there is a `ca`
     server_name: str = ""
 
     def __post_init__(self) -> None:
@@ -50,29 +51,31 @@ def resolve(
     tls: bool | None = None,
     server_name: str | None = None,
 ) -> Connection:
-    """What arguments say; what they leave out, what the environment says; what that leaves out, what the profile says,
-    unless an argument names it, which makes it the stronger one.
+    """Return the settings from the arguments, the environment and a profile, in this order of precedence.
 
-    A profile that is named less explicitly than the address is not looked at: its key is for its own router. Raises
-    ConfigError, which names the file and the key in it, or the variable.
+    A profile that an argument names takes precedence over the environment. A profile that is named less explicitly
+    than the address is ignored, because its key belongs to the profile's router. Raises ConfigError, which names the
+    file and the key in it, or the variable.
     """
     arguments = Saved("", address, api_key, None, None if ca is None else Path(ca), tls, server_name)
     environment = _environment()
-    saved = profile_of(profile, given=address is not None, elsewhere=environment.router is not None)
+    saved = profile_of(
+        profile, address_in_arguments=address is not None, address_in_environment=environment.router is not None
+    )
     others = [environment] if saved is None else [saved, environment] if profile else [environment, saved]
     sources = [arguments, *others]
-    believed, secured = _trust(sources)
+    trusted_ca, use_tls = _trust(sources)
     return Connection(
         address=next((source.router for source in sources if source.router is not None), ROUTER),
         api_key=next((key for source in sources if (key := source.key()) is not None), ""),
-        ca=believed,
-        tls=secured,
+        ca=trusted_ca,
+        tls=use_tls,
         server_name=next((source.server_name for source in sources if source.server_name is not None), ""),
     )
 
 
 def _environment() -> Saved:
-    """What it says; a variable that is empty says nothing."""
+    """Return the settings in environment variables. An empty variable counts as not set."""
     router, key, file, ca, server_name = (os.environ.get(name) or None for name in VARIABLES)
     if key and file:
         raise ConfigError("OUTRIDER_API_KEY: is set beside OUTRIDER_API_KEY_FILE; unset one of them")
@@ -82,7 +85,10 @@ def _environment() -> Saved:
 
 
 def _trust(sources: Sequence[Saved]) -> tuple[Path | None, bool | None]:
-    """The CA and whether there is TLS. Who says the one without the other overrules both of whoever is weaker."""
+    """Return the CA and whether to use TLS, from sources in order of precedence.
+
+    The first source that sets either of the two decides; `tls=True` without a CA takes the CA of a later source.
+    """
     for source in sources:
         if source.tls is False and source.ca is not None:
             raise ConfigError("tls: is False, and there is a `ca`; leave out one of them")
@@ -91,6 +97,6 @@ def _trust(sources: Sequence[Saved]) -> tuple[Path | None, bool | None]:
         if source.tls is False:
             return None, False
         if source.tls:
-            weaker = sources[sources.index(source) + 1 :]
-            return next((other.ca for other in weaker if other.ca is not None), None), True
+            later = sources[sources.index(source) + 1 :]
+            return next((other.ca for other in later if other.ca is not None), None), True
     return None, None

@@ -1,9 +1,9 @@
-"""Connections that have a name, in a file:
+"""Profiles: named connections in a file.
 
 [default]
 router = "router.example:7070"
-ca = "ca.pem"                      # relative to this file, as is the next
-api_key_file = "key"               # that holds what `outrider keys add` printed
+ca = "ca.pem"                      # relative to this file, like api_key_file
+api_key_file = "key"               # file with the key that `outrider keys add` printed
 server_name = "router.outrider"
 """
 
@@ -26,9 +26,9 @@ _TYPES = {str: "text", bool: "true or false"}
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one source says of a connection; None: nothing."""
+    """The settings of a connection from one source; None: the source does not set it."""
 
-    name: str  # of its `api_key_file`, for errors
+    name: str  # of the setting `api_key_file` in this source, for errors
     router: str | None = None
     api_key: str | None = field(default=None, repr=False)
     api_key_file: Path | None = None
@@ -37,7 +37,7 @@ class Saved:
     server_name: str | None = None
 
     def key(self) -> str | None:
-        """The key, or that in its file. Raises ConfigError."""
+        """Return the key, or the key in `api_key_file`; None if neither is set. Raises ConfigError."""
         if self.api_key_file is None:
             return self.api_key
         try:
@@ -50,16 +50,16 @@ class Saved:
         return key
 
 
-def profile_of(name: str | None, *, given: bool, elsewhere: bool) -> Saved | None:
-    """The profile of that name, else of OUTRIDER_PROFILE's, else the default one if there is a file that has it.
+def profile_of(name: str | None, *, address_in_arguments: bool, address_in_environment: bool) -> Saved | None:
+    """Return the profile `name`, else that of OUTRIDER_PROFILE, else the default profile if a file has one, else None.
 
-    `given`: an argument names the router, so only an argument may name a profile; `elsewhere`: the environment does, so
-    there is no default one. Raises ConfigError.
+    If an argument gives the address, only an argument may name a profile. If the environment gives the address, the
+    default profile is not used. Raises ConfigError.
     """
-    if name is None and given:
+    if name is None and address_in_arguments:
         return None
     named = name or os.environ.get("OUTRIDER_PROFILE") or None
-    if named is None and elsewhere:
+    if named is None and address_in_environment:
         return None
     chosen = os.environ.get("OUTRIDER_PROFILES")
     file = Path(chosen or FILE).expanduser()

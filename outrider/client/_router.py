@@ -1,4 +1,4 @@
-"""The connection to a router, and what its failures mean."""
+"""The connection to a router, and the classification of its failures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from outrider.rpc.status import from_rpc_error, is_from_outrider
 from outrider.v1 import inference_pb2_grpc
 
 CLOSED = "the client was closed"
-RETRIES = 2  # times that what there is no room for is asked for again, unless the client was told otherwise
-LONGEST_WAIT_S = 30.0  # that a router may ask for; beyond it the caller decides
-_PAUSES_S = (0.1, 0.3)  # before a question is asked again
+RETRIES = 2  # default number of retries of a generation that the router refuses for lack of capacity
+LONGEST_WAIT_S = 30.0  # longest pause requested by a router that the client waits for; beyond it the caller decides
+_PAUSES_S = (0.1, 0.3)  # before the retries of a unary call
 
 
 class Router:
-    """The channel, opened when first needed because it belongs to the event loop of that moment."""
+    """The channel to a router. The first call opens it, because a channel belongs to the event loop that runs then."""
 
     def __init__(self, address: str, access: Access, retries: int = RETRIES) -> None:
         self.address = address
         self.retries = retries
-        self.was_reached = False  # some call got through to a server
-        self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = set()  # end a running stream, and say why
+        self.was_reached = False  # at least one call reached a server
+        self.endings: set[Callable[[str], Coroutine[Any, Any, None]]] = (
+            set()
+        )  # each ends a running stream, for a reason
         self.metadata = access.metadata  # of every call
         self._access = access
         self._closed = False
@@ -39,7 +41,7 @@ class Router:
 
     @property
     def stub(self) -> Any:
-        """An InferenceStub, which is generated without types. Raises RuntimeError when the client is closed."""
+        """An InferenceStub; it is generated without types. Raises RuntimeError when the client is closed."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._channel is None:
@@ -47,7 +49,10 @@ class Router:
         return inference_pb2_grpc.InferenceStub(self._channel)
 
     async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
-        """The answer to a call that is not a stream. All of those may be repeated, so one whose router was lost is."""
+        """Return the response of a unary call.
+
+        All unary calls are idempotent, so a call is repeated when its router was lost.
+        """
         check_timeout(timeout)
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         pauses = iter(_PAUSES_S)
@@ -69,11 +74,11 @@ class Router:
             await asyncio.sleep(pause)
 
     async def listen(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
-        """The messages of a call that is a stream, until it ends."""
+        """Yield the messages of a streaming call until it ends."""
         call = getattr(self.stub, method)(request, metadata=self.metadata)
         try:
             async for message in call:
-                if message is None:  # gRPC's word for bytes that do not parse
+                if message is None:  # gRPC's value for bytes that do not parse
                     raise Unavailable("the router has sent bytes that are no message of this protocol")
                 self.was_reached = True
                 yield message
@@ -83,15 +88,15 @@ class Router:
             call.cancel()
 
     def _is_lost(self, error: grpc.aio.AioRpcError, known: OutriderError) -> bool:
-        """Whether the router went away, and not something behind it."""
+        """Return whether the router itself was lost, and not a server behind it."""
         lost = self.was_reached and isinstance(known, Unavailable) and not is_from_outrider(error)
         return lost or isinstance(known, Moved)
 
     def failure(self, error: grpc.aio.AioRpcError) -> OutriderError:
-        """What to raise for it."""
+        """Return the OutriderError to raise for an error of gRPC."""
         known = from_rpc_error(error)
         state = self._channel.get_state() if self._channel else None
-        # A connection that was lost leaves a channel idle; one that never came about does not.
+        # A channel is idle after a lost connection, but not after a connection that was never established.
         self.was_reached |= state in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
         if isinstance(known, Moved):
             return known
@@ -100,7 +105,7 @@ class Router:
         return known
 
     async def close(self) -> None:
-        """Ends the streams that run, here and on the server, and disconnects."""
+        """End the running streams, here and on the server, and disconnect."""
         await asyncio.gather(*(end(CLOSED) for end in self.endings))
         self._closed = True
         if self._channel is not None:
@@ -108,17 +113,17 @@ class Router:
 
 
 def jittered(pause_s: float) -> float:
-    """A little more, each time another: lest all clients of a router that died, or is full, come back together."""
+    """Return the pause with random jitter, so that the clients of a dead or full router do not all retry at once."""
     return pause_s * random.uniform(1.0, 1.5)
 
 
 def task_is_cancelled() -> bool:
-    """Whether a CancelledError is meant for this task, and not for the call that it waits for."""
+    """Return whether this task was cancelled, and not only the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def check_timeout(timeout: float | None) -> None:
-    """Raises InvalidRequest for a timeout that is none."""
+    """Raise InvalidRequest for a timeout that is not positive."""
     if timeout is not None and not timeout > 0:
         raise InvalidRequest("timeout", f"is {timeout}, must be above 0 seconds, or None for no limit")

@@ -1,4 +1,4 @@
-"""One generation as it comes, over as many calls as it takes."""
+"""One generation as a stream, over as many calls as it takes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeou
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.status import is_from_outrider
-from outrider.telemetry.tracing import TRACER, carried, failed
+from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
 from outrider.v1 import inference_pb2 as pb
 
 CANCEL_TIMEOUT_S = 2.0
-MOST_FAILURES = 6  # calls in a row that bring nothing, before a stream gives up
+MAX_FAILURES = 6  # calls in a row without a new chunk, before a stream gives up
 MOVE_PAUSE_S = 0.05  # before the second of several moves in a row
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between them; each is up to twice the one before
-MOST_MOVES = 64  # in a row that bring nothing: each is a server that goes down in order
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between failed calls; each pause is up to twice the one before
+MAX_MOVES = 64  # moves in a row without a new chunk; each is a router that shuts down in order
 
 
 class AsyncStream:
     """A running generation: iterate over its chunks, then read `result`.
 
-    When a call breaks off, another one goes on behind the last chunk: no token is lost or repeated. That ends with
-    the error when the timeout would pass, when several calls in a row bring nothing, or when somebody else took the
+    When a call breaks off, another call continues after the last chunk: no token is lost or repeated. The stream raises
+    the error when the timeout would pass, when several calls in a row bring no chunk, or when another client took the
     generation over. Leaving the loop early, leaving an `async with` block, or `cancel` ends it on the server too.
     """
 
@@ -40,30 +40,30 @@ class AsyncStream:
         self._router = router
         self._request = request
         self._timeout = timeout
-        self._span: Span = INVALID_SPAN  # around all of its calls
+        self._span: Span = INVALID_SPAN  # around all calls of the stream
         self._give_up: float | None = None  # when the timeout passes, by the monotonic clock
         self._begun = False
         self._calls = 0  # since the last chunk
-        self._moves = 0  # likewise, of those: ended by a router that goes down in order
-        self._refusals = 0  # for want of room
+        self._moves = 0  # since the last chunk: calls that a router ended because it shuts down in order
+        self._refusals = 0  # for lack of capacity
         self._resumes = 0
-        self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the call that runs
+        self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the running call
         self._waiting: grpc.aio.UnaryStreamCall[object, pb.GenerateResponse] | asyncio.Task[None] | None = None
         self._started: pb.Started | None = None
         self._chunks: list[Chunk] = []
         self._result: Generation | None = None
-        self._over = False  # nothing is left to be cancelled
-        self._why = ""  # it was ended from here
+        self._over = False  # nothing is left to cancel
+        self._end_reason = ""  # set when this client ended the stream
         self._ending: asyncio.Task[None] | None = None
 
     @property
     def session_id(self) -> str:
-        """The session, once the first chunk has come; empty before."""
+        """The session's id once the first chunk has arrived; empty before."""
         return self._started.session_id if self._started else ""
 
     @property
     def result(self) -> Generation:
-        """The whole generation, once the last chunk has come. Raises RuntimeError before."""
+        """The complete generation once the last chunk has arrived. Raises RuntimeError before."""
         if self._result is None:
             raise RuntimeError("the generation has not ended; read the stream to its end first")
         return self._result
@@ -77,7 +77,7 @@ class AsyncStream:
             await self.cancel()
 
     def begin(self) -> None:
-        """Starts the clock; iterating does it. Raises RuntimeError when the stream was begun before."""
+        """Start the timeout; iteration calls this. Raises RuntimeError when the stream was begun before."""
         if self._begun:
             raise RuntimeError("a stream can be read only once")
         self._begun = True
@@ -86,31 +86,31 @@ class AsyncStream:
         self._router.endings.add(self._end)
 
     async def next(self) -> Chunk | None:
-        """The next chunk of a stream that was begun; None when the generation has ended."""
+        """Return the next chunk of a stream that was begun; None when the generation has ended."""
         try:
             while self._result is None:
-                if self._why:
-                    raise Cancelled(self._why)
+                if self._end_reason:
+                    raise Cancelled(self._end_reason)
                 try:
                     if (chunk := await self._receive()) is not None:
                         return chunk
                 except (Unavailable, Overloaded) as error:
                     await self._pause(error)
         except OutriderError as error:
-            failed(self._span, type(error).__name__)
-            if not self._why:
+            mark_failed(self._span, type(error).__name__)
+            if not self._end_reason:
                 self._settle()
             if self._waiting is not None:
-                self._waiting.cancel()  # no answer is expected of a call that has failed us
+                self._waiting.cancel()  # the call has failed; its remaining messages are not wanted
             raise
         except asyncio.CancelledError:
             if task_is_cancelled():
                 raise
-            raise Cancelled(self._why or CLOSED) from None
+            raise Cancelled(self._end_reason or CLOSED) from None
         return None
 
     async def cancel(self) -> None:
-        """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
+        """End the generation, if it still runs, on the server too. A concurrent reader of the stream gets Cancelled."""
         await self._end("the generation was cancelled")
 
     async def __aenter__(self) -> Self:
@@ -122,14 +122,14 @@ class AsyncStream:
         await self.cancel()
 
     async def _receive(self) -> Chunk | None:
-        """What the next event brings, from the call that runs or from a new one."""
+        """Return the chunk of the next event, None for another event. Makes a new call if none runs."""
         if self._events is None:
             self._events = self._call()
         try:
             event = await anext(self._events, None)
         except grpc.aio.AioRpcError as error:
             known = self._router.failure(error)
-            if isinstance(known, Cancelled) and not is_from_outrider(error):  # so calls end when a router does
+            if isinstance(known, Cancelled) and not is_from_outrider(error):  # gRPC's status when a router ends
                 known = Unavailable(f"the router broke the call off: {known}")
             raise known from None
         self._router.was_reached = True
@@ -144,19 +144,19 @@ class AsyncStream:
                 return self._chunks[-1]
             case "finished":
                 self._result = self._finish(event.finished)
-                self._tell_trace(self._result)
+                self._annotate_span(self._result)
                 self._settle()
                 with suppress(grpc.aio.AioRpcError):
-                    await anext(self._events, None)  # the server's end of the call; we have all that we want
-            case _:  # of a later version
+                    await anext(self._events, None)  # wait for the end of the call; no more events are needed
+            case _:  # an event of a later version
                 pass
         return None
 
     def _call(self) -> AsyncIterator[pb.GenerateResponse]:
-        """A call from where the last one ended; before the first event that is the same one again."""
-        request = self._request  # the key in it keeps it from being generated twice
+        """Make a call that continues where the last one ended; before the first event, repeat the original request."""
+        request = self._request  # its idempotency key prevents a second generation
         if self._started is not None:
-            position, offset = self._place()
+            position, offset = self._resume_point()
             request = pb.ResumeRequest(
                 session_id=self._started.session_id,
                 generation=self._started.generation,
@@ -167,12 +167,12 @@ class AsyncStream:
         method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         self._calls += 1
         left = self._left()
-        metadata = (*self._router.metadata, *carried(self._span))
+        metadata = (*self._router.metadata, *trace_metadata(self._span))
         self._waiting = call = method(request, timeout=None if left is None else max(left, 0.0), metadata=metadata)
         return aiter(call)
 
-    def _place(self) -> tuple[int, int]:
-        """The next position and the text offset behind the last chunk; those of the request before the first one."""
+    def _resume_point(self) -> tuple[int, int]:
+        """Return the next position and text offset after the last chunk; before the first chunk, the request's."""
         if self._chunks:
             return self._chunks[-1].next_position, self._chunks[-1].text_offset
         if isinstance(self._request, pb.ResumeRequest):
@@ -183,33 +183,33 @@ class AsyncStream:
         if self._started is None:
             raise InternalError("the router's stream did not begin with Started")
         chunk = _wire.chunk_from_pb(message)
-        position, offset = self._place()
+        position, offset = self._resume_point()
         position = max(position, self._started.prompt_tokens)
         if (chunk.next_position - len(chunk.token_ids), chunk.text_offset - len(chunk.text)) != (position, offset):
             raise InternalError(f"the router's chunk does not continue position {position}, text offset {offset}")
         return chunk
 
     async def _pause(self, error: Unavailable | Overloaded) -> None:
-        """Waits before the next call. Raises the error when that is not worth it, or not in time."""
+        """Wait before the next call. Raises the error if another call cannot help or would come after the timeout."""
         self._events = None
-        if self._why:
-            raise Cancelled(self._why)
+        if self._end_reason:
+            raise Cancelled(self._end_reason)
         if isinstance(error, Overloaded):
-            has_turns = self._started is not None or self._refusals < self._router.retries
-            worth_it = has_turns and error.retry_after <= LONGEST_WAIT_S
+            has_retries = self._started is not None or self._refusals < self._router.retries
+            retry = has_retries and error.retry_after <= LONGEST_WAIT_S
             pause = error.retry_after
             self._refusals += 1
         elif isinstance(error, Moved):
-            worth_it = self._moves < MOST_MOVES
-            pause = MOVE_PAUSE_S if self._moves else 0.0  # the next call finds another router, as a rule
+            retry = self._moves < MAX_MOVES
+            pause = MOVE_PAUSE_S if self._moves else 0.0  # the next call usually reaches another router
             self._moves += 1
             self._calls -= 1
         else:
-            worth_it = self._started is not None or self._router.was_reached
+            retry = self._started is not None or self._router.was_reached
             pause = min(FIRST_PAUSE_S * 2**self._calls, LONGEST_PAUSE_S)
         pause = jittered(pause)
         left = self._left()
-        if not worth_it or self._calls >= MOST_FAILURES or (left is not None and left <= pause):
+        if not retry or self._calls >= MAX_FAILURES or (left is not None and left <= pause):
             raise error
         self._resumes += self._started is not None or not isinstance(error, Overloaded)
         self._span.add_event("resume", {"error.type": type(error).__name__, "outrider.pause": pause})
@@ -219,22 +219,22 @@ class AsyncStream:
     def _left(self) -> float | None:
         return None if self._give_up is None else self._give_up - time.monotonic()
 
-    async def _end(self, why: str) -> None:
+    async def _end(self, reason: str) -> None:
         if self._ending is None:
             if self._over:
                 return
-            self._why = why
+            self._end_reason = reason
             if self._waiting is not None:
                 self._waiting.cancel()
-            self._ending = asyncio.create_task(self._tell())
-        await asyncio.shield(self._ending)  # whoever waits may be cancelled: the server hears of it all the same
+            self._ending = asyncio.create_task(self._cancel_on_server())
+        await asyncio.shield(self._ending)  # the server is informed even if the waiting task is cancelled
 
-    async def _tell(self) -> None:
-        """A call that merely breaks may be resumed for a while; this one shall not be."""
+    async def _cancel_on_server(self) -> None:
+        """Cancel the generation on the router. A call that only breaks off would stay resumable for a while."""
         session_id = self.session_id or self._request.session_id
         try:
             if self._waiting is not None and session_id:
-                with suppress(OutriderError, RuntimeError):  # the latter: the client is closed
+                with suppress(OutriderError, RuntimeError):  # RuntimeError: the client is closed
                     await self._router.ask("Cancel", pb.CancelRequest(session_id=session_id), CANCEL_TIMEOUT_S)
         finally:
             self._settle()
@@ -244,7 +244,7 @@ class AsyncStream:
         self._span.end()
         self._router.endings.discard(self._end)
 
-    def _tell_trace(self, result: Generation) -> None:
+    def _annotate_span(self, result: Generation) -> None:
         if self._span.is_recording():
             self._span.set_attributes(
                 {

@@ -1,4 +1,4 @@
-"""The client for ordinary code: an AsyncClient on a private event-loop thread."""
+"""The client for synchronous code: an AsyncClient on a private event-loop thread."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Client:
-    """A connection to the router at `address`, made with the first call; looked up, secured and tried again as
-    `AsyncClient` says.
+    """A connection to the router at `address`, opened by the first call. `AsyncClient` describes where settings come
+    from, when TLS is used, and what is retried.
 
-    Threads may share it. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
+    Threads may share a client. Every call raises the errors of `outrider.errors`: InvalidRequest, NotFound,
     Overloaded, Unavailable, DeadlineExceeded when `timeout` (seconds, None for no limit) passes, and so on.
     Use it as a context manager or with `close`.
     """
@@ -38,29 +38,29 @@ class Client:
 
     @property
     def address(self) -> str:
-        """The router's, as it was looked up."""
+        """The router's address, from the arguments, the environment or a profile."""
         return self._client.address
 
     def generate(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generation:
-        """The whole answer to a prompt, as text or as token ids, or to `messages`. See `Options` for the keywords."""
+        """Generate the answer to a prompt (text or token ids) or to `messages`. See `Options` for the keywords."""
         return self._thread.run(lambda: self._client.generate(prompt, timeout=timeout, **options))
 
     def samples(
         self, prompt: str | Sequence[int] | None, n: int, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> list[Generation]:
-        """`n` answers to one prompt: the choices 0 to n - 1 of one seed, each a session of its own.
+        """Generate `n` answers to one prompt: the choices 0 to n - 1 of one seed, each in a separate session.
 
-        The verifier reads the prompt once: the others begin when the first one has. When one fails, all end. `timeout`
-        holds for each.
+        The verifier reads the prompt once: the other answers begin when the first one has its first tokens. When one
+        answer fails, all are cancelled. `timeout` applies to each answer.
         """
         return self._thread.run(lambda: self._client.samples(prompt, n, timeout=timeout, **options))
 
     def stream(
         self, prompt: str | Sequence[int] | None = None, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Stream:
-        """The answer as it comes. The call starts with the first chunk that is asked for."""
+        """Return the answer as a stream. The call starts when the first chunk is requested."""
         return Stream(self._thread, self._client.stream(prompt, timeout=timeout, **options))
 
     def resume(
@@ -72,10 +72,10 @@ class Client:
         text_offset: int = 0,
         timeout: float | None = None,
     ) -> Stream:
-        """The latest generation of a session, from behind the last chunk that was received (or from its start).
+        """Resume the latest generation of a session after the last chunk that was received, or from its start.
 
-        Streams resume by themselves while their client lives; this is for another process that goes on with one.
-        The result holds what came through this stream. Raises NotFound when it is too late.
+        Streams resume automatically while their client lives; this method is for another process that continues one.
+        The result holds only what this stream received. Raises NotFound when the generation can no longer be resumed.
         """
         stream = self._client.resume(
             session, generation=generation, next_position=next_position, text_offset=text_offset, timeout=timeout
@@ -83,27 +83,27 @@ class Client:
         return Stream(self._thread, stream)
 
     def cancel(self, session: str, *, timeout: float | None = None) -> None:
-        """Ends a session's generation, wherever it runs and whoever reads it. Fine if it has ended."""
+        """Cancel a session's generation, whichever router and client it belongs to. Does nothing if it has ended."""
         self._thread.run(lambda: self._client.cancel(session, timeout=timeout))
 
     def create_session(self, model: str = "", *, timeout: float | None = None) -> Session:
-        """An empty session for several turns. A generation without one makes its own."""
+        """Create an empty session for several turns. A generation without a session creates one."""
         return self._thread.run(lambda: self._client.create_session(model, timeout=timeout))
 
     def get_session(self, session: str, *, timeout: float | None = None) -> Session:
-        """What is known of a session. Raises NotFound."""
+        """Return the state of a session. Raises NotFound."""
         return self._thread.run(lambda: self._client.get_session(session, timeout=timeout))
 
     def close_session(self, session: str, *, timeout: float | None = None) -> None:
-        """Ends a session and has its tokens forgotten. Fine if it was closed before."""
+        """End a session and delete its tokens. Does nothing if it is closed already."""
         self._thread.run(lambda: self._client.close_session(session, timeout=timeout))
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        """The models that can be asked for right now."""
+        """Return the models that are served now."""
         return self._thread.run(lambda: self._client.models(timeout=timeout))
 
     def close(self) -> None:
-        """Ends what still runs, on the server too, and disconnects. Closing twice is fine."""
+        """End the streams that still run, on the server too, and disconnect. Closing twice is allowed."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -118,8 +118,8 @@ class Client:
 class Stream:
     """A running generation: iterate over its chunks, then read `result`.
 
-    It outlives broken calls as `AsyncStream` does. Leaving the loop early, leaving a `with` block, or `cancel` (from
-    any thread) ends it on the server too.
+    It continues after broken calls as `AsyncStream` does. Leaving the loop early, leaving a `with` block, or `cancel`
+    (from any thread) ends it on the server too.
     """
 
     def __init__(self, thread: _LoopThread, stream: AsyncStream) -> None:
@@ -128,12 +128,12 @@ class Stream:
 
     @property
     def session_id(self) -> str:
-        """The session, once the first chunk has come; empty before."""
+        """The session's id once the first chunk has arrived; empty before."""
         return self._stream.session_id
 
     @property
     def result(self) -> Generation:
-        """The whole generation, once the last chunk has come. Raises RuntimeError before."""
+        """The complete generation once the last chunk has arrived. Raises RuntimeError before."""
         return self._stream.result
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -145,7 +145,7 @@ class Stream:
             self.cancel()
 
     def cancel(self) -> None:
-        """Ends the generation, if it still runs, on the server too; who reads the stream gets Cancelled."""
+        """End the generation, if it still runs, on the server too. A concurrent reader of the stream gets Cancelled."""
         self._thread.finish(self._stream.cancel)
 
     def __enter__(self) -> Self:
@@ -161,7 +161,7 @@ class Stream:
 
 
 class _LoopThread:
-    """An event loop on its own thread, and the client that lives there."""
+    """A thread with an event loop, on which the client runs."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -171,9 +171,9 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """The result of `work`; an interrupt here (Ctrl-C) cancels it there.
+        """Run `work` on the loop and return its result. An interrupt of the calling thread (Ctrl-C) cancels it.
 
-        The coroutine is made on the loop's thread, so that an interrupt leaves none behind that was never awaited.
+        The loop's thread creates the coroutine, so that an interrupt leaves no coroutine that was never awaited.
         """
         if self._loop.is_closed():
             raise RuntimeError("the client is closed")
@@ -187,7 +187,7 @@ class _LoopThread:
             result.cancel()
 
     def finish(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs `work` if there still is a loop for it. The garbage collector may call this on any thread."""
+        """Run `work` if the loop is still open. The garbage collector may call this on any thread."""
         if self._loop.is_closed():
             return
         if threading.current_thread() is self._thread:
@@ -197,7 +197,7 @@ class _LoopThread:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(lambda: self._begin(self._shut_down()))
-        if threading.current_thread() is not self._thread:  # where the garbage collector may call this, too
+        if threading.current_thread() is not self._thread:  # the garbage collector may call this on the loop's thread
             self._thread.join()
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, ResultT]], result: Future[ResultT]) -> None:
@@ -208,13 +208,13 @@ class _LoopThread:
         task.add_done_callback(lambda done: _hand_over(done, result))
 
     def _withdraw(self, task: asyncio.Task[ResultT], result: Future[ResultT]) -> None:
-        """Cancels a task whose result is wanted no more, from any thread."""
+        """Cancel a task whose result is no longer wanted, from any thread."""
         if result.cancelled():
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(task.cancel)
 
     def _begin(self, work: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
-        """Runs `work` beside what runs. The loop itself would keep no reference to it."""
+        """Start `work` as a task and keep a reference to it, because the loop keeps none."""
         task = self._loop.create_task(work)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
@@ -238,7 +238,7 @@ class _LoopThread:
 
 def _hand_over(task: asyncio.Task[ResultT], result: Future[ResultT]) -> None:
     error = None if task.cancelled() else task.exception()
-    with suppress(InvalidStateError):  # nobody waits for it any more
+    with suppress(InvalidStateError):  # the waiting thread has cancelled the future
         if task.cancelled():
             result.cancel()
         elif error is not None:

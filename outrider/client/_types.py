@@ -1,12 +1,12 @@
-"""What the SDK gives back."""
+"""The SDK's result types."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from outrider.core.contract import SHARED_NOISE
-from outrider.core.speculation import UNKNOWN, SpeculationStatus
+from outrider.core.session.contract import SHARED_NOISE
+from outrider.core.session.speculation_status import UNKNOWN, SpeculationStatus
 
 
 class FinishReason(StrEnum):
@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-    ABANDONED = "abandoned"  # it was broken off, and nobody resumed it in time
+    ABANDONED = "abandoned"  # the call broke off, and no client resumed it in time
     FAILED = "failed"
 
 
@@ -24,33 +24,33 @@ class FinishReason(StrEnum):
 class TokenLogprobs:
     """Log-probabilities at one position: the raw model's, at temperature 1 and before any filter."""
 
-    logprob: float  # of the token that was said
-    top: tuple[tuple[int, float], ...]  # the most likely token ids and theirs, most likely first
+    logprob: float  # of the committed token
+    top: tuple[tuple[int, float], ...]  # the likeliest token ids with their log-probabilities, likeliest first
     text: bytes = b""  # of the token, in UTF-8; it may be a part of a character
-    top_texts: tuple[bytes, ...] = ()  # of the most likely ones
+    top_texts: tuple[bytes, ...] = ()  # of the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New durable tokens and the text that they complete."""
+    """New durable tokens, and the new text."""
 
     text: str  # never splits a character; may be empty
     token_ids: tuple[int, ...]
-    gaps: tuple[float, ...]  # for each token, its lead in log-probability plus noise over the next best; NaN: not known
+    gaps: tuple[float, ...]  # of each token: its lead in log-probability plus noise over the next best; NaN: unknown
     next_position: int  # position after the last token, counted from the first token of the prompt
     text_offset: int  # characters of the answer so far, this chunk included
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request has `logprobs`
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a generation cost, and what speculation brought."""
+    """The cost of a generation, and the effect of speculation."""
 
     prompt_tokens: int
     completion_tokens: int
     steps: int  # verifier steps that committed the answer
     verified: int  # drafted nodes that were verified
-    accepted: int  # of these, committed
+    accepted: int  # verified nodes that were committed
     reached_by_depth: tuple[int, ...]  # steps whose accepted path reached depth d, at index d - 1
     tried_by_depth: tuple[int, ...]  # steps that verified a node at depth d, at index d - 1
     wire_bytes: int  # on drafters' streams, both directions
@@ -79,8 +79,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished generation. The same seed, prompt and parameters give the same text again under the rule
-    "shared-noise"; under the others the text also depends on what was drafted."""
+    """A finished generation.
+
+    Under the rule "shared-noise" the same seed, prompt and parameters give the same text again; under the other rules
+    the text also depends on the drafts.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -90,29 +93,29 @@ class Generation:
     model: str
     session_id: str
     usage: Usage
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if they were asked for
-    generation: int = 1  # of the session, from 1
-    cached_tokens: int = 0  # of the prompt, whose KV was there already
-    forked_from: str = ""  # the session that this one forked from
-    resumes: int = 0  # times that the call broke off and went on
-    rule: str = SHARED_NOISE  # by which drafted tokens were accepted
-    lossy: bool = False  # whether that rule lets the text be other than the model's own: asked for by name only
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token, if the request has `logprobs`
+    generation: int = 1  # number in the session, from 1
+    cached_tokens: int = 0  # tokens of the prompt whose KV was cached
+    forked_from: str = ""  # the session that this session forked from
+    resumes: int = 0  # times that the call broke off and continued
+    rule: str = SHARED_NOISE  # acceptance rule of drafted tokens
+    lossy: bool = False  # the rule changes the distribution of the text; such a rule is used only on request
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What is known of a session."""
+    """The state of a session."""
 
     session_id: str
     model: str
     length: int  # durable tokens, prompts and answers
-    digest: int  # over them
-    generation: int  # the latest, from 1; 0: there was none
-    running: bool  # whether that one has not ended
-    finish_reason: FinishReason | None  # why it ended
-    answer_position: int  # of its first token
-    epoch: int  # raised whenever the session changed hands
-    verifier: str  # worker id, where its KV is
+    digest: int  # over the durable tokens
+    generation: int  # number of the latest generation, from 1; 0: there was none
+    running: bool  # the latest generation has not ended
+    finish_reason: FinishReason | None  # why the latest generation ended
+    answer_position: int  # of the first token of the latest answer
+    epoch: int  # number of times that the session changed its owner
+    verifier: str  # id of the worker that holds the session's KV
     drafters: tuple[str, ...]  # worker ids
 
 
@@ -123,33 +126,33 @@ class StepNode:
     token: int
     text: bytes  # of this token alone; may end inside a character
     parent: int  # index among the step's nodes; -1 is the root
-    chance: float  # that its parent's target token is this one, by its drafter's judgement
+    chance: float  # the drafter's probability that this is the target's token after the parent
     accepted: bool
-    drafter: str  # one that had sent it; empty: the verifier's own
+    drafter: str  # a drafter that sent the node; empty: a proposer of the verifier
 
 
 @dataclass(frozen=True, slots=True)
 class StepTree:
-    """What one step verified for a session, and what it committed."""
+    """The nodes that one step verified for a session, and the tokens that it committed."""
 
     position: int  # of the first committed token
     committed: tuple[int, ...]
-    texts: tuple[bytes, ...]  # of these
+    texts: tuple[bytes, ...]  # of the committed tokens
     nodes: tuple[StepNode, ...]  # parents before children
     left_out: int  # nodes of the tree that the step did not take
     forward_s: float
     waited_s: float
     depth: int  # ceilings of the plan in force: gamma
     width: int
-    missed: int  # steps before this one that are not shown, because they came too fast
+    missed: int  # earlier steps that were dropped, because they came too fast
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that can be asked for right now."""
+    """A model that is served now."""
 
     name: str
-    context: int  # prompt and answer together may not be longer, in tokens
+    context: int  # limit on prompt and answer together, in tokens
     vocabulary: int
     tokenizer_digest: bytes
     verifiers: int

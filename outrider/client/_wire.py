@@ -1,4 +1,4 @@
-"""Between the SDK's values and the wire's messages."""
+"""Converts between the SDK's values and wire messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
-from outrider.core.contract import FILLING, SHARED_NOISE, Contract, PolicyName, Priority, RuleName
-from outrider.core.edges import edge_from_code
-from outrider.core.speculation import SpeculationReason, SpeculationStatus, shown
+from outrider.core.session.contract import FILLING, SHARED_NOISE, Contract, PolicyName, Priority, RuleName
+from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
+from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
@@ -28,41 +28,41 @@ _PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATC
 
 
 class Options(TypedDict, total=False):
-    """What `generate` and `stream` take beside the prompt, all by keyword, all optional."""
+    """The keywords of `generate` and `stream`; all are optional."""
 
     messages: Sequence[
         Mapping[str, str]
     ]  # for the chat template, and no prompt: {"role": "user", "content": "..."}, ...
-    model: str  # its name; may be left out where the cluster serves one model
+    model: str  # its name; may be left out if the cluster serves one model
     temperature: float  # 0 (greedy) to 100; 1
     top_k: int  # keep the k most likely tokens; 0 (the default) keeps all
     top_p: float  # nucleus, above 0 and at most 1; 1
-    min_p: float  # keep what has this share of the likeliest token's probability; 0 (the default) keeps all
-    repetition_penalty: float  # above 1: what the session holds, prompts included, becomes less likely; 1
-    presence_penalty: float  # taken off the logits of what the answer holds; 0
-    frequency_penalty: float  # taken off them as often as the answer holds it; 0
+    min_p: float  # keep tokens with this share of the likeliest token's probability; 0 (the default) keeps all
+    repetition_penalty: float  # above 1: tokens of the session, prompts included, become less likely; 1
+    presence_penalty: float  # subtracted from the logits of tokens that the answer contains; 0
+    frequency_penalty: float  # subtracted once for each time that the answer contains the token; 0
     logit_bias: Mapping[int, float]  # added to the logits of these token ids, -100 to 100
-    allowed_ids: Sequence[int]  # the only token ids that may be said; none (the default): all
-    banned_ids: Sequence[int]  # token ids that may not be said
-    min_tokens: int  # of the answer, before a stop id or string can end it; 0
-    seed: int | None  # 0 to 2**64 - 1; drawn by the router when left out, and part of the result
-    choice: int  # which of several samples of one prompt and seed; 0
-    max_tokens: int | None  # 128; None: as many as fit into the context behind the prompt
+    allowed_ids: Sequence[int]  # the only token ids that may be generated; none (the default): all
+    banned_ids: Sequence[int]  # token ids that may not be generated
+    min_tokens: int  # length of the answer before a stop id or string can end it; 0
+    seed: int | None  # 0 to 2**64 - 1; the router draws it when left out, and the result has it
+    choice: int  # number of the sample, of several with one prompt and seed; 0
+    max_tokens: int | None  # 128; None: as many as fit into the context after the prompt
     stop: str | Sequence[str]  # strings that end the text and are not part of it
-    stop_ids: Sequence[int]  # token ids that end the text, beside the model's own
-    ignore_eos: bool  # go on after the model's end of text; False
+    stop_ids: Sequence[int]  # token ids that end the text, beside the model's end of text
+    ignore_eos: bool  # continue after the model's end of text; False
     speculation: PolicyName | None  # changes the speed, never the text; None takes the router's default
     depth: int | None  # ceiling on gamma, 1 to 64; None takes the router's default
-    rule: RuleName  # of acceptance; "shared-noise". The last two are lossy: the text is not distributed as the model's
+    rule: RuleName  # acceptance rule; "shared-noise". The last two are lossy: they change the text's distribution
     lenience: float  # of "lenient-speculative-sampling": above 0 and at most 1, which is lossless
     typical_epsilon: float  # of "typical-acceptance": 0.09
-    typical_delta: float  # likewise: 0.3
-    tokenizer_digest: bytes  # with a prompt of token ids: refuse them if the model's tokenizer is another
-    logprobs: int | None  # give each token's log-probability and those of this many most likely ones, 0 to 20
-    session: str  # the session that this is a turn of; the prompt is what follows its tokens
-    whole_history: bool  # the prompt is all of the conversation; where it differs, a new session forks off
-    priority: Priority  # "interactive", or "batch": it can wait where all places are taken
-    idempotency_key: str  # a repeated request with this key gets the first one's answer; made up where it is left out
+    typical_delta: float  # of "typical-acceptance": 0.3
+    tokenizer_digest: bytes  # with a prompt of token ids: refuse the request if the model's tokenizer differs
+    logprobs: int | None  # return each token's log-probability and those of this many likeliest tokens, 0 to 20
+    session: str  # the session to continue with a turn; the prompt follows its tokens
+    whole_history: bool  # the prompt is the whole conversation; where it differs, a new session forks off
+    priority: Priority  # "interactive", or "batch": the request may wait while the cluster is full
+    idempotency_key: str  # a repeated request with this key gets the first one's answer; random if left out
 
 
 def request_to_pb(
@@ -100,7 +100,7 @@ def request_to_pb(
     priority: Priority = "interactive",
     idempotency_key: str = "",
 ) -> pb.GenerateRequest:
-    """The request. Raises InvalidRequest for what cannot go on the wire; the router judges the rest."""
+    """Return the request. Raises InvalidRequest for values that cannot be encoded; the router checks the rest."""
     checked = Contract(
         seed=0 if seed is None else seed,
         max_tokens=FILLING if max_tokens is None else max_tokens,
@@ -172,7 +172,7 @@ def request_to_pb(
 
 
 def resume_to_pb(session: str, generation: int, next_position: int, text_offset: int) -> pb.ResumeRequest:
-    """The request. Raises InvalidRequest for what cannot go on the wire."""
+    """Return the request message. Raises InvalidRequest for values that cannot be encoded."""
     for field, value, bits in (
         ("generation", generation, 32),
         ("next_position", next_position, 64),
@@ -189,7 +189,7 @@ def resume_to_pb(session: str, generation: int, next_position: int, text_offset:
 
 
 def encodable(field: str, text: str) -> str:
-    """The text. Raises InvalidRequest when it cannot go on the wire."""
+    """Return the text. Raises InvalidRequest when it cannot be encoded in UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -216,7 +216,7 @@ def _token_ids(ids: Sequence[int], tokenizer_digest: bytes) -> pb.TokenIds:
 
 
 def chunk_from_pb(message: pb.Chunk) -> Chunk:
-    """The chunk. Raises InternalError when its lists do not fit together."""
+    """Return the chunk of a message. Raises InternalError when the lengths of its lists do not match."""
     count = len(message.token_ids)
     uneven = any(
         len(entry.top_ids) != len(entry.top_logprobs) or len(entry.top_texts) not in (0, len(entry.top_ids))
@@ -227,7 +227,7 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),
-        gaps=tuple(message.gaps) or (math.nan,) * count,  # the log does not hold them
+        gaps=tuple(message.gaps) or (math.nan,) * count,  # the token log does not store gaps
         next_position=message.next_position,
         text_offset=message.text_offset,
         logprobs=tuple(
@@ -243,7 +243,7 @@ def chunk_from_pb(message: pb.Chunk) -> Chunk:
 
 
 def reason_from_pb(reason: int) -> FinishReason:
-    """The reason. Raises InternalError for one that this version does not know."""
+    """Return the finish reason of a wire value. Raises InternalError for a value that this version does not know."""
     try:
         return _REASONS[reason]
     except KeyError:
@@ -251,7 +251,7 @@ def reason_from_pb(reason: int) -> FinishReason:
 
 
 def usage_from_pb(message: pb.Usage) -> Usage:
-    """The figures, durations in seconds."""
+    """Return the usage of a message, with durations in seconds."""
     return Usage(
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
@@ -269,19 +269,19 @@ def usage_from_pb(message: pb.Usage) -> Usage:
 
 
 def _speculation_from_pb(message: types_pb2.SpeculationStatus) -> SpeculationStatus:
-    """The status; a reason that this version does not know is `UNKNOWN`."""
+    """Return the status of a message; a reason that this version does not know becomes `UNKNOWN`."""
     try:
         name = types_pb2.SpeculationReason.Name(message.reason).removeprefix("SPECULATION_REASON_")
         reason = SpeculationReason[name]
     except (KeyError, ValueError):
         reason = SpeculationReason.UNKNOWN
     return SpeculationStatus(
-        reason, shown(message.detail), message.steps, message.plain_rate / 1000, message.drafted_rate / 1000
+        reason, printable(message.detail), message.steps, message.plain_rate / 1000, message.drafted_rate / 1000
     )
 
 
 def session_from_pb(message: pb.Session) -> Session:
-    """The session."""
+    """Return the session of a message."""
     return Session(
         session_id=message.session_id,
         model=message.model,
@@ -298,7 +298,7 @@ def session_from_pb(message: pb.Session) -> Session:
 
 
 def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
-    """The step. Raises InternalError when its lists do not fit together."""
+    """Return the step of a message. Raises InternalError when the lengths of its lists do not match."""
     count, accepted, drafters = len(message.tokens), set(message.accepted), ["", *message.drafters]
     lengths = {len(message.parents), len(message.edges), len(message.senders), len(message.texts)}
     if lengths - {count} or max(message.senders, default=0) >= len(drafters):
@@ -323,7 +323,7 @@ def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
 
 
 def model_from_pb(message: pb.Model) -> Model:
-    """The model."""
+    """Return the model of a message."""
     return Model(
         name=message.name,
         context=message.context,
@@ -331,5 +331,5 @@ def model_from_pb(message: pb.Model) -> Model:
         tokenizer_digest=message.tokenizer_digest,
         verifiers=message.verifiers,
         drafters=message.drafters,
-        misfits=tuple(map(shown, message.misfits)),
+        misfits=tuple(map(printable, message.misfits)),
     )

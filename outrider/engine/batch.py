@@ -1,4 +1,4 @@
-"""What a forward pass takes: the new rows of each session, packed into one pass."""
+"""The input of a forward pass: the new rows of each session, which one pass computes together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 class Segment:
     """The rows that one session adds to a packed pass.
 
-    The new rows are the last n of the m cache rows that follow the prefix, and their keys and values are written
-    there: rows prefix + m - n to prefix + m of the slot.
+    The n new rows are the last of the m cache rows behind the prefix. The pass writes their keys and values to rows
+    prefix + m - n to prefix + m of the slot.
     """
 
     slot: int
@@ -21,22 +21,22 @@ class Segment:
     tokens: NDArray[np.int64]  # [n]
     positions: NDArray[np.int64]  # [n] absolute positions (RoPE)
     # [n, m], m >= n: which of the cache rows prefix .. prefix + m each row sees, itself included.
-    # Along a path rows ascend: an ancestor's is below its descendants'. None: a causal chain, m == n.
+    # Rows ascend along a path: an ancestor has a lower row than its descendants. None: a causal chain, m == n.
     mask: NDArray[np.bool_] | None = None
     wanted: int | None = None  # logits wanted for the last `wanted` rows; None: all; 0: none (a prefill chunk)
 
     @property
     def span(self) -> int:
-        """m: the cache rows behind the prefix that this segment reads or writes."""
+        """Number m of cache rows behind the prefix that this segment reads or writes."""
         return len(self.tokens) if self.mask is None else self.mask.shape[1]
 
     @property
     def outputs(self) -> int:
-        """Rows of logits that this segment gets."""
+        """Number of rows for which the pass gives logits."""
         return len(self.tokens) if self.wanted is None else self.wanted
 
     def check(self, *, slots: int, rows: int, vocabulary: int, positions: int) -> None:
-        """Raises ValueError when the segment does not fit an engine of that shape."""
+        """Raise ValueError when the segment does not fit an engine of that shape."""
         count = len(self.tokens)
         checks = (
             (count >= 1, "has no rows"),

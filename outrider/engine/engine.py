@@ -1,4 +1,4 @@
-"""What every engine promises: a model, the KV of its sessions, and one packed pass over rows of many of them."""
+"""The interface of all engines: a model, the KV of its sessions, and packed passes over rows of many sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.noise import Draw
+from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.features import Features
 from outrider.engine.logits import HostLogits, Logits
@@ -27,11 +27,11 @@ SCRATCH = 256  # cache rows of a slot beyond the context, for nodes that are not
 
 @dataclass(kw_only=True)
 class Traits:
-    """What an engine says of itself."""
+    """The properties of an engine."""
 
     vocabulary: int
     context: int  # longest text, in tokens
-    positions: int  # that a row may have, 0 .. positions - 1
+    positions: int  # a row's position is one of 0 .. positions - 1
     rows: int  # cache rows of a slot
     slots: int
     parameters: int
@@ -39,23 +39,24 @@ class Traits:
     numerics: Numerics
     tokenizer_digest: bytes
     eos_ids: tuple[int, ...]
-    weight_bytes: int  # that a pass reads, of one rank
-    kv_bytes: int  # when all slots are full, or all that there may be, of one rank
-    treeless: str = ""  # why it can take no trees, and slots only from their beginning or where they end; "": it can
-    kv_tokens: int = 0  # that there is memory for; 0: for all slots' contexts
+    weight_bytes: int  # bytes that one rank reads in a pass
+    kv_bytes: int  # of one rank, when all slots are full, or the bound on it
+    # Why it computes no trees, and continues slots only from their beginning or their end; "": it has no such limits.
+    treeless: str = ""
+    kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # that share the model
-    sayable: int = 0  # ids from there on are padding, whose logits are -inf; 0: there are none such
-    draws: bool = False  # whether `judge` chooses tokens, so that their noise need not be computed elsewhere
-    beat_s: float | None = None  # how often `beat` wants to be called while there is nothing to do; None: never
-    features: Features | None = None  # that passes give beside logits; None: none
-    computed_by: str = ""  # what runs its passes, and where that is the slower way, why
-    fed: int = 0  # width of the target's fused features, which it must be fed; 0: it needs none
+    sayable: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
+    draws: bool = False  # whether `judge` chooses tokens, so that the caller need not compute their noise
+    heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
+    features: Features | None = None  # that passes return beside logits; None: no features
+    computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
+    fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
 
 
 class Engine(Traits, ABC):
     """A model and the KV of its sessions. One call at a time, from any thread.
 
-    A slot needs no opening: what lies beyond the rows that a segment names is never seen.
+    A slot needs no opening: a pass never sees rows beyond those that its segment names.
     """
 
     def __init__(self, traits: Traits) -> None:
@@ -64,68 +65,73 @@ class Engine(Traits, ABC):
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
-        """One pass. Writes the segments' KV rows; gives their logits: [total wanted, vocabulary], in order.
+        """Run one pass: write the segments' KV rows and return their logits, [total wanted, vocabulary], in order.
 
         Raises ValueError when a segment does not fit the engine or two share a slot.
         """
 
     def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        """As `forward`. `draws`: of each segment how its tokens are drawn, where an engine may do that.
+        """Run one pass as `forward` does; an engine that `draws` also chooses tokens.
 
-        `best`: how many of each row's leading tokens are wanted then; 0: the tokens of the rows alone that one meets
-        who follows them from a segment's first, as a verifier does.
+        `draws`: for each segment how its tokens are drawn; None: the engine chooses none for it.
+        `best`: how many leading tokens of each row are returned; 0: only the tokens of those rows that the chosen
+        tokens lead to, from a segment's first row on, which is what a verifier needs.
         """
         return HostLogits(self.forward(segments))
 
     def hidden(self) -> Tensor:
-        """The features of the last pass, until the next one: [rows, width * parts] float32, of all rows of its segments
-        in order, or of those whose logits were wanted. Only of an engine that has `features`."""
+        """Return the features of the last pass, valid until the next one: [rows, width * parts] float32.
+
+        The rows are all rows of its segments in order, or those whose logits were wanted (`Features.all_rows`). Only
+        for an engine that has `features`.
+        """
         raise NotImplementedError
 
-    def feed(self, slot: int, start: int, rows: NDArray[np.uint16], *, anew: bool) -> None:
-        """Takes fused features of a text of the target: for each token from `start` on those of the token before it,
-        [tokens, fed] in the bits of bfloat16. `anew`: the text is another one than the slot's, or begins anew. Only of
-        an engine that is `fed`."""
+    def feed(self, slot: int, start: int, rows: NDArray[np.uint16], *, restart: bool) -> None:
+        """Store fused features of a text of the target: for each token from `start` on those of the token before it.
+
+        `rows`: [tokens, fed_width], the bits of bfloat16. `restart`: the text is a new one, or begins again.
+        Only for an engine whose `fed_width` is not 0.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        """Copies KV rows of a slot, in all layers: row source[i] to row destination[i].
+        """Copy KV rows of a slot, in all layers: row source[i] to row destination[i].
 
-        The two may overlap: every row is read before one is written. Raises ValueError for a row or slot out of range.
+        The two may overlap: all rows are read before one is written. Raises ValueError for a row or slot out of range.
         """
 
     @abstractmethod
     def copy(self, source: int, target: int, rows: int) -> None:
-        """Copies KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes. What the other
-        held behind them is lost.
+        """Copy KV rows [0, rows) of one slot to another, in all layers: for forks and shared prefixes.
 
-        Raises ValueError for a slot or a number of rows out of range.
+        The target slot loses its rows behind them. Raises ValueError for a slot or a number of rows out of range.
         """
 
     def release(self, slot: int, rows: int) -> None:
-        """A slot's KV rows from `rows` on are not needed any more."""
+        """Release a slot's KV rows from `rows` on."""
 
     def memory(self, slot: int, first: int, end: int) -> tuple[int, int] | None:
-        """For writing a slot's rows [first, end): how many pages of memory that takes at most, and how many are free.
+        """Return how many pages of memory writing a slot's rows [first, end) takes at most, and how many are free.
 
-        None: there is memory for all slots. Not while a pass runs.
+        None: there is memory for all slots. May not be called while a pass runs.
         """
         return None
 
-    def beat(self) -> None:
-        """Called while there is nothing to do, so that an engine of several processes learns that one is gone."""
+    def heartbeat(self) -> None:
+        """Exchange a sign of life with the other processes of an engine, to notice a lost one while no pass runs."""
 
     def close(self) -> None:
-        """Lets go of what others hold for this engine. There may be no call after it."""
+        """Release what other processes hold for this engine. No call may follow."""
 
     def measure_costs(self, tokens: Sequence[int], context: int = 256, repeats: int = 5) -> list[tuple[int, float]]:
-        """Seconds of a pass over n rows of one session behind `context` rows, for each n: the fastest of `repeats`.
+        """Return the seconds of a pass over n rows of one session behind `context` rows, for each n of `tokens`.
 
-        The fastest, because whatever else the machine does only adds time; in rounds over all n, so that a busy
-        moment does not fall on one n alone. Overwrites rows of the last slot. Where a slot has too few rows, `context`
-        is taken shorter, and an n that does not fit at all is left out. Without trees there are no rows before: they
-        would have to be read each time.
+        The fastest of `repeats` passes counts, because whatever else the machine does only adds time. Each round
+        measures all n, so that a busy moment does not fall on one n alone. Overwrites rows of the last slot. Where a
+        slot has too few rows, the context is shorter, and an n that does not fit at all is left out. An engine without
+        trees is measured without a context, because it would have to read that context again each time.
         """
         context = 0 if self.treeless else context
         segments = {}
@@ -145,11 +151,11 @@ class Engine(Traits, ABC):
         return list(fastest.items())
 
     def _try(self, segment: Segment) -> None:
-        """A pass whose cost is measured: as a step would have it."""
+        """Run the pass whose cost `measure_costs` measures, as a step runs it."""
         self.forward([segment])
 
     def check_segments(self, segments: Sequence[Segment]) -> None:
-        """Raises ValueError when a pass does not fit the engine."""
+        """Raise ValueError when the segments of a pass do not fit the engine."""
         if not segments:
             raise ValueError("a pass needs at least one segment")
         for segment in segments:
@@ -158,7 +164,7 @@ class Engine(Traits, ABC):
             raise ValueError("two segments of a pass share a slot")
 
     def check_move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
-        """Raises ValueError for a row or slot out of range."""
+        """Raise ValueError for a row or slot out of range."""
         if not 0 <= slot < self.slots or source.shape != destination.shape or source.ndim != 1:
             raise ValueError(f"cannot move {source.shape} rows to {destination.shape} in slot {slot}")
         for name, index in (("source", source), ("destination", destination)):
@@ -166,7 +172,7 @@ class Engine(Traits, ABC):
                 raise ValueError(f"{name}: a row outside 0 .. {self.rows - 1}")
 
     def check_copy(self, source: int, target: int, rows: int) -> None:
-        """Raises ValueError for a slot or a number of rows out of range."""
+        """Raise ValueError for a slot or a number of rows out of range."""
         for name, slot in (("source", source), ("target", target)):
             if not 0 <= slot < self.slots:
                 raise ValueError(f"{name}: slot {slot} is not one of the engine's {self.slots}")

@@ -1,4 +1,4 @@
-"""Which of a pass's hidden states an engine gives beside its logits: what heads on the target draft from."""
+"""The hidden states of a pass that an engine returns beside its logits, for heads that draft from them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from outrider.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What is wanted of each row.
+    """Which hidden states a pass returns of which rows.
 
-    Every row's cost the last layer over rows whose logits nobody wants, a prompt's; the outputs of earlier layers are
-    there in any case.
+    The input of the head, wanted of all rows, costs the last layer also over rows without wanted logits, as most of a
+    prompt's. The outputs of earlier layers are computed in any case.
     """
 
-    layers: tuple[int, ...] = ()  # whose outputs, side by side, the first is 1; none: what goes into the head, normed
-    every: bool = False  # of every row; else of those whose logits are wanted
+    layers: tuple[int, ...] = ()  # layers whose outputs are joined, the first is 1; (): the normed input of the head
+    all_rows: bool = False  # of all rows; else only of those whose logits are wanted
 
     @property
     def parts(self) -> int:
-        """How many times as wide as the residual stream they are."""
+        """Width of the features, in widths of the residual stream."""
         return len(self.layers) or 1
 
     @property
-    def whole(self) -> bool:
-        """Whether the last layer is computed for rows whose logits nobody wants."""
-        return self.every and not self.layers
+    def needs_last_layer(self) -> bool:
+        """Whether a pass computes the last layer also for rows whose logits are not wanted."""
+        return self.all_rows and not self.layers
 
     def check(self, layers: int) -> None:
-        """Raises ConfigError when a model of so many layers does not have them."""
+        """Raise ConfigError when a model of so many layers does not have these features."""
         if missing := [layer for layer in self.layers if not 1 <= layer < layers]:
             raise ConfigError(
                 f"heads: they want the output of layer {missing[0]}, and the target's layers below its last one are "

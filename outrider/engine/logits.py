@@ -1,4 +1,4 @@
-"""What a pass says: its logits row by row, and tokens that the engine has chosen from them itself."""
+"""The result of a pass: logits row by row, and the tokens that the engine itself has chosen from them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.sampler import Choice
+from outrider.core.sampling.sampler import Choice
 
 
 class Logits(Protocol):
-    """The rows that a pass was asked for, in order. Of use until the engine's next pass."""
+    """The rows of logits that the segments of a pass wanted, in order. Valid until the engine's next pass."""
 
     vocabulary: int
 
     def row(self, index: int) -> NDArray[np.float32]:
-        """One row: [vocabulary]."""
+        """Return one row: [vocabulary]."""
 
     def choice(self, index: int) -> Choice | None:
-        """The target's token after that row, where the engine was told how it is drawn and has drawn it."""
+        """Return the token chosen after that row; None where the pass got no `Draw` for it or chose none."""
 
     def best(self, index: int) -> Best | None:
-        """As many of the best tokens after that row as the engine was asked for, likewise."""
+        """Return the leading tokens after that row, as many as `Engine.judge` was called for; None as for `choice`."""
 
 
 class Best(NamedTuple):
@@ -34,30 +34,30 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row of what a pass says."""
+class LogitsRow:
+    """One row of a pass's logits."""
 
-    said: Logits
+    source: Logits
     index: int
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """[vocabulary]"""
-        return self.said.row(self.index)
+        """The row: [vocabulary]."""
+        return self.source.row(self.index)
 
     @property
     def best(self) -> Best | None:
-        """See `Logits.best`."""
-        return self.said.best(self.index)
+        """The leading tokens after the row; see `Logits.best`."""
+        return self.source.best(self.index)
 
 
-def rows_of(said: Logits, first: int, count: int) -> list[Row]:
-    """Some neighbouring rows."""
-    return [Row(said, index) for index in range(first, first + count)]
+def logits_rows(source: Logits, first: int, count: int) -> list[LogitsRow]:
+    """Return `count` rows of `source`, from row `first` on."""
+    return [LogitsRow(source, index) for index in range(first, first + count)]
 
 
 class HostLogits:
-    """Logits that are here, of an engine that leaves choosing to others."""
+    """Logits in host memory, of an engine that chooses no tokens."""
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
         """`rows`: [rows, vocabulary]."""

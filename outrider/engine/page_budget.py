@@ -1,33 +1,33 @@
-"""Pages of memory for the KV that the next pass writes, where there are fewer than all slots together could take."""
+"""The budget of KV pages for the next pass, where memory holds fewer pages than all slots together could take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from outrider.engine.engine import Engine
-from outrider.engine.slots import Slots
+from outrider.engine.kv_slots import KvSlots
 
-SPARE = 2  # pages of each session: the first that it writes to, and the first that accepted rows move to, may be shared
+SPARE = 2  # pages of each session: both the first page that it writes and the first that rows move to may be shared
 
 
 class PageBudget:
-    """Of one engine and its slots. Everything here is between two passes, with all changes of KV made."""
+    """The pages of one engine. Its methods run between two passes, when all queued changes of KV are done."""
 
-    def __init__(self, engine: Engine, slots: Slots) -> None:
+    def __init__(self, engine: Engine, slots: KvSlots) -> None:
         self._engine = engine
         self._slots = slots
         self._promised = 0
         self.bounded = engine.memory(0, 0, 0) is not None
 
     def open(self, reserved: int = 0) -> None:
-        """The next pass is planned, which takes `reserved` pages beside those of texts."""
+        """Begin the budget of the next pass, which takes `reserved` pages beside those of texts."""
         self._promised = reserved
 
     def reserve(self, slot: int, first: int, end: int, preemptions: Iterator[object]) -> bool:
-        """Keeps pages for a slot's rows [first, end). False: there are too few.
+        """Reserve pages for a slot's rows [first, end). False: there are too few.
 
-        KV of sessions that have ended is released for it, the least recently used first; then what each of the
-        `preemptions` releases when it is asked for.
+        To make room it releases the KV of ended sessions, the least recently used first, and then draws the next of
+        `preemptions`, each of which releases the KV of a running session.
         """
         while True:
             memory = self._engine.memory(slot, first, min(end, self._engine.rows))

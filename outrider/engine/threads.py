@@ -1,4 +1,4 @@
-"""Threads that torch computes on."""
+"""The threads that torch computes with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TypeVar
 ResultT = TypeVar("ResultT")
 
 
-class Threads:
-    """The number of threads that an engine computes on, from whichever thread it is called.
+class TorchThreads:
+    """Sets the number of threads that an engine computes with, in whichever thread the engine is called.
 
-    OpenMP counts threads for each calling thread, and oneDNN asks it before torch has set it there.
+    OpenMP keeps this number for each calling thread, and oneDNN reads it before torch has set it in a new thread.
     """
 
     def __init__(self, count: int) -> None:
@@ -21,7 +21,7 @@ class Threads:
         self._prepared = threading.local()
 
     def prepare(self) -> None:
-        """Sets it for the calling thread, the first time."""
+        """Set the number in the calling thread, at its first call."""
         if not hasattr(self._prepared, "done"):
             import torch
 
@@ -29,12 +29,12 @@ class Threads:
             self._prepared.done = True
 
 
-def briefly(work: Callable[[], ResultT]) -> ResultT:
-    """Does work in a thread that ends with it.
+def run_in_short_lived_thread(work: Callable[[], ResultT]) -> ResultT:
+    """Return the result of `work`, which runs in a thread that ends afterwards.
 
-    OpenMP keeps a team of threads for every thread that ever computed. When all teams are larger than the machine,
-    GNU's lets no thread spin any more, and each of a pass's hundred operations waits for one to be woken: twice the
-    time. So only the thread that runs the passes may keep a team.
+    OpenMP keeps a team of threads for every thread that has ever computed. When the teams together have more threads
+    than the machine has cores, GNU's OpenMP lets no thread spin any more, and each of a pass's hundred operations waits
+    until a thread is woken, which doubles the time. So only the thread that runs the passes may keep a team.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()

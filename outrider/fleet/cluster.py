@@ -1,4 +1,4 @@
-"""What a cluster is, wherever its servers run: started together, watched, changed while it runs, stopped in order."""
+"""A cluster of servers, on this machine or on Ray: it starts them together, scales drafters, and stops all in order."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Generic, Self, TypeVar
 
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section, WorkerConfig
-from outrider.core.digest import tokenizer_digest
+from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import ConfigError
-from outrider.fleet.process import Role, Server
+from outrider.fleet.process import ClusterServer, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
 from outrider.store.client import connect
-from outrider.store.fitting import misfits
+from outrider.store.compatibility import incompatible_drafters
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
 
-REGISTER_S = 30.0  # for heartbeats to arrive
-ANNOUNCED_S = 5.0  # for workers that listen to be announced
-TENANT = "outrider-up"  # ours, while we look whether all is there
+REGISTER_S = 30.0  # timeout for the workers' heartbeats to arrive
+ANNOUNCED_S = 5.0  # timeout for listening workers to appear in the registry
+TENANT = "outrider-up"  # of the temporary key with which the start is checked
 
-ServerT = TypeVar("ServerT", bound=Server)
+ServerT = TypeVar("ServerT", bound=ClusterServer)
 
 
 class Cluster(ABC, Generic[ServerT]):
-    """All servers of a configuration, and a Redis of its own unless the configuration or REDIS_URL names one.
+    """All servers of a configuration. A cluster starts a Redis, too, unless the configuration or REDIS_URL names one.
 
-    `forward(name, line)` gets every line that a server prints; `ready(server)` hears of each that is ready.
+    `forward(name, line)` receives every line that a server prints; `ready(server)` is called when a server is ready.
 
-    Entering raises ConfigError and Unavailable; nothing is left running then.
+    Entering the context raises ConfigError and Unavailable; no process is left running then.
     """
 
     def __init__(
@@ -51,25 +51,28 @@ class Cluster(ABC, Generic[ServerT]):
         self.processes: dict[str, ServerT] = {}  # by name
         self.redis_url = ""
         self._config = config
-        self._drafters = len(config.drafters)  # that ever were
+        self._drafters = len(config.drafters)  # number of drafters ever created, for their names
         self._forward = forward
         self._ready = ready
         self._stack = AsyncExitStack()
         sections: list[tuple[Role, str, Section]] = [
             *(
-                ("verifier", f"verifier-{number}", config.certified("verifier", section))
+                ("verifier", f"verifier-{number}", config.with_certificate("verifier", section))
                 for number, section in enumerate(config.verifier)
             ),
             *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
-            ("router", "router", config.certified("router", config.router)),
+            ("router", "router", config.with_certificate("router", config.router)),
         ]
         if config.gateway is not None:
-            sections.append(("gateway", "gateway", config.certified("gateway", config.gateway)))
+            sections.append(("gateway", "gateway", config.with_certificate("gateway", config.gateway)))
         for role, name, section in sections:
             self.processes[name] = self._server(role, name, section)
 
     async def misfits(self) -> list[str]:
-        """A sentence for each drafter that can draft for no verifier. Waits a moment for workers to be announced."""
+        """Return a sentence for each drafter that can draft for no verifier.
+
+        Waits up to ANNOUNCED_S for workers to appear in the registry.
+        """
         names = {
             process.section.advertise or process.address: process.name
             for process in self.processes.values()
@@ -81,17 +84,17 @@ class Cluster(ABC, Generic[ServerT]):
             while names.keys() - {it.address for it in workers} and asyncio.get_running_loop().time() < give_up:
                 await asyncio.sleep(0.05)
                 workers = await registry.workers()
-        found = misfits(workers, [worker for worker in workers if worker.role == "verifier"])
+        found = incompatible_drafters(workers, [worker for worker in workers if worker.role == "verifier"])
         lines = [f"{names.get(it.address, it.worker_id)} drafts for nobody: {why.explanation}" for it, why in found]
         return lines + self._without_features()
 
     def _without_features(self) -> list[str]:
-        """Drafters that need hidden states, where no verifier gives them."""
+        """Return a sentence for each drafter that needs hidden states, if no verifier sends them."""
         if any(worker.features for worker in self._config.verifier):
             return []
         sections = ((name, process.section) for name, process in self.processes.items())
         return [
-            f"{name} drafts for nobody: its heads go on from the target's hidden states, and no verifier gives them; "
+            f"{name} drafts for nobody: its heads need the target's hidden states, and no verifier sends them; "
             f'set features = "{section.heads}" in the section of the verifier'
             for name, section in sections
             if isinstance(section, DrafterConfig) and section.heads is not None
@@ -99,11 +102,11 @@ class Cluster(ABC, Generic[ServerT]):
 
     @abstractmethod
     def _server(self, role: Role, name: str, section: Section) -> ServerT:
-        """One that has not been started."""
+        """Create a server that is not started yet."""
 
     @abstractmethod
     def _own_redis(self, stack: AsyncExitStack) -> str:
-        """The URL of a server that lives as long as `stack`."""
+        """Start a Redis that runs as long as `stack`, and return its URL."""
 
     @property
     def router_address(self) -> str:
@@ -115,9 +118,9 @@ class Cluster(ABC, Generic[ServerT]):
             self.redis_url = self._config.redis.url or os.environ.get("REDIS_URL") or self._own_redis(stack)
             stack.push_async_callback(self._stop)
             await _all(self._start(process) for process in self.processes.values() if process.role != "gateway")
-            await self._registered()
+            await self._await_workers()
             if gateway := self.processes.get("gateway"):
-                gateway.section = self._in_front(gateway.section)
+                gateway.section = self._gateway_section(gateway.section)
                 await self._start(gateway)
             self._stack = stack.pop_all()
         return self
@@ -128,21 +131,21 @@ class Cluster(ABC, Generic[ServerT]):
         await self._stack.aclose()
 
     async def scale(self, drafters: Sequence[DrafterConfig]) -> None:
-        """Has these drafters, while sessions run: stops those that are not among them, starts those that are missing.
+        """Change the drafters to `drafters` while sessions run: stop those that are not in it, start the missing ones.
 
-        Raises ConfigError and Unavailable for one that does not start; the others run then.
+        Raises ConfigError and Unavailable for a drafter that does not start; those started before it keep running.
         """
         missing = list(drafters)
-        gone = []
+        removed = []
         for process in self.processes.values():
             if process.role == "drafter":
                 if process.section in missing:
                     missing.remove(process.section)
                 else:
-                    gone.append(process)
-        for process in gone:
+                    removed.append(process)
+        for process in removed:
             del self.processes[process.name]
-        await _all(process.stop() for process in gone)
+        await _all(process.stop() for process in removed)
         for section in missing:
             new = self._server("drafter", f"drafter-{self._drafters}", section)
             self._drafters += 1
@@ -150,7 +153,7 @@ class Cluster(ABC, Generic[ServerT]):
             self.processes[new.name] = new
 
     async def next_end(self) -> ServerT:
-        """Waits for the next process that ends, among those that run now."""
+        """Wait until one of the processes that run now ends, and return it."""
         running = {process.name: process for process in self.processes.values() if process.status is None}
         waits = {asyncio.create_task(process.wait(), name=name) for name, process in running.items()}
         try:
@@ -165,18 +168,18 @@ class Cluster(ABC, Generic[ServerT]):
         self._ready(process)
 
     async def _stop(self) -> None:
-        for role in ("gateway", "router", "drafter", "verifier"):  # callers first, so that they can say goodbye
+        for role in ("gateway", "router", "drafter", "verifier"):  # callers before the servers that they call
             await _all(process.stop() for process in self.processes.values() if process.role == role)
 
-    def _in_front(self, gateway: Section) -> Section:
-        """The gateway's section, once its router has an address."""
+    def _gateway_section(self, gateway: Section) -> Section:
+        """Return the gateway's section with the address and TLS settings of the started router."""
         router = self.processes["router"].section
         assert isinstance(router, RouterConfig)
         named = {"ca": router.ca, "tls": router.ca is not None, "server_name": ROUTER if router.ca else ""}
         return gateway.model_copy(update={"router": self.router_address, **named})
 
-    async def _registered(self) -> None:
-        """Waits until the router sees the workers. Raises ConfigError when it does not."""
+    async def _await_workers(self) -> None:
+        """Wait until the router lists all workers. Raises ConfigError after REGISTER_S."""
         verifiers = len(self._config.verifier)
         drafters = len(self._config.drafters)
         async with self._client() as client:
@@ -184,18 +187,18 @@ class Cluster(ABC, Generic[ServerT]):
             while asyncio.get_running_loop().time() < give_up:
                 models = await client.models(timeout=REGISTER_S)
                 seen = sum(model.verifiers for model in models)
-                fitting = sum(model.drafters for model in models)
-                if seen >= verifiers and fitting >= drafters:
+                compatible = sum(model.drafters for model in models)
+                if seen >= verifiers and compatible >= drafters:
                     return
                 await asyncio.sleep(0.05)
         raise ConfigError(
-            f"router: sees {seen} of {verifiers} verifiers and {fitting} of {drafters} drafters that fit them; "
+            f"router: sees {seen} of {verifiers} verifiers and {compatible} of {drafters} drafters that fit them; "
             "the tokenizer.json in the folders of [router.models], of the verifiers and of the drafters must agree"
         )
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[AsyncClient]:
-        """A client of our router, with a key for the moment where it demands one."""
+        """Yield a client of the cluster's router, with a temporary key if the router requires one."""
         router = self.processes["router"].section
         assert isinstance(router, RouterConfig)
         async with AsyncExitStack() as stack:
@@ -219,11 +222,13 @@ def _check_names(config: ClusterConfig) -> None:
 
 
 def _check_tokenizers(config: ClusterConfig) -> None:
-    """Raises ConfigError for a drafter that no verifier can take. A checkpoint that is none is left to its worker to
-    report."""
+    """Raise ConfigError for a drafter whose tokenizer no verifier has.
+
+    A folder without a tokenizer is not checked here: its worker reports it.
+    """
     targets = {_tokenizer(worker.model): worker.model_name for worker in config.verifier}
     for number, drafter in enumerate(config.drafters):
-        if None not in (*targets, own := _tokenizer(drafter.target or drafter.model)) and own not in targets:
+        if None not in (*targets, digest := _tokenizer(drafter.target or drafter.model)) and digest not in targets:
             raise ConfigError(
                 f"drafter.{number}.model: {drafter.model} has another tokenizer than {', '.join(targets.values())}; "
                 "name that one's folder as `target` to draft by text, or draft with a model of its family"
@@ -231,19 +236,19 @@ def _check_tokenizers(config: ClusterConfig) -> None:
 
 
 def _check_cards(config: ClusterConfig) -> None:
-    """Raises ConfigError for a drafter whose card names another target than those that are served, and CheckpointError
-    where that cannot be told."""
+    """Raise ConfigError for a drafter whose card names a target that is not served, and CheckpointError if the
+    checkpoints do not allow this check."""
     trained = {drafter.heads or drafter.model for drafter in config.drafters if not drafter.any_target}
     carded = {folder for folder in trained if (folder / CARD).exists()}
     if carded and all(worker.model.is_dir() for worker in config.verifier):
-        from outrider.engine.card import check_card  # it takes torch
+        from outrider.engine.checkpoints.model_card import check_card  # it imports torch
 
         for model in sorted(carded):
             check_card(model, [worker.model for worker in config.verifier])
 
 
 def _tokenizer(checkpoint: Path) -> bytes | None:
-    """The digest of its tokenizer, if it has one."""
+    """Return the digest of a checkpoint's tokenizer; None if it has none."""
     try:
         return tokenizer_digest((checkpoint / "tokenizer.json").read_bytes())
     except (OSError, ValueError):
@@ -251,7 +256,7 @@ def _tokenizer(checkpoint: Path) -> bytes | None:
 
 
 async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Runs all; the first failure cancels the rest and is raised alone."""
+    """Run all coroutines concurrently. The first error cancels the others and is raised alone."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,8 +1,8 @@
-"""Servers forked from a process that has imported everything, `outrider.fleet.forkserver` (Linux).
+"""Starts servers by forks of a process that has imported everything, `outrider.fleet.forkserver` (Linux).
 
-This process has one of these from its first server on, and another in its place once that has ended or the environment
-has changed: libraries read more than two hundred variables while they load, so a server gets one that has loaded in its
-own.
+This process starts a fork server with its first server, and replaces it when it has ended or when the environment has
+changed: libraries read more than two hundred variables while they load, so a server must be forked from a process that
+has loaded them in the server's environment.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from io import FileIO
 from outrider.fleet.forkserver import READY
 from outrider.rpc.lifecycle import FAIL_ONCE, PARENT
 
-LOAD_S = 120.0  # for all imports, on a machine that is busy
-FORK_S = 30.0
-# Of the environment: nothing reads them while it loads. The last one is another in each test of a run.
+LOAD_S = 120.0  # timeout of all imports, on a busy machine
+FORK_S = 30.0  # timeout of one fork
+# Variables that no library reads while it loads. The last one differs in each test of a run.
 READ_LATER = frozenset({"REDIS_URL", PARENT, FAIL_ONCE, "PYTEST_CURRENT_TEST"})
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Forked:
-    """A server that was forked, like an asyncio.subprocess.Process.
+    """A forked server, with the interface of asyncio.subprocess.Process.
 
-    `life` is a descriptor of its process, which it closes.
+    `pidfd` is a descriptor of the server's process; this object closes it.
     """
 
-    def __init__(self, pid: int, life: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
+    def __init__(self, pid: int, pidfd: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self.stdout = stdout
         self.stderr = stderr
-        self._life = life
+        self._pidfd = pidfd
         self._ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(life, self._end)
+        asyncio.get_running_loop().add_reader(pidfd, self._end)
 
     async def wait(self) -> int:
-        """Its exit status, negative for a signal, once it has ended."""
+        """Wait until the server has ended and return its exit status, negative for a signal."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def terminate(self) -> None:
-        """SIGTERM. Raises ProcessLookupError once it has ended."""
+        """Send SIGTERM. Raises ProcessLookupError if the server has ended."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL. Raises ProcessLookupError once it has ended."""
+        """Send SIGKILL. Raises ProcessLookupError if the server has ended."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -67,15 +67,17 @@ class Forked:
         os.kill(self.pid, number)
 
     def _end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._life)
-        os.close(self._life)
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._ended.set()
 
 
 async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: int) -> Forked:
-    """Starts `outrider ARGUMENTS` as a session of its own; `limit` as for a StreamReader. Raises OSError where it
-    cannot be done this way."""
+    """Fork a server that runs `outrider ARGUMENTS` in a new process session; `limit` as for a StreamReader.
+
+    Raises OSError if no server can be forked.
+    """
     with ExitStack() as opened:
         readers, ends = [], []
         for _ in range(2):
@@ -84,17 +86,17 @@ async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: 
             ends.append(end)
         forking = asyncio.ensure_future(asyncio.to_thread(_servers.fork, arguments, environment, ends))
         try:
-            pid, life = await asyncio.shield(forking)
+            pid, pidfd = await asyncio.shield(forking)
         except asyncio.CancelledError:
             await asyncio.wait([forking])
-            if forking.exception() is None:  # nobody would know it
+            if forking.exception() is None:  # the caller is gone, so no one else would end the server
                 Forked(*forking.result(), *readers).kill()
             raise
-        return Forked(pid, life, *readers)
+        return Forked(pid, pidfd, *readers)
 
 
 async def _pipe(opened: ExitStack, limit: int) -> tuple[asyncio.StreamReader, int]:
-    """A pipe that is read to its end, and where to write to it while `opened` is."""
+    """Create a pipe. Returns a reader, and the descriptor to write to, which `opened` closes."""
     reading, writing = os.pipe()
     opened.callback(os.close, writing)
     reader = asyncio.StreamReader(limit)
@@ -103,19 +105,19 @@ async def _pipe(opened: ExitStack, limit: int) -> tuple[asyncio.StreamReader, in
 
 
 class _ForkServer:
-    """The process that forks. Starting it raises OSError with what it said if it does not get ready."""
+    """A fork server's process. The constructor raises OSError with the process's output if it does not become ready."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
-        self._socket, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with its_end:
+        self._socket, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "outrider.fleet.forkserver", str(its_end.fileno())],
+                [sys.executable, "-P", "-m", "outrider.fleet.forkserver", str(remote_end.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # like a server's, which inherits the file objects that Python makes of it
+                stdout=subprocess.PIPE,  # as for a server, which inherits Python's file objects of these descriptors
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
-                pass_fds=[its_end.fileno()],
+                pass_fds=[remote_end.fileno()],
                 start_new_session=True,
             )
         self._socket.settimeout(LOAD_S)
@@ -130,70 +132,70 @@ class _ForkServer:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def fork(self, *descriptors: int) -> int:
-        """The pid of a new child of ours. Raises OSError."""
+        """Fork a server, which becomes a child of this process, and return its pid. Raises OSError."""
         with _adopting():
             socket.send_fds(self._socket, [b"f"], descriptors)
             answer = self._socket.recv(32)
         if not answer:
             raise OSError("the process that forks servers has ended")
-        os.waitpid(int(answer), os.WNOHANG)  # raises ChildProcessError where we could not adopt it
+        os.waitpid(int(answer), os.WNOHANG)  # raises ChildProcessError if the server is not our child
         return int(answer)
 
     def end(self) -> None:
-        """Nothing happens to the servers."""
+        """End the fork server. The servers that it forked keep running."""
         self._socket.close()
         with self._process:
             self._process.kill()
 
 
 class _ForkServers:
-    """One at a time, for all threads."""
+    """The current fork server of this process, shared by all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._now: _ForkServer | None = None
+        self._current: _ForkServer | None = None
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], ends: Sequence[int]) -> tuple[int, int]:
-        """A server's pid and a descriptor of its process. Raises OSError."""
+        """Fork a server. Returns its pid and a descriptor of its process. Raises OSError."""
         order = json.dumps([arguments, dict(environment), os.getcwd()])
         with self._lock:
             reading, writing = os.pipe()
             with open(writing, "w", encoding="utf-8") as file:
                 try:
-                    pid = self._fitting(environment).fork(*ends, reading)
-                    life = os.pidfd_open(pid)
-                except OSError:  # without an order, what may have been forked ends
+                    pid = self._server_for(environment).fork(*ends, reading)
+                    pidfd = os.pidfd_open(pid)
+                except OSError:  # a server that may have been forked ends without an order
                     self.end()
                     raise
                 finally:
                     os.close(reading)
-                with suppress(BrokenPipeError):  # it was killed
+                with suppress(BrokenPipeError):  # the server was killed
                     file.write(order)
                     file.flush()
-        return pid, life
+        return pid, pidfd
 
     def end(self) -> None:
-        """Ends the one that there is."""
-        if self._now is not None:
-            self._now.end()
-            self._now = None
+        """End the current fork server, if there is one."""
+        if self._current is not None:
+            self._current.end()
+            self._current = None
 
-    def _fitting(self, environment: Mapping[str, str]) -> _ForkServer:
+    def _server_for(self, environment: Mapping[str, str]) -> _ForkServer:
         loading = {name: value for name, value in environment.items() if name not in READ_LATER}
-        if self._now is not None and not (self._now.runs and self._now.environment == loading):
+        if self._current is not None and not (self._current.runs and self._current.environment == loading):
             self.end()
-        if self._now is None:
-            self._now = _ForkServer(loading)
-        return self._now
+        if self._current is None:
+            self._current = _ForkServer(loading)
+        return self._current
 
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Within, whatever below this process loses its parent becomes its child."""
+    """Within the block, descendants of this process that lose their parent become its children."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:

@@ -1,8 +1,8 @@
-"""A process that has imported what servers import, and forks them: a start without the seconds that imports take.
+"""The fork server: imports all modules of servers once, and forks servers, which then start without import times.
 
-`outrider.fleet.forking` runs it as `python -P -m outrider.fleet.forkserver FD`, and asks at the other end of that
-socket; when nobody holds that any more, this process ends. What forks a server is a child that ends at once, so whoever
-asked adopts the server: that one hears how it ends, and this process is not missed when it is gone.
+`outrider.fleet.forking` runs it as `python -P -m outrider.fleet.forkserver FD` and sends requests over the other end of
+that socket; when the other end is closed, this process ends. An intermediate child forks each server and ends at once,
+so the requesting process adopts the server: it receives the server's exit status, and the fork server may end earlier.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import sys
 from contextlib import suppress
 from importlib import import_module
 
-from outrider.fleet import surroundings
+from outrider.fleet import process_env
 from outrider.fleet.command_line import MODULE, show_command_line
 
-READY = b"ready"  # the first word; then, for each server that is asked for, its pid
-SERVERS = ("outrider.cli.main", "router.service", "verifier_svc.service", "drafter_svc.service")
+READY = b"ready"  # the first message; each later message is the pid of a requested server
+SERVERS = ("outrider.cli.main", "router.api.servicer", "verifier_svc.server", "drafter_svc.servicer")
 
 
 def main() -> None:
-    """Forks servers until whoever started this ends. Returns in each of them, too, once it has run."""
+    """Fork servers until the starting process ends. In each server, run it and return."""
     starter = socket.socket(fileno=int(sys.argv[1]))
-    surroundings.settle(1)  # a server sets its own number of threads before it computes
+    process_env.settle(1)  # a server sets its own number of threads before it computes
     for name in SERVERS:
-        with suppress(ImportError):  # what is not installed is not served
+        with suppress(ImportError):  # servers may be not installed
             import_module(name)
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # no other thread would live on in a fork
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:  # a fork keeps only the calling thread
         raise SystemExit(f"{threads} threads run after the imports, so nothing can be forked")
-    gc.freeze()  # or a server's first collection would copy all that it shares with the others
+    gc.freeze()  # without it, a server's first collection would write to, and so copy, all shared pages
     starter.send(READY)
     if (order := _fork(starter)) is not None:
-        _be(order)
+        _run_server(order)
 
 
 def _fork(starter: socket.socket) -> int | None:
-    """Forks for each request. In a server, returns the descriptor of its order; here, None at the end."""
+    """Fork a server for each request. Returns the descriptor of its order in a server, None in this process."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(starter, 1, 3)
         if not request:
@@ -64,19 +64,19 @@ def _fork(starter: socket.socket) -> int | None:
         os.close(reading)
 
 
-def _be(order: int) -> None:
-    """Runs a command line, as a process started with it would from its start to its end."""
-    with open(order, encoding="utf-8") as file:  # which comes once its starter is its parent
-        said = file.read()
-    if not said:  # that one has ended, or does not want it any more
+def _run_server(order: int) -> None:
+    """Read the command line, environment and folder of this server, and run it as if it had been started with them."""
+    with open(order, encoding="utf-8") as file:  # the starter writes the order once it has adopted this process
+        content = file.read()
+    if not content:  # the starter has ended, or does not want the server any more
         raise SystemExit(1)
-    arguments, environment, folder = json.loads(said)
+    arguments, environment, folder = json.loads(content)
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     show_command_line(arguments)
-    if shared := sys.modules.get("numpy.random"):  # servers must not draw alike; Python sees to its own
+    if shared := sys.modules.get("numpy.random"):  # servers need different seeds; Python reseeds `random` itself
         shared.seed()
     sys.argv = [MODULE, *arguments]
     runpy.run_module(MODULE, run_name="__main__", alter_sys=True)

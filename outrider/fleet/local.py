@@ -15,7 +15,7 @@ from outrider.store.embedded import EmbeddedRedis
 
 
 class LocalCluster(Cluster[Process]):
-    """The servers are processes, which die with this one, even when it is killed (Linux)."""
+    """A cluster whose servers are child processes. They end with this process, even when it is killed (Linux)."""
 
     def _server(self, role: Role, name: str, section: Section) -> Process:
         return Process(role, name, section, self._forward)

@@ -1,4 +1,4 @@
-"""One server of a cluster as a process of this same command line: started, heard and stopped."""
+"""One server of a cluster as a child process: starts it, reads its output, and stops it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from outrider.config import GatewayConfig, Placed, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
-from outrider.rpc.lifecycle import MISTAKE, PARENT
+from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
 
 Role = Literal["router", "verifier", "drafter", "gateway"]
 
-START_S = 300.0  # a large checkpoint takes its time
-FETCH_S = 6 * 3600.0  # more, for one that may have to be fetched first
-GRACE_S = 3.0  # beyond its own drain, before a process is killed
+START_S = 300.0  # timeout of a start; loading a large checkpoint takes long
+FETCH_S = 6 * 3600.0  # added to it for a checkpoint that may have to be downloaded first
+GRACE_S = 3.0  # beyond the process's drain time, before the process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
-OTHERS = (  # of the environment: what names a server's certificates, and what is meant for clients
+NOT_INHERITED = (  # environment variables that name a server's certificates, and those for clients
     *("OUTRIDER_CA", "OUTRIDER_CERT", "OUTRIDER_KEY", "OUTRIDER_SERVER_NAME", "OUTRIDER_ROUTER"),
     *("OUTRIDER_API_KEY", "OUTRIDER_API_KEY_FILE", "OUTRIDER_PROFILE", "OUTRIDER_PROFILES"),
 )
@@ -31,8 +31,8 @@ _FETCHING = " outrider.hub: "
 _LAST_LINES = 40
 
 
-class Server(Protocol):
-    """One server of a cluster, wherever it runs."""
+class ClusterServer(Protocol):
+    """One server of a cluster, on any machine."""
 
     role: Role
     name: str  # "router", "verifier-0", "drafter-1", "gateway"
@@ -41,25 +41,27 @@ class Server(Protocol):
 
     @property
     def where(self) -> str:
-        """What finds it: "pid 123"."""
+        """Where the server runs, for people: "pid 123"."""
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal; None while the server runs."""
 
     async def start(self, redis_url: str) -> None:
-        """Starts it, be it again, and waits until it listens. Raises ConfigError or Unavailable with what it said if it
-        ends."""
+        """Start or restart the server and wait until it listens.
+
+        Raises ConfigError or Unavailable with the server's output if it ends instead.
+        """
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended."""
+        """Wait until the server has ended and return its exit status."""
 
     async def stop(self) -> None:
-        """Asks it to end, and kills it if it has not after its drain. Nothing happens if it never started."""
+        """Make the server drain and end; kill it after its drain time. Does nothing if it never started."""
 
 
 class Process:
-    """A Server on this machine; where it is not to be `forked`, it is started anew."""
+    """A ClusterServer on this machine. It is forked, or started by exec if `forked` is False."""
 
     def __init__(
         self, role: Role, name: str, section: Section, forward: Callable[[str, str], None], *, forked: bool = True
@@ -77,7 +79,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The server's process id."""
         return self._running().pid
 
     @property
@@ -93,7 +95,7 @@ class Process:
         self._last_lines.clear()
         limit = start_limit(self.section)
         environment = {**_inherited(), "REDIS_URL": redis_url, PARENT: str(os.getpid())}
-        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # Ray starts on its own terms
+        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # a forked process cannot start Ray
         self._child = await start_child([self.role, *flags(self.section)], environment, forked=forked)
         self._readers = [
             asyncio.create_task(self._read(self._child.stdout)),
@@ -140,7 +142,7 @@ class Process:
         while True:
             try:
                 raw = await stream.readline()
-            except ValueError:  # longer than any line may be: left out, and read on, or the server could not write
+            except ValueError:  # a line beyond the limit: skip it, and read on so that the server does not block
                 continue
             if not raw:
                 return
@@ -149,37 +151,40 @@ class Process:
                 self.address = match[1]
                 if not self._ready.is_set():
                     self._ready.set()
-                    for earlier in self._last_lines:  # had the start failed, they would be in its error
+                    for earlier in self._last_lines:  # held back until now, for the error of a failed start
                         if _FETCHING not in earlier:
                             self._forward(self.name, earlier)
                 continue
             self._last_lines.append(line)
-            if self._ready.is_set() or _FETCHING in line:  # that takes so long that it is worth knowing before
+            if self._ready.is_set() or _FETCHING in line:  # a download takes long, so its progress is forwarded at once
                 self._forward(self.name, line)
 
     def _start_failure(self, status: int) -> OutriderError:
-        said = list(self._last_lines)
-        if status == MISTAKE:
-            begins = [index for index, line in enumerate(said) if line.startswith("outrider: ")]
-            message = "\n".join(said[begins[-1] :] if begins else said)
+        lines = list(self._last_lines)
+        if status == USER_ERROR_STATUS:
+            begins = [index for index, line in enumerate(lines) if line.startswith("outrider: ")]
+            message = "\n".join(lines[begins[-1] :] if begins else lines)
             return ConfigError(f"{self.name}: {message.removeprefix('outrider: ')}")
         ending = signal.Signals(-status).name if status < 0 else f"status {status}"
-        return Unavailable("\n".join([f"{self.name} ended with {ending} while it started; it said:", *said]))
+        return Unavailable("\n".join([f"{self.name} ended with {ending} while it started; its output:", *lines]))
 
 
 def _inherited() -> dict[str, str]:
-    """The environment, but for `OTHERS`: a section names its own, and whoever starts us may have a client's."""
-    return {name: value for name, value in os.environ.items() if name not in OTHERS}
+    """Return the environment without `NOT_INHERITED`.
+
+    A section names its server's certificates, and the variables for clients belong to the user of this command.
+    """
+    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 
 def start_limit(section: Section) -> float:
-    """Seconds that a server gets until it listens."""
+    """Return the timeout of a server's start, in seconds."""
     named = section.models.values() if isinstance(section, RouterConfig) else [getattr(section, "model", "")]
     return START_S + (FETCH_S if any(map(hub_name, named)) else 0.0)
 
 
 def flags(section: Section) -> list[str]:
-    """The command line that gives a server this section."""
+    """Return the flags that give a server this section."""
     arguments: list[str] = []
     for field in flagged(section):
         name, value = "--" + field.replace("_", "-"), getattr(section, field)
@@ -199,6 +204,6 @@ def flags(section: Section) -> list[str]:
 
 
 def flagged(section: Section) -> list[str]:
-    """The fields that a server's command line can say; the others are for whoever starts it."""
+    """Return the fields that have a flag of the server's command; the others are for the process that starts it."""
     others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig | GatewayConfig) else ())}
     return [field for field in type(section).model_fields if field not in others]

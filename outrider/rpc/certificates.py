@@ -1,4 +1,4 @@
-"""Makes a development CA and a certificate for each part of a cluster. A real PKI can make the same: see `tls.py`."""
+"""Makes a development CA and a certificate for each role of a cluster. A real PKI can make the same: see `tls.py`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from outrider.rpc.tls import NAMES
 
 CA_DAYS = 3650
 DAYS = 365
-CALLED = ("router", "gateway")  # by clients, who know them by their hosts
+CLIENT_FACING = ("router", "gateway")  # called by clients, which check the host name
 LOCAL = ("localhost", "127.0.0.1", "::1")
-CLOCK_SKEW = timedelta(minutes=5)  # a certificate is good a little before it was made: clocks differ
+CLOCK_SKEW = timedelta(minutes=5)  # certificates are valid a little before they were made, because clocks differ
 
 Key = ec.EllipticCurvePrivateKey
 
 
 def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bool = False) -> list[Path]:
-    """Writes ca.pem, ca.key, and ROLE.pem and ROLE.key for every role into `folder`; returns the files.
+    """Write ca.pem, ca.key, and ROLE.pem and ROLE.key for every role into `folder`; return the files.
 
-    `hosts`: names and addresses, beside this machine's own, that clients reach router and gateway by. Keys are
-    readable by their owner alone. Raises ConfigError when a file is there already, unless `force` replaces all of
-    them, or when they cannot be written.
+    `hosts`: names and addresses, beside this machine's own, at which clients reach router and gateway. Only the owner
+    can read the keys. Raises ConfigError when a file exists already, unless `force` replaces all of them, or when they
+    cannot be written.
     """
     files = [folder / f"{name}.{kind}" for name in ("ca", *NAMES) for kind in ("pem", "key")]
-    there = [file.name for file in files if file.exists()]
-    if there and not force:
-        raise ConfigError(f"{folder}: has {', '.join(there)} already; name another folder, or replace all by --force")
+    existing = [file.name for file in files if file.exists()]
+    if existing and not force:
+        raise ConfigError(
+            f"{folder}: has {', '.join(existing)} already; name another folder, or replace all by --force"
+        )
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)
     try:
@@ -43,8 +45,8 @@ def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bo
         _write(folder, "ca", ca, ca_key)
         for role, names in NAMES.items():
             key = ec.generate_private_key(ec.SECP256R1())
-            own = (*names, *LOCAL, *hosts) if role in CALLED else names
-            _write(folder, role, _certificate(role, own, key, ca, ca_key, days), key)
+            subject_names = (*names, *LOCAL, *hosts) if role in CLIENT_FACING else names
+            _write(folder, role, _certificate(role, subject_names, key, ca, ca_key, days), key)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
     return files
@@ -64,7 +66,7 @@ def _authority(key: Key) -> x509.Certificate:
         decipher_only=False,
     )
     return (
-        _begun(name, name, key, CA_DAYS)
+        _builder(name, name, key, CA_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -77,9 +79,12 @@ def _certificate(
 ) -> x509.Certificate:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"outrider {role}")])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]  # a part answers some and calls others
+    both = [
+        ExtendedKeyUsageOID.SERVER_AUTH,
+        ExtendedKeyUsageOID.CLIENT_AUTH,
+    ]  # a process answers some calls and makes others
     return (
-        _begun(subject, ca.subject, key, days)
+        _builder(subject, ca.subject, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
         .add_extension(x509.ExtendedKeyUsage(both), critical=False)
@@ -88,7 +93,7 @@ def _certificate(
     )
 
 
-def _begun(subject: x509.Name, issuer: x509.Name, key: Key, days: int) -> x509.CertificateBuilder:
+def _builder(subject: x509.Name, issuer: x509.Name, key: Key, days: int) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -114,6 +119,6 @@ def _write(folder: Path, name: str, certificate: x509.Certificate, key: Key) -> 
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     file = folder / f"{name}.key"
-    file.unlink(missing_ok=True)  # one that is replaced may be open to others
+    file.unlink(missing_ok=True)  # an existing file may be open elsewhere
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as to:
         to.write(private)

@@ -8,12 +8,12 @@ from outrider.rpc.tls import Tls
 
 Options = tuple[tuple[str, int | str], ...]
 
-MESSAGE_BYTES = 16 * 2**20  # no message of ours is near it; it bounds what a peer can make us hold
+MESSAGE_BYTES = 16 * 2**20  # far above our messages; bounds the memory that a peer can make us use
 
 LIVENESS: Options = (
-    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for so long is asked
-    ("grpc.keepalive_timeout_ms", 1_000),  # and taken for dead when it does not answer in so long
-    ("grpc.http2.ping_timeout_ms", 1_000),  # without it a frozen peer takes 60 s to notice
+    ("grpc.keepalive_time_ms", 1_000),  # a peer that is silent for so long gets a ping
+    ("grpc.keepalive_timeout_ms", 1_000),  # and counts as dead if it does not answer in so long
+    ("grpc.http2.ping_timeout_ms", 1_000),  # without it a frozen peer is noticed after 60 s
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -22,24 +22,24 @@ LIVENESS: Options = (
 
 _CHANNEL: Options = (
     *LIVENESS,
-    # Channels to one address would share a connection and its reconnect back-off. Ours stand alone.
+    # Channels to one address would share a connection and its reconnect backoff. Ours are independent.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # The addresses of a cluster are its own; http_proxy in the environment is meant for the web.
+    # Addresses within a cluster are reached directly; http_proxy in the environment is meant for the web.
     ("grpc.enable_http_proxy", 0),
 )
 
 
 def open_channel(address: str, tls: Tls | None = None, server_name: str = "") -> grpc.aio.Channel:
-    """A channel to "host:port". It connects with the first call, and again whenever the connection is lost.
+    """Open a channel to "host:port". It connects with the first call, and again whenever the connection is lost.
 
-    With `tls` it believes none but a server whose certificate has the `server_name`, or if that is empty the address's
-    host. Without, it is plain.
+    With `tls` it accepts only a server whose certificate has the `server_name`, or if that is empty the address's host.
+    Without, it is plaintext.
 
-    A peer that stops answering is noticed within about two seconds. The caller closes the channel. Must be
-    called on the event loop that will use it.
+    A peer that stops answering is noticed within about two seconds. The caller closes the channel. Must be called on
+    the event loop that will use it.
     """
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL)

@@ -1,4 +1,4 @@
-"""Between the wire's messages and the core's values. Everything that a peer sent is checked here, and only here."""
+"""Conversion between wire messages and core values. Everything that a peer sent is checked here, and only here."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.contract import Contract, Plan, StepReport
-from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.rules.drawing import LARGEST_WEIGHT, MOST_TOKENS, SparseRow
-from outrider.core.tree import Delta, Hints
+from outrider.core.acceptance.draft_distribution import LARGEST_WEIGHT, MAX_TOKENS, SparseRow
+from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.tree.score_codec import edge_code, edge_from_code
+from outrider.core.tree.token_tree import Delta, Hints
 from outrider.errors import InvalidRequest
 from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2, types_pb2
 
-MAX_DELTA_NODES = 1024  # nodes in one delta
-MAX_NAME = 64  # characters of a worker's name
-SNAPSHOT_TOKENS = 4096  # tokens in one part of a snapshot
-SNAPSHOT_FEATURES = 4096  # rows of features in a whole one, for its last tokens
-PART_BYTES = 2**20  # of features in one part
-FINITE = 0x7F80  # a bfloat16's exponent, which is all ones in what is not finite
+MAX_DELTA_NODES = 1024
+MAX_NAME = 64
+SNAPSHOT_TOKENS = 4096
+SNAPSHOT_FEATURES = 4096  # rows of features in a whole snapshot, for its last tokens
+PART_BYTES = 2**20  # bytes of features in one part
+FINITE = 0x7F80  # the exponent of a bfloat16, all ones for infinities and NaN
 
 FeatureRows = NDArray[np.uint16]  # [rows, width], the bits of bfloat16
 
 
 def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
-    """Fields of a value, which are also those of its message."""
+    """Return the fields of a value, which are also those of its message."""
     return tuple(field.name for field in fields(kind))
 
 
@@ -36,34 +36,34 @@ _CONTRACT, _PLAN, _REPORT = _names(Contract), _names(Plan), _names(StepReport)
 
 
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
-    """The contract's message."""
+    """Return the contract's message."""
     values = {name: getattr(contract, name) for name in _CONTRACT}
     return types_pb2.Contract(**values | {"logit_bias": dict(contract.logit_bias)})
 
 
 def contract_from_pb(message: types_pb2.Contract) -> Contract:
-    """The contract. Raises InvalidRequest naming the field that is absurd."""
+    """Return the contract. Raises InvalidRequest naming the field that is out of range."""
     values = {name: getattr(message, name) for name in _CONTRACT}
     return Contract(**values | {"logprobs": message.logprobs if message.HasField("logprobs") else None})
 
 
 def plan_to_pb(plan: Plan) -> types_pb2.Plan:
-    """The plan's message."""
+    """Return the plan's message."""
     return types_pb2.Plan(**{name: getattr(plan, name) for name in _PLAN})
 
 
 def plan_from_pb(message: types_pb2.Plan) -> Plan:
-    """The plan. Raises InvalidRequest naming the field that is absurd."""
+    """Return the plan. Raises InvalidRequest naming the field that is out of range."""
     return Plan(**{name: getattr(message, name) for name in _PLAN})
 
 
 def report_to_pb(report: StepReport) -> types_pb2.StepReport:
-    """The report's message."""
+    """Return the report's message."""
     return types_pb2.StepReport(**{name: getattr(report, name) for name in _REPORT})
 
 
 def report_from_pb(message: types_pb2.StepReport) -> StepReport:
-    """The report. Raises InvalidRequest for a step that is deeper than a tree can be."""
+    """Return the report. Raises InvalidRequest for a step that is deeper than a tree can be."""
     if max(message.accepted, message.verified_depth) > MAX_DELTA_NODES:
         raise InvalidRequest("report", f"accepts {message.accepted} nodes, at most {MAX_DELTA_NODES} can be")
     return StepReport(**{name: getattr(message, name) for name in _REPORT})
@@ -72,7 +72,8 @@ def report_from_pb(message: types_pb2.StepReport) -> StepReport:
 def delta_to_pb(
     delta: Delta, *, attachment: int, epoch: int, plan_version: int, exhausted: bool = False
 ) -> drafter_pb2.TreeDelta:
-    """The delta's message: about four bytes a node. `exhausted`: nothing more comes before the next commit."""
+    """Return the delta's message, about four bytes per node. `exhausted`: the drafter sends nothing more before the
+    next commit."""
     return drafter_pb2.TreeDelta(
         attachment=attachment,
         epoch=epoch,
@@ -94,7 +95,8 @@ def delta_to_pb(
 
 
 def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
-    """The delta. Raises InvalidRequest when it is malformed: sizes that differ, too many nodes, foreign tokens."""
+    """Return the delta. Raises InvalidRequest for a malformed message: sizes that differ, too many nodes, tokens
+    outside the vocabulary."""
     count = len(message.tokens)
     if count > MAX_DELTA_NODES:
         raise InvalidRequest("tokens", f"a delta has {count} nodes, must have at most {MAX_DELTA_NODES}")
@@ -137,7 +139,7 @@ def delta_from_pb(message: drafter_pb2.TreeDelta, vocabulary: int) -> Delta:
 
 
 def hints_to_pb(hints: Hints, *, attachment: int, epoch: int) -> drafter_pb2.Hints:
-    """The hints' message."""
+    """Return the hints' message."""
     return drafter_pb2.Hints(
         attachment=attachment,
         epoch=epoch,
@@ -149,7 +151,7 @@ def hints_to_pb(hints: Hints, *, attachment: int, epoch: int) -> drafter_pb2.Hin
 
 
 def hints_from_pb(message: drafter_pb2.Hints, vocabulary: int) -> Hints:
-    """The hints. Raises InvalidRequest as `delta_from_pb` does."""
+    """Return the hints. Raises InvalidRequest as `delta_from_pb` does."""
     count = len(message.tokens)
     if count > MAX_DELTA_NODES:
         raise InvalidRequest("tokens", f"{count} hints, must be at most {MAX_DELTA_NODES}")
@@ -167,8 +169,8 @@ def hints_from_pb(message: drafter_pb2.Hints, vocabulary: int) -> Hints:
 
 
 def features_from_pb(data: bytes, width: int) -> FeatureRows:
-    """Rows of features; `width`: of one, 0 where none were asked for. Raises InvalidRequest for what are no whole rows,
-    or not finite."""
+    """Return rows of features, each of `width` numbers; a `width` of 0: none were requested. Raises InvalidRequest for
+    partial rows and for numbers that are not finite."""
     if data and not width:
         raise InvalidRequest("features", "were not asked for")
     if len(data) % (2 * max(1, width)):
@@ -180,7 +182,7 @@ def features_from_pb(data: bytes, width: int) -> FeatureRows:
 
 
 def tokens_in_part(width: int) -> int:
-    """Tokens in one part of a snapshot with features of that width; 0: it has none."""
+    """Return the number of tokens in one part of a snapshot with features of that width; 0: without features."""
     return min(SNAPSHOT_TOKENS, max(1, PART_BYTES // (2 * width))) if width else SNAPSHOT_TOKENS
 
 
@@ -188,8 +190,8 @@ def _drawn_from_pb(message: drafter_pb2.DrawnFrom, vocabulary: int) -> SparseRow
     tokens, weights = tuple(message.tokens), tuple(message.weights)
     check_tokens(tokens, vocabulary, "drawn")
     rising = all(one < other for one, other in itertools.pairwise(tokens))
-    if not 1 <= len(tokens) <= MOST_TOKENS or len(weights) != len(tokens) or not rising:
-        raise InvalidRequest("drawn", f"a row must have 1 to {MOST_TOKENS} tokens, ascending, and a weight for each")
+    if not 1 <= len(tokens) <= MAX_TOKENS or len(weights) != len(tokens) or not rising:
+        raise InvalidRequest("drawn", f"a row must have 1 to {MAX_TOKENS} tokens, ascending, and a weight for each")
     if not 1 <= min(weights) <= max(weights) <= LARGEST_WEIGHT:
         raise InvalidRequest("drawn", f"a weight must be 1 to {LARGEST_WEIGHT}")
     return SparseRow(tokens, weights)

@@ -1,4 +1,4 @@
-"""A server process from start to signal."""
+"""The life of a server process, from its start to the signal that ends it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.errors import InternalError, OutriderError
 
 PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
 FAIL_ONCE = "OUTRIDER_FAIL_ONCE"  # environment, for tests: tasks that are to fail once (outrider.rpc.supervision)
-MISTAKE = 2  # exit status of an error that the user can mend
+USER_ERROR_STATUS = 2  # exit status of an error that the user can fix
 
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
-    """Runs `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
+    """Run `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
 
-    An error that the user can mend (any OutriderError but InternalError, also inside exception groups) is
-    printed on stderr, without a traceback, and the process exits with status 2.
+    An error that the user can fix (any OutriderError but InternalError, also inside exception groups) is printed on
+    stderr, without a traceback, and the process exits with status 2.
     """
     try:
         asyncio.run(_cancelled_by_signals(main))
@@ -29,12 +29,12 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
         if expected is None:
             raise
         print(f"outrider: {expected}", file=sys.stderr)
-        raise SystemExit(MISTAKE) from None
+        raise SystemExit(USER_ERROR_STATUS) from None
 
 
 @asynccontextmanager
-async def alongside() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group, but where one thing has failed alone, be it the body, that is raised as it is."""
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yield a task group that raises a single exception as it is, also one of the body, instead of in a group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -45,7 +45,7 @@ async def alongside() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 def user_error(error: BaseException) -> OutriderError | None:
-    """The OutriderError that `error` is, or that all of an exception group is; None for bugs."""
+    """Return the OutriderError that `error` is, or that all of an exception group is; None for bugs."""
     if isinstance(error, InternalError):
         return None
     if isinstance(error, OutriderError):

@@ -1,4 +1,4 @@
-"""Heartbeats: gRPC answers pings while the program behind it is stuck, so the parts say themselves that they move."""
+"""Heartbeats: gRPC answers pings even while the program behind it is stuck, so processes report their progress."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 from outrider.errors import Unavailable
 from outrider.v1 import types_pb2
 
-HEARTBEAT_S = 0.5  # the longest that a live peer is silent
-SILENCE_S = 2.5  # a peer that was silent for so long is taken for dead
-STUCK_S = 30.0  # a step that runs for so long is taken to be stuck
+HEARTBEAT_S = 0.5  # the longest silence of a live peer
+SILENCE_S = 2.5  # a peer that is silent for so long counts as dead
+STUCK_S = 30.0  # a step that runs for so long counts as stuck
 
 MessageT = TypeVar("MessageT")
 
 
-class Progress:
+class WorkClock:
     """Counts a loop's steps, for its heartbeats."""
 
     def __init__(self) -> None:
@@ -30,27 +30,27 @@ class Progress:
         return self._began is not None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Mark the begin of a step."""
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """It has ended."""
+        """Mark the end of a step."""
         self._began = None
         self.steps += 1
 
     def heartbeat(self) -> types_pb2.Heartbeat:
-        """How it goes."""
+        """Return the heartbeat: the steps so far, and how long the present one has run."""
         running = 0.0 if self._began is None else time.monotonic() - self._began
         return types_pb2.Heartbeat(steps=self.steps, running_ms=round(running * 1000))
 
 
-async def heard(
-    messages: AsyncIterator[MessageT], who: str, within_s: float = SILENCE_S
+async def monitored(
+    messages: AsyncIterator[MessageT], peer: str, within_s: float = SILENCE_S
 ) -> AsyncGenerator[MessageT, None]:
-    """The messages of a peer. Raises Unavailable, naming `who`, when it is silent for `within_s` seconds, or a server
-    has sent bytes that do not parse: for these gRPC gives None.
+    """Yield the messages of a peer. Raises Unavailable, naming `peer`, when it is silent for `within_s` seconds, or
+    when a server has sent bytes that do not parse: gRPC gives None for these.
 
-    Whoever stood still itself has not heard that the peer was silent: it listens for so long once more.
+    If this process itself stood still, it could not receive messages; the peer then gets `within_s` seconds once more.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -65,9 +65,9 @@ async def heard(
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise Unavailable(f"{who} has been silent for {within_s:g} s; it is taken for dead") from None
+            raise Unavailable(f"{peer} has been silent for {within_s:g} s; it is taken for dead") from None
         if message is None:
-            raise Unavailable(f"{who} has sent bytes that are no message of this protocol")
+            raise Unavailable(f"{peer} has sent bytes that are no message of this protocol")
         yield message
 
 
@@ -76,7 +76,7 @@ def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:
     limit.reschedule(now + within_s if now - due > HEARTBEAT_S else now)
 
 
-def check(heartbeat: types_pb2.Heartbeat, who: str) -> None:
+def check_heartbeat(heartbeat: types_pb2.Heartbeat, peer: str) -> None:
     """Raises Unavailable when the sender's step is stuck."""
     if heartbeat.running_ms > STUCK_S * 1000:
-        raise Unavailable(f"{who} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")
+        raise Unavailable(f"{peer} has been in one step for {heartbeat.running_ms // 1000} s; it is taken to be stuck")

@@ -1,4 +1,4 @@
-"""The life of a gRPC server: bind, serve, say that it is healthy, drain."""
+"""The life of a gRPC server: bind, serve, report its health, drain."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import TypeAlias
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import _async as health  # public as health.aio, which the type stubs do not know
+from grpc_health.v1 import _async as health  # public as health.aio, which the type stubs lack
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
+from outrider.rpc.authorization import ByRole
 from outrider.rpc.channels import LIVENESS, Options
-from outrider.rpc.roles import ByRole
 from outrider.rpc.tls import Tls
 
 Health: TypeAlias = health.HealthServicer
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
-MOST_STREAMS = 1024  # calls of one connection that run; further ones wait at their caller
-_LAST_READ_S = 0.2  # that peers have to read how their calls ended, once all handlers have
-METADATA_BYTES = 16 * 2**10  # of a call: an API key has 52
+MAX_STREAMS = 1024  # concurrent calls of one connection; further ones wait at their caller
+_FINAL_READ_S = 0.2  # how long peers have to read how their calls ended, once all handlers have ended
+METADATA_BYTES = 16 * 2**10  # of a call; an API key has 52
 
 _SERVER: Options = (
     *LIVENESS,
-    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
+    ("grpc.so_reuseport", 0),  # two servers on one port would silently share its calls
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),  # keepalive pings never cost a peer its connection
-    ("grpc.max_concurrent_streams", MOST_STREAMS),
-    ("grpc.max_metadata_size", METADATA_BYTES),  # above it some calls are refused, by chance,
-    ("grpc.absolute_max_metadata_size", METADATA_BYTES),  # and above this one all
+    ("grpc.http2.max_ping_strikes", 0),  # keepalive pings never close a peer's connection
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.max_metadata_size", METADATA_BYTES),  # above it some calls are refused, at random,
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES),  # and above this limit all
 )
 
 
@@ -44,66 +44,66 @@ async def serving(
     register: Callable[[grpc.aio.Server], Sequence[str]],
     *,
     drain_s: float = 5.0,
-    leave: Callable[[], None] = lambda: None,
-    left: Callable[[], Awaitable[None]] | None = None,
+    begin_drain: Callable[[], None] = lambda: None,
+    drained: Callable[[], Awaitable[None]] | None = None,
     tls: Tls | None = None,
     mutual: bool = True,
     probes: str | None = None,
 ) -> AsyncIterator[str]:
-    """Serves while the body runs, then drains.
+    """Serve while the body runs, then drain.
 
-    `register` adds its servicers to the server that it is given and returns their full names, for example
-    "outrider.v1.Verifier"; they get health checking and reflection. Yields the bound "host:port": the host of
-    `listen`, with the port that was taken when its own is 0. On exit the health turns to NOT_SERVING, new
-    calls are refused, and running ones have `drain_s` seconds to end before they are cancelled; `leave` is called in
-    between, to have them end. gRPC counts a call as running until its peer has read how it ended: `left` returns when
-    the handlers that matter have ended, and peers then have a moment to read that.
+    `register` adds its servicers to the given server and returns their full names, for example "outrider.v1.Verifier";
+    they get health checking and reflection. Yields the bound "host:port": the host of `listen`, with the port that was
+    taken if its own is 0. On exit the health turns to NOT_SERVING, new calls are refused, and running ones have
+    `drain_s` seconds to end before they are cancelled; `begin_drain` is called in between, to make them end. gRPC
+    counts a call as running until its peer has read how it ended: `drained` returns when the handlers that matter have
+    ended, and peers then have a moment to read that.
 
-    With `tls` nothing else is spoken; if it is `mutual`, callers must show a certificate of the CA, whose role says
-    what they may call. gRPC for Python cannot ask for one without demanding it, so a router, whose clients have none,
-    does not ask. Certificates that are renewed in their files are taken up; connections that are open stay.
+    With `tls` the server accepts TLS only; if it is `mutual`, callers must show a certificate of the CA, whose role
+    decides what they may call. gRPC for Python cannot ask for a certificate without requiring it, so a router, whose
+    clients have none, does not ask. Renewed certificate files are used for new connections; open ones stay.
 
-    `probes`: where to tell the health in plaintext, too; see `probed`.
+    `probes`: an address that reports the health in plaintext, too; see `plaintext_health`.
 
     Raises ConfigError when an address cannot be bound.
     """
     server = grpc.aio.server(options=_SERVER, interceptors=[ByRole()] if tls is not None and mutual else ())
     names = [*register(server), HEALTH]
-    vitals = Health()
-    health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
+    health_servicer = Health()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     address = _bind(server, listen, _credentials(tls, mutual))
-    async with probed(probes, vitals):
+    async with plaintext_health(probes, health_servicer):
         await server.start()
         try:
             for name in ("", *names):
-                await vitals.set(name, SERVING)
+                await health_servicer.set(name, SERVING)
             yield address
         finally:
-            await vitals.enter_graceful_shutdown()
+            await health_servicer.enter_graceful_shutdown()
             stopping = asyncio.ensure_future(server.stop(drain_s))
-            await asyncio.sleep(0)  # peers hear of it before their calls end, and go elsewhere with the next ones
-            leave()
-            if left is not None:
-                leaving = asyncio.ensure_future(left())
-                await asyncio.wait({stopping, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                leaving.cancel()
-                await server.stop(_LAST_READ_S)
+            await asyncio.sleep(0)  # peers learn of the drain before their calls end, and send the next ones elsewhere
+            begin_drain()
+            if drained is not None:
+                draining = asyncio.ensure_future(drained())
+                await asyncio.wait({stopping, draining}, return_when=asyncio.FIRST_COMPLETED)
+                draining.cancel()
+                await server.stop(_FINAL_READ_S)
             await stopping
 
 
 @asynccontextmanager
-async def probed(listen: str | None, vitals: Health) -> AsyncIterator[None]:
-    """Tells `vitals` in plaintext at `listen` while the body runs; None: nowhere.
+async def plaintext_health(listen: str | None, health_servicer: Health) -> AsyncIterator[None]:
+    """Report the health in plaintext at `listen` while the body runs; None: nowhere.
 
-    For probes that can show no certificate, as Kubernetes' cannot. Nothing else is served there. Raises ConfigError
-    when the address cannot be bound.
+    For probes that cannot show a certificate, such as those of Kubernetes. Nothing else is served there. Raises
+    ConfigError when the address cannot be bound.
     """
     if listen is None:
         yield
         return
     server = grpc.aio.server(options=_SERVER)
-    health_pb2_grpc.add_HealthServicer_to_server(vitals, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _bind(server, listen, None)
     await server.start()
     try:
@@ -113,7 +113,7 @@ async def probed(listen: str | None, vitals: Health) -> AsyncIterator[None]:
 
 
 def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:
-    """Ours. Each new connection gets what the files hold by then."""
+    """Return our credentials. Each new connection uses the present content of the files."""
     if tls is None:
         return None
     used = tls
@@ -130,7 +130,7 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"listen: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
-    _probe(listen, host.strip("[]"), int(port))
+    _check_bindable(listen, host.strip("[]"), int(port))
     try:
         bound = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError:
@@ -140,8 +140,8 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
     return f"{host}:{bound}"
 
 
-def _probe(listen: str, host: str, port: int) -> None:
-    """Tries the address with a plain socket, because gRPC tells its reasons to the log and not to us."""
+def _check_bindable(listen: str, host: str, port: int) -> None:
+    """Bind the address with a plain socket, because gRPC logs its reasons instead of raising them."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -149,7 +149,7 @@ def _probe(listen: str, host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(target)
-            trial.listen(1)  # with SO_REUSEADDR a listening neighbour shows only here
+            trial.listen(1)  # with SO_REUSEADDR only this fails if another process listens
     except OSError as error:
         raise ConfigError(
             f"listen: cannot bind {listen} ({error.strerror or error}); "

@@ -1,7 +1,7 @@
-"""The one place where errors map to gRPC status codes, both ways.
+"""The mapping between errors and gRPC status codes, in both directions.
 
-The class travels in trailing metadata, so that a caller gets back what the server raised. The status code
-alone decides when a server or a proxy that is not ours answered.
+The class of an error travels in trailing metadata, so that a caller raises what the server raised. The status code
+decides only if a server or a proxy of another program answered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from google.protobuf.message import DecodeError
 
 from outrider import errors
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
-from outrider.rpc.tls import explained
+from outrider.rpc.tls import connection_advice
 
 CLASS_KEY = "outrider-error"
 FIELD_KEY = "outrider-field"
 RETRY_KEY = "retry-after-ms"
 
-_LAST_WORD_S = 0.3  # for a status to be written
-_DETAILS = 1024  # characters; a longer text would not fit into HTTP/2 trailers
+_ABORT_S = 0.3  # how long the write of a status may take
+_MAX_DETAILS = 1024  # characters; a longer text does not fit into HTTP/2 trailers
 
 _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -38,11 +38,11 @@ _CODES: dict[type[OutriderError], grpc.StatusCode] = {
     errors.Conflict: grpc.StatusCode.OUT_OF_RANGE,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.Moved: grpc.StatusCode.UNAVAILABLE,  # what a client that does not know the class does is right as well
+    errors.Moved: grpc.StatusCode.UNAVAILABLE,  # right also for clients that do not know the class
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.CheckpointError: grpc.StatusCode.DATA_LOSS,
-    errors.ConfigError: grpc.StatusCode.UNIMPLEMENTED,  # something else answers at a configured address
+    errors.ConfigError: grpc.StatusCode.UNIMPLEMENTED,  # another program answers at a configured address
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 _BY_NAME = {kind.__name__: kind for kind in _CODES}
@@ -52,28 +52,28 @@ log = logging.getLogger(__name__)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
-    """Ends the call with the error's status, and does not wait for a peer that does not read.
+    """End the call with the error's status, without waiting for a peer that does not read.
 
-    Never returns: the raised exception is gRPC's own way out.
+    Never returns: the raised exception is gRPC's own way to end a call.
     """
     metadata = [(CLASS_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequest):
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, Overloaded):
         metadata.append((RETRY_KEY, str(round(error.retry_after * 1000))))
-    with suppress(TimeoutError, grpc.aio.InternalError):  # the peer does not read, or is gone
-        async with asyncio.timeout(_LAST_WORD_S):
-            await context.abort(code_of(error), str(error)[:_DETAILS], tuple(metadata))
+    with suppress(TimeoutError, grpc.aio.InternalError):
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(code_of(error), str(error)[:_MAX_DETAILS], tuple(metadata))
     raise asyncio.CancelledError
 
 
 def code_of(error: OutriderError) -> grpc.StatusCode:
-    """The status that it becomes."""
+    """Return the status code for an error."""
     return _CODES.get(type(error), grpc.StatusCode.INTERNAL)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The error that the server raised; judged by its status code where the server is not ours."""
+    """Return the error that the server raised, or one by the status code if the server is of another program."""
     metadata = _texts(error.trailing_metadata())
     kind = _BY_NAME.get(metadata.get(CLASS_KEY, ""))
     details = error.details() or error.code().name
@@ -88,20 +88,20 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
 
 
 def is_from_outrider(error: grpc.aio.AioRpcError) -> bool:
-    """Whether a server of ours said it, and not gRPC."""
+    """Whether an Outrider server sent the error, and not gRPC."""
     return CLASS_KEY in _texts(error.trailing_metadata())
 
 
 def _from_code(code: grpc.StatusCode, details: str) -> OutriderError:
     kind = _BY_CODE.get(code, errors.InternalError)
-    if kind is errors.Overloaded and "larger than max" in details:  # gRPC's own code for an oversized message
+    if kind is errors.Overloaded and "larger than max" in details:  # gRPC's code for an oversized message
         return InvalidRequest("request", details)
     if kind is InvalidRequest:
         return InvalidRequest("request", details)
     if kind is errors.ConfigError:
         return errors.ConfigError(f"the server at this address is of another kind or version: {details}")
     if kind is errors.Unavailable:
-        return errors.Unavailable(explained(details) or details)
+        return errors.Unavailable(connection_advice(details) or details)
     if kind is errors.DeadlineExceeded:
         return errors.DeadlineExceeded("the call did not end within its timeout")
     return kind(details)
@@ -112,13 +112,13 @@ def _texts(metadata: Any) -> dict[str, str]:
 
 
 def _milliseconds(text: str) -> float:
-    """Of a header, in seconds; what nobody can mean is a second."""
+    """Convert a header from milliseconds to seconds; 1 second if it is malformed."""
     return int(text) / 1000 if text.isascii() and text.isdigit() and len(text) < 10 else 1.0
 
 
 @asynccontextmanager
-async def translated(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Around a handler's body: its OutriderErrors become statuses; anything else is logged once, as a bug.
+async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn OutriderErrors of a handler's body into statuses; log any other error once, as a bug.
 
     Cancellation passes untouched: grpc.aio leaks when a handler swallows it.
     """
@@ -130,7 +130,7 @@ async def translated(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterat
         raise
     except DecodeError:
         await abort(context, InvalidRequest("message", "is not one of this protocol: its bytes do not parse"))
-    except (grpc.aio.InternalError, grpc.aio.UsageError):  # a write that met the end of the call: the peer is gone
+    except (grpc.aio.InternalError, grpc.aio.UsageError):  # a write after the end of the call: the peer is gone
         raise asyncio.CancelledError from None
     except Exception:
         log.exception("a handler failed")

@@ -1,11 +1,11 @@
-"""Long-lived tasks under supervision: each has a name, and its end is logged, counted, and never goes unnoticed.
+"""Supervision of long-lived tasks: each has a name, and its unexpected end is logged and counted.
 
-A task that can begin anew is `kept`: it is run again after a backoff. One that the server is nothing without is
-`needed`: its end ends the process, which whoever started it starts again; a server that answers and does not work
-would be worse than none.
+A task that can start again is run by `keep_running`, which restarts it after a backoff. A task without which the server
+is useless is run by `run_required`: its end ends the process, which its supervisor starts again; a server that answers
+calls but does not work would be worse than none.
 
 For tests, the environment's OUTRIDER_FAIL_ONCE names tasks, as "NAME@FILE,NAME@FILE": each fails once, as soon as its
-file is there, at the await where it then is.
+file exists, at the await where the task then is.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from functools import cache
 from typing import Any
 
 from outrider.errors import InternalError, OutriderError
-from outrider.rpc.lifecycle import FAIL_ONCE, alongside
+from outrider.rpc.lifecycle import FAIL_ONCE, task_group
 from outrider.telemetry.lag import loop_lag
-from outrider.telemetry.metrics import watch
+from outrider.telemetry.metrics import register_metric
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.1, 5.0  # between two runs of a task that fails again and again
-LOOK_S = 0.02  # between two looks for a fault's file
-STEADY_S = 60.0  # a task that ran for so long is run again as if it were the first time
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 5.0  # between two runs of a task that fails repeatedly
+FAULT_POLL_S = 0.02  # between two checks for a fault's file
+STEADY_S = 60.0  # a task that ran for so long starts again with the first backoff
 
 Work = Callable[[], Coroutine[Any, Any, object]]
 
 log = logging.getLogger(__name__)
 
-_ends: Counter[str] = Counter()  # of tasks that should not have ended, by name
+_ends: Counter[str] = Counter()  # unexpected ends of tasks, by name
 
 
 class InjectedFault(Exception):
-    """A fault that a test has asked for."""
+    """A fault that a test injects."""
 
 
 class Tasks:
@@ -46,50 +46,50 @@ class Tasks:
     def __init__(self, group: asyncio.TaskGroup) -> None:
         self._group = group
 
-    def keep(self, name: str, work: Work) -> None:
-        """Has `kept` run it."""
-        self._group.create_task(kept(name, work), name=name)
+    def keep_running(self, name: str, work: Work) -> None:
+        """Start a task that `keep_running` runs."""
+        self._group.create_task(keep_running(name, work), name=name)
 
-    def need(self, name: str, work: Work) -> None:
-        """Has `needed` run it."""
-        self._group.create_task(needed(name, work), name=name)
+    def run_required(self, name: str, work: Work) -> None:
+        """Start a task that `run_required` runs."""
+        self._group.create_task(run_required(name, work), name=name)
 
 
 @asynccontextmanager
 async def supervising() -> AsyncIterator[Tasks]:
-    """A server's long-lived tasks, beside a body that runs until it is cancelled. One of them measures the lag of the
-    event loop. Raises what a task fails with that is needed."""
-    watch("outrider.tasks.failed", lambda: dict(_ends))
-    async with alongside() as group:
+    """Run a server's long-lived tasks beside a body that runs until it is cancelled. One more task measures the lag of
+    the event loop. Raises the error of a required task."""
+    register_metric("outrider.tasks.failed", lambda: dict(_ends))
+    async with task_group() as group:
         tasks = Tasks(group)
-        tasks.keep("loop lag", loop_lag().run)
+        tasks.keep_running("loop lag", loop_lag().run)
         yield tasks
 
 
-async def kept(name: str, work: Work) -> None:
-    """Runs `work()` until cancelled: again, after a pause, whenever it fails or ends."""
-    pause = FIRST_PAUSE_S
+async def keep_running(name: str, work: Work) -> None:
+    """Run `work()` until cancelled; run it again, after a backoff, whenever it fails or ends."""
+    backoff_s = MIN_BACKOFF_S
     while True:
         began = time.monotonic()
-        error = await _end(name, work)
+        error = await _run_to_end(name, work)
         if time.monotonic() - began > STEADY_S:
-            pause = FIRST_PAUSE_S
-        _note(name, error, f"it is started again in {pause:g} s")
-        await asyncio.sleep(pause)
-        pause = min(LAST_PAUSE_S, 2 * pause)
+            backoff_s = MIN_BACKOFF_S
+        _log_end(name, error, f"it is started again in {backoff_s:g} s")
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
 
-async def needed(name: str, work: Work) -> None:
-    """Runs `work()` until cancelled. Raises what it raises, and InternalError where it ends: in a server's task group
-    either ends the process."""
-    error = await _end(name, work)
-    _note(name, error, "the process ends, because it cannot work without it")
+async def run_required(name: str, work: Work) -> None:
+    """Run `work()` until cancelled. Raises its error, and InternalError if it ends: in a server's task group either
+    ends the process."""
+    error = await _run_to_end(name, work)
+    _log_end(name, error, "the process ends, because it cannot work without it")
     raise error
 
 
-async def _end(name: str, work: Work) -> Exception:
-    """Runs it, and returns how it ended. A cancellation is passed on only if it is our own task that is cancelled."""
-    _ends[name] += 0  # a rate needs a zero to rise from
+async def _run_to_end(name: str, work: Work) -> Exception:
+    """Run the work and return its error. A cancellation is raised only if this task itself is cancelled."""
+    _ends[name] += 0  # a rate in Prometheus needs a zero to start from
     try:
         await _with_fault(name, work())
     except asyncio.CancelledError:
@@ -102,7 +102,7 @@ async def _end(name: str, work: Work) -> Exception:
     return InternalError(f"task {name!r} has come to an end")
 
 
-def _note(name: str, error: Exception, consequence: str) -> None:
+def _log_end(name: str, error: Exception, consequence: str) -> None:
     _ends[name] += 1
     if isinstance(error, OutriderError):
         log.error("task %r: %s; %s", name, error, consequence)
@@ -111,28 +111,28 @@ def _note(name: str, error: Exception, consequence: str) -> None:
 
 
 def _with_fault(name: str, work: Coroutine[Any, Any, object]) -> Awaitable[object]:
-    """The work itself, unless a test wants it to fail."""
+    """Return the work itself, unless a test injects a fault into it."""
     file = _faults().pop(name, None)
     return work if file is None else _Failing(name, work, file)
 
 
 class _Failing:
-    """Work that an InjectedFault is raised in, at the await where it is when `file` comes into being."""
+    """Work in which an InjectedFault is raised, at its present await, when `file` appears."""
 
     def __init__(self, name: str, work: Coroutine[Any, Any, object], file: str) -> None:
         self._name = name
         self._work = work
         self._file = file
 
-    async def _strike(self, task: asyncio.Task[Any]) -> None:
+    async def _inject(self, task: asyncio.Task[Any]) -> None:
         while not os.path.exists(self._file):  # noqa: ASYNC240 (for tests alone)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(FAULT_POLL_S)
         task.cancel(self)
 
     def __await__(self) -> Generator[Any, Any, object]:
         task = asyncio.current_task()
         assert task is not None
-        striking = asyncio.create_task(self._strike(task))
+        injection = asyncio.create_task(self._inject(task))
         inner, sent = self._work.__await__(), None
         error: BaseException | None = None
         try:
@@ -149,12 +149,12 @@ class _Failing:
         except StopIteration as end:
             return end.value
         finally:
-            striking.cancel()
+            injection.cancel()
 
 
 @cache
 def _faults() -> dict[str, str]:
-    """The files of tasks that are still to fail, by their names. Read when the first one starts: a server's modules may
-    have been loaded before its environment was there."""
+    """Return the files of faults that were not injected yet, by task. Read when the first task starts: a server's
+    modules may have been loaded before its environment was set."""
     entries = (entry.partition("@") for entry in os.environ.get(FAIL_ONCE, "").split(",") if entry)
     return {name: file for name, _, file in entries}

@@ -1,4 +1,4 @@
-"""Tickets: a router's permission for one drafter to subscribe to one session at one upstream, for a while."""
+"""Tickets: a router's permission for one drafter to subscribe to one session at one upstream, for a limited time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from outrider.errors import Forbidden
 from outrider.v1 import types_pb2
 
-TICKET_S = 60.0  # a subscription later than this needs a fresh one from the router
+TICKET_S = 60.0  # a later subscription needs a fresh ticket from the router
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Permit:
 
 
 def sign(key: bytes, permit: Permit, valid_s: float = TICKET_S) -> bytes:
-    """The ticket, as it travels."""
+    """Return the serialized ticket."""
     ticket = types_pb2.Ticket(
         session_id=permit.session_id,
         tenant=permit.tenant,
@@ -40,7 +40,7 @@ def sign(key: bytes, permit: Permit, valid_s: float = TICKET_S) -> bytes:
 
 
 def check(key: bytes, blob: bytes, permit: Permit) -> None:
-    """Raises Forbidden unless `blob` is a ticket under our key for exactly this, and has not expired."""
+    """Raises Forbidden unless `blob` is a ticket under our key for exactly this permit, and has not expired."""
     try:
         signed = types_pb2.SignedTicket.FromString(blob)
         if not hmac.compare_digest(signed.mac, _mac(key, signed.ticket)):

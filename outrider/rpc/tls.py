@@ -1,9 +1,9 @@
-"""TLS between the parts: certificates, and the names in them by which parts know each other.
+"""TLS between the processes of a cluster: certificates, and the role names in them.
 
-Within a cluster a certificate is for a *role*, not for a machine: workers come and go, and their addresses with them.
-So the role is a DNS name among the certificate's subject alternative names, and both sides look at it: who calls a
-verifier asks for `verifier.outrider`, and a server reads from its caller's certificate what he may call (`roles.py`).
-Clients know a router by its host's name, as the web does.
+Within a cluster a certificate belongs to a *role*, not to a machine, because workers and their addresses come and go.
+The role is a DNS name among the certificate's subject alternative names, and both sides check it: a caller of a
+verifier requires `verifier.outrider`, and a server reads from its caller's certificate which methods the caller may
+call (`authorization.py`). Clients check a router by its host name, as on the web.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outrider.errors import ConfigError
 
 ROUTER, VERIFIER, DRAFTER, CLIENT = "router.outrider", "verifier.outrider", "drafter.outrider", "client.outrider"
 GATEWAY = "gateway.outrider"
-SERVER = "server.outrider"  # any of the first three: for callers that cannot know which they will find
-NAMES: dict[str, tuple[str, ...]] = {  # what a role's certificate must hold
+SERVER = "server.outrider"  # any of the first three, for callers that do not know the role in advance
+NAMES: dict[str, tuple[str, ...]] = {  # DNS names in a role's certificate
     "router": (ROUTER, SERVER),
     "verifier": (VERIFIER, SERVER),
     "drafter": (DRAFTER, SERVER),
-    "gateway": (GATEWAY,),  # for HTTPS; it calls a router, which asks for no certificate
-    "client": (CLIENT,),  # `outrider describe`, dashboards, probes: they look and change nothing
+    "gateway": (GATEWAY,),  # for HTTPS; it calls a router, which requires no certificate
+    "client": (CLIENT,),  # `outrider describe`, dashboards, probes: they read and change nothing
 }
 
 
@@ -34,24 +34,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """What one side of a connection holds, in PEM. Without a certificate it can only be a client of the router."""
+    """The PEM files of one side of a connection. Without a certificate it can only be a client of the router."""
 
-    ca: bytes | None = None  # whom it believes; None: whom gRPC does, which is the web's own
+    ca: bytes | None = None  # the trusted CA; None: the CAs of gRPC, which are the web's
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
-    files: tuple[Path, Path, Path] | None = field(default=None, repr=False)  # where ca, cert and key came from
+    files: tuple[Path, Path, Path] | None = field(default=None, repr=False)  # the files of ca, cert and key
 
     @classmethod
     def read(cls, ca: Path | None, cert: Path | None, key: Path | None) -> Self | None:
-        """A part's own, from its files; None when none is named. Raises ConfigError, which names the file."""
+        """Read the files of a server or worker; None if none is named. Raises ConfigError, which names the file."""
         if ca is None and cert is None and key is None:
             return None
         if ca is None or cert is None or key is None:
             raise ConfigError("tls: ca, cert and key go together; `outrider certs` makes all three for each role")
         _check_authority(ca)
-        read = cls(_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key), (ca, cert, key))
+        read = cls(_read_file("ca", ca), _read_file("cert", cert), _read_file("key", key), (ca, cert, key))
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(cert, key, password="")  # or it would ask
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(
+                cert, key, password=""
+            )  # without a password it would prompt
         except (ssl.SSLError, OSError):
             raise ConfigError(
                 f"tls: {cert} and {key} must be a certificate and its own key, both in PEM and not encrypted"
@@ -59,15 +61,19 @@ class Tls:
         return read
 
     def renewed(self) -> Self:
-        """What its files hold by now, for connections from here on; itself where nothing has changed.
+        """Return the present content of the files, for new connections; the object itself if nothing has changed.
 
-        Where they do not fit each other, as while they are being replaced, it stays what it was.
+        If the files do not match each other, as while they are being replaced, the old content stays in use.
         """
         if self.files is None:
             return self
         try:
             ca, cert, key = self.files
-            if (_bytes("ca", ca), _bytes("cert", cert), _bytes("key", key)) == (self.ca, self.cert, self.key):
+            if (_read_file("ca", ca), _read_file("cert", cert), _read_file("key", key)) == (
+                self.ca,
+                self.cert,
+                self.key,
+            ):
                 return self
             read = type(self).read(ca, cert, key)
         except ConfigError as error:
@@ -79,22 +85,22 @@ class Tls:
 
     @classmethod
     def client(cls, ca: Path | None) -> Self:
-        """A client's, which has no certificate. Raises ConfigError."""
+        """Return a client's TLS, which has no certificate. Raises ConfigError."""
         if ca is not None:
             _check_authority(ca)
-        return cls(None if ca is None else _bytes("ca", ca))
+        return cls(None if ca is None else _read_file("ca", ca))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, for nobody else to listen to."""
+    """Whether only this machine can reach the host."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-_REFUSED = (
-    "the server closed the connection before it said anything: it wants TLS, or it refuses this side's certificate, "
+_CLOSED_EARLY = (
+    "the server closed the connection at once: it requires TLS, or it refuses this side's certificate, "
     "which is missing, has expired or is of another CA"
 )
 _ADVICE = (
@@ -102,14 +108,14 @@ _ADVICE = (
     ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is not of the CA that `ca` names; give both sides one CA"),
     ("Hostname Verification", "the server's certificate is for another role or host; give it its own"),
     ("WRONG_VERSION_NUMBER", "the server speaks no TLS; connect without, or give it a certificate"),
-    ("Socket closed", _REFUSED),
-    ("Connection reset", _REFUSED),
+    ("Socket closed", _CLOSED_EARLY),
+    ("Connection reset", _CLOSED_EARLY),
 )
 
 
-def explained(details: str) -> str | None:
-    """What is wrong where gRPC could not agree on a connection, and what to do; None for other failures."""
-    if not details.startswith("failed to connect"):  # a connection that was there broke for other reasons
+def connection_advice(details: str) -> str | None:
+    """Return what is wrong if gRPC could not connect, and what to do; None for other failures."""
+    if not details.startswith("failed to connect"):  # an established connection broke for other reasons
         return None
     return next((advice for sign, advice in _ADVICE if sign in details), None)
 
@@ -122,7 +128,7 @@ def _check_authority(ca: Path) -> None:
         raise ConfigError(f"tls: ca: {ca} {reason}; name the CA's certificate, ca.pem") from None
 
 
-def _bytes(what: str, file: Path) -> bytes:
+def _read_file(what: str, file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:

@@ -1,5 +1,5 @@
-"""A model of a cluster in which the real controllers run, to compare policies and to size what is to be bought.
+"""A simulation of a cluster with the real controllers, to compare policies and to plan hardware.
 
-The policy, the verifier's choice of nodes, its patience and its contest between ways of drafting are the very code of
-a running cluster; machines, networks and what the target agrees with are modelled (`deployment`).
+The policy, the verifier's choice of nodes, its hold policy and its selection of the overlap mode are the code of a
+running cluster; machines, networks and the target's agreement with drafts are modelled (`deployment`).
 """

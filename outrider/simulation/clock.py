@@ -1,4 +1,4 @@
-"""Events in the order of their time."""
+"""A simulated clock that runs events in the order of their times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """What happens when."""
+    """The simulated time, in seconds, and the events to come."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -16,11 +16,11 @@ class Clock:
         self._count = itertools.count()
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Has something happen later."""
+        """Schedule an event `seconds` from now."""
         heapq.heappush(self._events, (self.now + seconds, next(self._count), event))
 
     def run(self, until: float) -> None:
-        """Until that time."""
+        """Run all events up to the time `until`, and set the clock to it."""
         while self._events and self._events[0][0] <= until:
             self.now, _, event = heapq.heappop(self._events)
             event()

@@ -1,4 +1,4 @@
-"""The model itself."""
+"""The simulated cluster: verifiers, drafters, and the traffic on them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from outrider.core.control import GammaPolicy
+from outrider.core.control.arrival_model import Arrivals
+from outrider.core.control.policies import GammaPolicy
 from outrider.simulation.clock import Clock
-from outrider.simulation.deployment import Kind, Outcome, Phase, Scenario
-from outrider.simulation.drafter import Drafter
-from outrider.simulation.session import Session
-from outrider.simulation.verifier import Verifier, cost_model
+from outrider.simulation.deployment import DrafterKind, Outcome, Scenario, TrafficPhase
+from outrider.simulation.drafter import SimulatedDrafter
+from outrider.simulation.session import SimulatedSession
+from outrider.simulation.verifier import SimulatedVerifier, cost_model
 
-NewPolicy = Callable[[Kind], GammaPolicy]
+NewPolicy = Callable[[DrafterKind], GammaPolicy]
 
 
-class Cluster:
-    """A deployment under some phases of traffic, one after another."""
+class SimulatedCluster:
+    """A deployment that serves several phases of traffic, one after another."""
 
     def __init__(self, scenario: Scenario, new_policy: NewPolicy, seed: int = 0) -> None:
         self.deployment = deployment = scenario.deployment
@@ -30,27 +31,27 @@ class Cluster:
         self._new_policy = new_policy
         self._cost = cost_model(deployment)
         self._phase = scenario.phase[0]
-        self._verifiers = [Verifier(self) for _ in range(deployment.verifiers)]
-        self._drafters = [Drafter(self) for _ in range(deployment.drafters)]
-        self._at: dict[Session, Verifier] = {}
-        self._waiting: deque[tuple[Kind, Callable[[], None]]] = deque()
+        self._verifiers = [SimulatedVerifier(self) for _ in range(deployment.verifiers)]
+        self._drafters = [SimulatedDrafter(self) for _ in range(deployment.drafters)]
+        self._at: dict[SimulatedSession, SimulatedVerifier] = {}
+        self._waiting: deque[tuple[DrafterKind, Callable[[], None]]] = deque()
         self._callers = 0
-        self._kinds: Iterator[Kind] = iter(())
+        self._kinds: Iterator[DrafterKind] = iter(())
 
     def run(self) -> Iterator[Outcome]:
-        """What came of each phase."""
+        """Simulate the phases in order, and yield the outcome of each."""
         for phase in self._phases:
             self._phase, self.outcome = phase, Outcome()
             began = self.clock.now
             until = began + phase.seconds
             self._kinds = itertools.cycle([self._kinds_by_name[name] for name in phase.kinds])
-            stay = phase.callers or len(self._at)
+            kept = phase.callers or len(self._at)
             for index, session in enumerate(self._at):
-                if index >= stay or session.kind.name not in phase.kinds:
-                    session.hang_up()
+                if index >= kept or session.kind.name not in phase.kinds:
+                    session.cancel()
             for _ in range(phase.callers - self._callers):
                 self._callers += 1
-                self._ask()
+                self._send_request()
             if phase.rate:
                 self._arrive(self._kinds, phase, until)
             for session in self._at:
@@ -61,19 +62,19 @@ class Cluster:
             yield self.outcome
 
     def one_way(self) -> float:
-        """How long a message between a verifier and a drafter takes."""
+        """Return the seconds that a message between a verifier and a drafter takes, drawn at random."""
         return max(0.0, (self._phase.round_trip_ms / 2 + self.rng.gauss(0.0, self._phase.jitter_ms)) / 1e3)
 
     def pass_seconds(self, rows: int) -> float:
-        """How long a pass takes."""
+        """Return the seconds that a pass over `rows` rows takes."""
         return self._cost.seconds(max(1, rows))
 
-    def verifier_of(self, session: Session) -> Verifier:
-        """Where it is, or was."""
+    def verifier_of(self, session: SimulatedSession) -> SimulatedVerifier:
+        """Return the session's verifier; after the session's end, any verifier."""
         return self._at.get(session, self._verifiers[0])
 
-    def assign(self, session: Session) -> None:
-        """Gives it the drafter with the fewest sessions, or takes it away, as its plan says."""
+    def assign(self, session: SimulatedSession) -> None:
+        """Assign the drafter with the fewest sessions, or remove the session's drafter where its plan has depth 0."""
         if not session.plan.depth:
             if session.drafter is not None:
                 session.drafter.forget(session)
@@ -82,8 +83,8 @@ class Cluster:
             session.drafter = min(self._drafters, key=lambda drafter: len(drafter.sessions))
             session.drafter.sessions.add(session)
 
-    def release(self, session: Session) -> None:
-        """It has ended."""
+    def release(self, session: SimulatedSession) -> None:
+        """Remove an ended session, and place the next waiting request."""
         self.outcome.answers += 1
         self.outcome.session_seconds += self.clock.now - session.began
         del self._at[session]
@@ -92,36 +93,37 @@ class Cluster:
         if self._waiting:
             self._place(*self._waiting.popleft())
 
-    def _arrive(self, kinds: Iterator[Kind], phase: Phase, until: float) -> None:
+    def _arrive(self, kinds: Iterator[DrafterKind], phase: TrafficPhase, until: float) -> None:
         gap = self.rng.expovariate(phase.rate)
 
         def arrives() -> None:
-            self._offer(next(kinds), lambda: None)
+            self._place_or_queue(next(kinds), lambda: None)
             self._arrive(kinds, phase, until)
 
         if self.clock.now + gap < until:
             self.clock.after(gap, arrives)
 
-    def _ask(self) -> None:
-        """A caller asks, and again when answered, while so many are wanted."""
+    def _send_request(self) -> None:
+        """Send a caller's request, and the caller's next one after each answer, while the phase has as many callers."""
 
-        def again() -> None:
+        def send_next() -> None:
             if self._callers > self._phase.callers:
                 self._callers -= 1
             else:
-                self._ask()
+                self._send_request()
 
-        self._offer(next(self._kinds), again)
+        self._place_or_queue(next(self._kinds), send_next)
 
-    def _offer(self, kind: Kind, ended: Callable[[], None]) -> None:
+    def _place_or_queue(self, kind: DrafterKind, ended: Callable[[], None]) -> None:
         if any(len(verifier.sessions) < self.deployment.slots for verifier in self._verifiers):
             self._place(kind, ended)
         else:
             self._waiting.append((kind, ended))
 
-    def _place(self, kind: Kind, ended: Callable[[], None]) -> None:
+    def _place(self, kind: DrafterKind, ended: Callable[[], None]) -> None:
         verifier = min(self._verifiers, key=lambda each: len(each.sessions))
-        session = Session(kind, self._new_policy(kind), verifier, ended)
+        arrivals = Arrivals(verifier.hold_policy.patterns(greedy=False))
+        session = SimulatedSession(kind, self._new_policy(kind), arrivals, self.rng, self.clock.now, ended)
         self._at[session] = verifier
         self.assign(session)
         verifier.open(session)

@@ -1,38 +1,36 @@
-"""A simulated drafter."""
+"""A simulated drafter, which drafts level by level."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from outrider.core.ways import Way
-from outrider.simulation.session import Drafted, Session
-
-if TYPE_CHECKING:
-    from outrider.simulation.cluster import Cluster
+from outrider.core.control.overlap import OverlapMode
+from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings
 
 
-class Drafter:
-    """Drafts a level at a time for all sessions that want one."""
+class SimulatedDrafter:
+    """Drafts one level at a time for all sessions that need one."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.sessions: set[Session] = set()
+    def __init__(self, cluster: Surroundings) -> None:
+        self.sessions: set[SimulatedSession] = set()
         self._cluster = cluster
-        self._drafts: dict[Session, tuple[int, Drafted]] = {}  # what it knows to be committed, and its draft
+        self._drafts: dict[
+            SimulatedSession, tuple[int, SimulatedDraft]
+        ] = {}  # the number of committed tokens that the drafter has received, and its draft
         self._running = False
 
-    def told(self, session: Session, position: int) -> None:
-        """Of a commit."""
+    def on_commit(self, session: SimulatedSession, position: int) -> None:
+        """Receive a commit, after which `position` tokens are committed."""
         if session not in self.sessions:
             return
-        _, drafted = self._drafts.get(session, (0, Drafted(0, 0)))
+        _, drafted = self._drafts.get(session, (0, SimulatedDraft(0, 0)))
         if not session.below(drafted, position):
-            drafted = Drafted(position, position)
+            drafted = SimulatedDraft(position, position)
         self._drafts[session] = position, drafted
         self._start()
 
-    def forget(self, session: Session) -> None:
-        """It drafts for others now."""
+    def forget(self, session: SimulatedSession) -> None:
+        """Stop drafting for a session."""
         self.sessions.discard(session)
         self._drafts.pop(session, None)
 
@@ -45,7 +43,7 @@ class Drafter:
         waited_for = [it for it in turn if not (it.ahead or it.rounds)]
         gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
         if waited_for and gain < seconds * sum(it.speed.per_second for it in waited_for):
-            for it in waited_for:  # the price of time: the level is not worth what it holds up
+            for it in waited_for:  # the level is not worth the time for which it holds steps
                 self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
             return
         self._running = True
@@ -53,13 +51,13 @@ class Drafter:
         self._cluster.clock.after(seconds, lambda: self._done(turn))
 
     @staticmethod
-    def _may(session: Session, known: int, drafted: Drafted) -> bool:
-        """Whether it grows that session's tree now."""
-        if session.way is Way.REST or drafted.end - known >= session.plan.depth:
+    def _may(session: SimulatedSession, known: int, drafted: SimulatedDraft) -> bool:
+        """Return whether the drafter may draft another level for the session now."""
+        if session.overlap_mode is OverlapMode.REST or drafted.end - known >= session.plan.depth:
             return False
         return session.ahead or not (session.passing and known == session.position)
 
-    def _done(self, turn: dict[Session, Drafted]) -> None:
+    def _done(self, turn: dict[SimulatedSession, SimulatedDraft]) -> None:
         self._running = False
         for session, drafted in turn.items():
             known, now = self._drafts.get(session, (0, None))
@@ -69,8 +67,8 @@ class Drafter:
                 self._cluster.clock.after(self._cluster.one_way(), self._arrival(session, longer))
         self._start()
 
-    def _exhaustion(self, session: Session, known: int) -> Callable[[], None]:
-        return lambda: self._cluster.verifier_of(session).exhausted(session, known)
+    def _exhaustion(self, session: SimulatedSession, known: int) -> Callable[[], None]:
+        return lambda: self._cluster.verifier_of(session).on_exhausted(session, known)
 
-    def _arrival(self, session: Session, drafted: Drafted) -> Callable[[], None]:
-        return lambda: self._cluster.verifier_of(session).grown(session, drafted)
+    def _arrival(self, session: SimulatedSession, drafted: SimulatedDraft) -> Callable[[], None]:
+        return lambda: self._cluster.verifier_of(session).on_level(session, drafted)

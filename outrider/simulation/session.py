@@ -1,140 +1,190 @@
-"""A simulated generation: what its target will say, and what of it has been drafted."""
+"""A simulated generation: the target's future tokens, and how many of them are drafted."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from outrider.core.contract import Overlap
-from outrider.core.control import GammaPolicy
-from outrider.core.waiting import Arrivals
-from outrider.core.ways import Speed, Way
-from outrider.simulation.deployment import Kind
-
-if TYPE_CHECKING:
-    from outrider.simulation.drafter import Drafter
-    from outrider.simulation.verifier import Verifier
+from outrider.core.control.arrival_model import Arrivals
+from outrider.core.control.overlap import OverlapMode, Speed
+from outrider.core.control.policies import GammaPolicy
+from outrider.core.session.contract import Overlap
+from outrider.simulation.clock import Clock
+from outrider.simulation.deployment import Deployment, DrafterKind, Outcome
 
 
-class Drafted(NamedTuple):
-    """A chain of levels."""
+class SimulatedDraft(NamedTuple):
+    """A drafted chain of levels."""
 
-    known: int  # tokens that were committed when it was begun
-    end: int  # position of its last level
+    known: int  # committed tokens when the draft was begun
+    end: int  # position of the last level
 
 
-class Session:
+class SessionDrafter(Protocol):
+    """What a session needs of its drafter."""
+
+    sessions: set[SimulatedSession]
+
+    def on_commit(self, session: SimulatedSession, position: int) -> None:
+        """Receive a commit, after which `position` tokens are committed."""
+
+    def forget(self, session: SimulatedSession) -> None:
+        """Stop drafting for a session."""
+
+
+class SessionVerifier(Protocol):
+    """What a drafter needs of a session's verifier."""
+
+    def on_level(self, session: SimulatedSession, drafted: SimulatedDraft) -> None:
+        """Receive a level of a session's draft."""
+
+    def on_exhausted(self, session: SimulatedSession, known: int) -> None:
+        """Record that a session's drafter has nothing more to send before the next commit."""
+
+
+class Surroundings(Protocol):
+    """What verifiers and drafters need of their cluster."""
+
+    deployment: Deployment
+    clock: Clock
+    outcome: Outcome
+
+    def one_way(self) -> float:
+        """Return the seconds that a message between a verifier and a drafter takes."""
+
+    def pass_seconds(self, rows: int) -> float:
+        """Return the seconds that a pass over `rows` rows takes."""
+
+    def verifier_of(self, session: SimulatedSession) -> SessionVerifier:
+        """Return the session's verifier."""
+
+    def assign(self, session: SimulatedSession) -> None:
+        """Give the session a drafter, or take it away, as its plan says."""
+
+    def release(self, session: SimulatedSession) -> None:
+        """Remove an ended session."""
+
+
+class SimulatedSession:
     """One generation on its verifier.
 
-    Which child of each position's node the target will say is drawn beforehand, so that what was drafted ahead stays
-    good for as long as it would: a chain of best children, each with its siblings.
+    Which child the target will choose at each position is drawn in advance, so that levels drafted ahead stay valid for
+    as long as they would in reality. A draft is a chain of best children, each with its siblings.
     """
 
     greedy = False
 
-    def __init__(self, kind: Kind, policy: GammaPolicy, verifier: Verifier, ended: Callable[[], None]) -> None:
-        rng = verifier.cluster.rng
+    def __init__(
+        self,
+        kind: DrafterKind,
+        policy: GammaPolicy,
+        arrivals: Arrivals,
+        rng: random.Random,
+        began: float,
+        ended: Callable[[], None],
+    ) -> None:
+        """`began`: the simulated time, in seconds; `ended` is called when the generation ends."""
         self.kind = kind
         self.policy = policy
         self.plan = policy.plan()
         self.committed_at = 0.0
-        self.arrivals = Arrivals(verifier.pace.patterns(greedy=False))
+        self.arrivals = arrivals
         self.speed = Speed()
-        self.way = Way.TURNS
+        self.overlap_mode = OverlapMode.TURNS
         self.unread = kind.prompt
         self.position = 0  # tokens committed
         self.length = kind.answer
-        self.began = verifier.cluster.clock.now
+        self.began = began
         self.price = 0.0
-        self.drafter: Drafter | None = None
+        self.drafter: SessionDrafter | None = None
         self.passing = False
-        self.exhausted = -1  # tokens that were committed when its drafter had nothing more to send
+        self.exhausted = -1  # committed tokens when the drafter had nothing more to send
         self.ended = ended
-        self.truth = [_rank(kind, rng) for _ in range(kind.answer)]  # of each token among the drafter's children
-        self._wrong = _next_wrong(self.truth)
-        self._drafted = Drafted(0, 0)
+        self.target_ranks = [_rank(kind, rng) for _ in range(kind.answer)]  # among the drafter's children
+        self._wrong = _next_wrong(self.target_ranks)
+        self._drafted = SimulatedDraft(0, 0)
 
     @property
     def left(self) -> int:
-        """Tokens that are still to come."""
+        """The number of tokens to be committed until the end."""
         return self.length - self.position
 
     @property
     def ahead(self) -> bool:
-        """Whether its drafter goes on while steps run."""
-        return self.way is Way.AHEAD
+        """Whether the drafter drafts while steps run."""
+        return self.overlap_mode is OverlapMode.AHEAD
 
     @property
     def rounds(self) -> bool:
-        """Whether steps wait for all that its plan allows, and take all of it."""
+        """Whether steps wait until the tree has the plan's depth, and take the whole tree."""
         return self.plan.overlap is Overlap.ROUNDS
 
     @property
-    def lacking(self) -> bool:
-        """Whether its step waits for a deeper tree."""
+    def awaiting_depth(self) -> bool:
+        """Whether the next step waits for a deeper tree."""
         return self.rounds and self.committed_at > 0.0 and self.levels < min(self.plan.depth, self.left - 1)
 
-    def follow(self, way: Way) -> None:
-        """Has its drafter work in this way, as far as the plan allows."""
-        self.way = Way.TURNS if self.rounds else way
+    def set_overlap_mode(self, mode: OverlapMode) -> None:
+        """Set the overlap mode, as far as the plan allows it."""
+        self.overlap_mode = OverlapMode.TURNS if self.rounds else mode
 
     @property
     def awaited(self) -> bool:
-        """Whether its drafter may still send something that a step could take."""
+        """Whether the drafter may still send nodes that a step could take."""
         coming = self.drafter is not None and self.exhausted != self.position
-        return coming and self.way is not Way.REST and self.levels < self.plan.depth
+        return coming and self.overlap_mode is not OverlapMode.REST and self.levels < self.plan.depth
 
     @property
     def levels(self) -> int:
-        """Of its tree that are below what was committed."""
+        """The number of levels of the tree below the committed tokens."""
         return self.below(self._drafted, self.position)
 
-    def hang_up(self) -> None:
-        """Its caller goes away: the next step is the last."""
+    def cancel(self) -> None:
+        """End the generation with the next step, because the caller has cancelled it."""
         self.length = min(self.length, self.position + 1)
 
-    def below(self, drafted: Drafted, position: int) -> int:
-        """Levels of a draft that are still good when so much is committed."""
+    def below(self, drafted: SimulatedDraft, position: int) -> int:
+        """Return the number of levels of a draft that are still valid when `position` tokens are committed."""
         return max(0, drafted.end - position) if self._wrong[drafted.known] >= position else 0
 
-    def take(self, drafted: Drafted) -> None:
-        """A level has come."""
+    def take(self, drafted: SimulatedDraft) -> None:
+        """Receive a draft, which replaces the present one unless that is deeper."""
         if self.below(drafted, self.position) >= self.levels:
             self._drafted = drafted
 
     def scores(self) -> list[float]:
-        """Path scores of its tree's nodes, as its drafter believes them, best first."""
+        """Return the path scores of the tree's nodes, as the drafter sends them, best first."""
         plan = self.plan
         return [score for score, _ in best_nodes(self.kind, min(self.levels, plan.depth), plan.width, plan.nodes)]
 
     def gain(self, levels: int) -> float:
-        """Tokens that another level is expected to bring."""
+        """Return the tokens that a level below `levels` levels is expected to add."""
         kind = self.kind
         return (kind.agreement * kind.ranks[0]) ** levels * kind.agreement * sum(kind.ranks[: self.plan.width])
 
-    def worth(self) -> float:
-        """Tokens that a step over its tree is expected to commit."""
+    def expected_tokens(self) -> float:
+        """Return the tokens that a step over the tree is expected to commit, less the price of its nodes."""
         return 1.0 + sum(max(0.0, score - self.price) for score in self.scores())
 
 
-def _rank(kind: Kind, rng: random.Random) -> int:
-    """Which of the children the target says; one that is never drafted, where it says another token."""
+def _rank(kind: DrafterKind, rng: random.Random) -> int:
+    """Draw the rank of the child that the target chooses; a rank beyond all children where it chooses another token."""
     return rng.choices(range(len(kind.ranks)), kind.ranks)[0] if rng.random() < kind.agreement else len(kind.ranks)
 
 
-def _next_wrong(truth: Sequence[int]) -> list[int]:
-    """For each position, how far the best children that follow are what the target says."""
-    ends = [len(truth)] * (len(truth) + 1)
-    for position in range(len(truth) - 1, -1, -1):
-        ends[position] = position if truth[position] else ends[position + 1]
+def _next_wrong(target_ranks: Sequence[int]) -> list[int]:
+    """Return, for each position, the next position at which the target does not choose the best child."""
+    ends = [len(target_ranks)] * (len(target_ranks) + 1)
+    for position in range(len(target_ranks) - 1, -1, -1):
+        ends[position] = position if target_ranks[position] else ends[position + 1]
     return ends
 
 
 @cache
-def best_nodes(kind: Kind, levels: int, width: int, count: int) -> list[tuple[float, int]]:
-    """The `count` best nodes of a tree: path score and level, best first."""
+def best_nodes(kind: DrafterKind, levels: int, width: int, count: int) -> list[tuple[float, int]]:
+    """Return the path scores and levels of the `count` best nodes of a tree, best first."""
     nodes, path = [], 1.0
     for level in range(levels):
         nodes += [(path * kind.agreement * share, level) for share in kind.ranks[:width]]

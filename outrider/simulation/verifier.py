@@ -1,77 +1,74 @@
-"""A simulated verifier: the real one's decisions over modelled passes."""
+"""A simulated verifier: the real verifier's decisions, with modelled passes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from outrider.core.budget import CostModel, choose_budget
-from outrider.core.contract import StepReport
-from outrider.core.pace import Pace
-from outrider.core.ways import Way
+from outrider.core.control.budget import CostModel, choose_budget
+from outrider.core.control.hold_policy import HoldPolicy
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
-from outrider.simulation.session import Drafted, Session, best_nodes
+from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings, best_nodes
 
-if TYPE_CHECKING:
-    from outrider.simulation.cluster import Cluster
-
-LEAST_HOLD = 1e-5  # seconds: an event takes no time here
+MIN_HOLD_S = 1e-5  # seconds; a shorter hold is skipped, because an event takes no simulated time
 
 
-class Step(NamedTuple):
-    """What one pass does. Times in seconds."""
+class SimulatedStep(NamedTuple):
+    """The contents of one pass. Times are in seconds."""
 
-    deciding: Sequence[Session]
-    nodes: Sequence[int]  # of each
-    reading: dict[Session, int]  # tokens of prompts
+    deciding: Sequence[SimulatedSession]  # sessions that decode
+    nodes: Sequence[int]  # [deciding] verified nodes
+    reading: dict[SimulatedSession, int]  # prompt tokens that the pass reads
     price: float  # path score below which a node was not worth its row
     rows: int
     seconds: float
-    waited: float  # since the step before
+    waited: float  # since the end of the step before
 
 
-class Verifier:
-    """Steps over all its sessions, as the real loop chooses them."""
+class SimulatedVerifier:
+    """Runs steps over all its sessions, chosen as in the real scheduler."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Surroundings) -> None:
         self.cluster = cluster
-        self.sessions: list[Session] = []
+        self.sessions: list[SimulatedSession] = []
         self._cost = cost_model(cluster.deployment)
-        self.pace = Pace(self._cost)
+        self.hold_policy = HoldPolicy(self._cost)
         self._running = False
-        self._alarm = 0  # the latest one counts
+        self._alarm = 0  # number of the latest alarm; earlier alarms are ignored
         self._ended = 0.0
         self._committed = 0.0
 
-    def open(self, session: Session) -> None:
-        """Takes a session."""
-        session.follow(self.pace.way)
+    def open(self, session: SimulatedSession) -> None:
+        """Add a session."""
+        session.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions.append(session)
         self.choose()
 
-    def grown(self, session: Session, drafted: Drafted) -> None:
-        """A level has come."""
+    def on_level(self, session: SimulatedSession, drafted: SimulatedDraft) -> None:
+        """Receive a level of a session's draft."""
         if session.left <= 0:
             return
         before = session.levels
         session.take(drafted)
         if session.levels > before and not session.unread:
-            session.arrivals.arrived(self.cluster.clock.now, session.worth(), passing=self._running)
+            session.arrivals.arrived(self.cluster.clock.now, session.expected_tokens(), passing=self._running)
         self.choose()
 
-    def exhausted(self, session: Session, known: int) -> None:
-        """Nothing more comes before the next commit."""
+    def on_exhausted(self, session: SimulatedSession, known: int) -> None:
+        """Record that a session's drafter has nothing more to send before the next commit."""
         session.exhausted = known
         self.choose()
 
     def choose(self) -> None:
-        """Starts a step, or waits for a better tree."""
+        """Start a step, or wait for a better tree."""
         if self._running or not self.sessions:
             return
         clock, deployment = self.cluster.clock, self.cluster.deployment
         chunk, reads = deployment.prefill_chunk, 0
-        deciding: list[Session] = []
-        reading: dict[Session, int] = {}
+        deciding: list[SimulatedSession] = []
+        reading: dict[SimulatedSession, int] = {}
         for session in self.sessions:
             if session.unread:
                 reading[session] = taken = min(chunk, session.unread)
@@ -87,8 +84,8 @@ class Verifier:
         certain = len(deciding) + self._cost.in_tokens(len(deciding), reads)
         since = min(clock.now - self._ended, self._cost.seconds(max(1, base)))
         budget = choose_budget([score for score, _ in offers], max(1, base), certain, self._cost, since)
-        hold = 0.0 if reads else self.pace.patience(deciding, budget, clock.now)
-        if hold > LEAST_HOLD:
+        hold = 0.0 if reads else self.hold_policy.hold_seconds(deciding, budget, clock.now)
+        if hold > MIN_HOLD_S:
             self._alarm += 1
             alarm = self._alarm
             clock.after(hold, lambda: self._woken(alarm))
@@ -102,30 +99,36 @@ class Verifier:
             self.choose()
 
     def _step(
-        self, deciding: Sequence[Session], nodes: Sequence[int], reading: dict[Session, int], price: float
+        self,
+        deciding: Sequence[SimulatedSession],
+        nodes: Sequence[int],
+        reading: dict[SimulatedSession, int],
+        price: float,
     ) -> None:
         self._running = True
         self._alarm += 1
         clock = self.cluster.clock
         rows = len(deciding) + sum(nodes) + sum(reading.values())
-        step = Step(deciding, nodes, reading, price, rows, self.cluster.pass_seconds(rows), clock.now - self._ended)
+        step = SimulatedStep(
+            deciding, nodes, reading, price, rows, self.cluster.pass_seconds(rows), clock.now - self._ended
+        )
         for session in deciding:
             session.passing = True
         self.cluster.outcome.passes += step.seconds
         clock.after(step.seconds + self.cluster.deployment.overhead_ms / 1e3, lambda: self._commit(step))
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: SimulatedStep) -> None:
         clock, outcome = self.cluster.clock, self.cluster.outcome
         for session, taken in step.reading.items():
             session.unread -= taken
         committed = 0
         for session, count in zip(step.deciding, step.nodes, strict=True):
-            tokens, report = self._say(session, count, step)
+            tokens, report = self._decide(session, count, step)
             committed += tokens
             session.price = step.price
-            self._tell(session, tokens, report)
+            self._deliver(session, tokens, report)
         if step.deciding and self._committed:
-            self.pace.learn(
+            self.hold_policy.learn(
                 self.sessions or step.deciding,
                 len(step.deciding),
                 sum(step.reading.values()),
@@ -136,24 +139,24 @@ class Verifier:
         outcome.tokens += committed
         outcome.steps += len(step.deciding)
         for session in self.sessions:
-            session.follow(self.pace.way)
+            session.set_overlap_mode(self.hold_policy.overlap_mode)
         self._running = False
         self.choose()
 
-    def _say(self, session: Session, count: int, step: Step) -> tuple[int, StepReport]:
-        """What the target says: how many tokens, and the report."""
+    def _decide(self, session: SimulatedSession, count: int, step: SimulatedStep) -> tuple[int, StepReport]:
+        """Decide how many tokens a session commits. Return that number and the report."""
         plan = session.plan
-        wide = [0] * plan.depth  # children at each level that were taken
+        wide = [0] * plan.depth  # verified children at each level
         for _, level in best_nodes(session.kind, min(session.levels, plan.depth), plan.width, count):
             wide[level] += 1
         depth = sum(children > 0 for children in wide)
         ranks: list[int] = []
-        for rank, children in zip(session.truth[session.position :], wide[: session.left - 1], strict=False):
+        for rank, children in zip(session.target_ranks[session.position :], wide[: session.left - 1], strict=False):
             if rank >= children:
                 break
             ranks.append(rank)
             if rank:
-                break  # what is below was drafted for the best child alone
+                break  # the levels below were drafted only below the best child
         accepted = len(ranks)
         first, gap = session.arrivals.times
         now = self.cluster.clock.now
@@ -171,12 +174,12 @@ class Verifier:
             first_us=int(first * 1e6),
             level_us=int(gap * 1e6),
             ranks=bytes(ranks),
-            resting=session.way is Way.REST,
+            resting=session.overlap_mode is OverlapMode.REST,
         )
         return accepted + 1, report
 
-    def _tell(self, session: Session, tokens: int, report: StepReport) -> None:
-        """Of the commit: its drafter, its policy, and who waits for its end."""
+    def _deliver(self, session: SimulatedSession, tokens: int, report: StepReport) -> None:
+        """Deliver a commit to the session's drafter and policy, and end a complete session."""
         clock = self.cluster.clock
         session.passing = False
         session.position += tokens
@@ -188,7 +191,7 @@ class Verifier:
             self.cluster.release(session)
             session.ended()
             return
-        session.arrivals.restart(clock.now, session.worth())
+        session.arrivals.restart(clock.now, session.expected_tokens())
         session.policy.observe(report)
         plan = session.policy.plan()
         if plan is not session.plan:
@@ -197,7 +200,7 @@ class Verifier:
             self.cluster.assign(session)
         if (drafter := session.drafter) is not None:
             position = session.position
-            clock.after(self.cluster.one_way(), lambda: drafter.told(session, position))
+            clock.after(self.cluster.one_way(), lambda: drafter.on_commit(session, position))
 
 
 def cost_model(deployment: Deployment) -> CostModel:

@@ -19,10 +19,10 @@ from redis.exceptions import RedisClusterException, RedisError
 from outrider.errors import ConfigError, InternalError, InvalidRequest, Unavailable
 
 TIMEOUT_S = 2.0  # for a connection and for a reply; a healthy server answers within a millisecond
-CONNECTIONS = 32  # of one process; more callers than that take turns
+CONNECTIONS = 32  # of one process; further callers wait for a free one
 _CLUSTER = "+cluster://"
-_NO_TURN = "No connection available."  # how redis-py puts it that all connections are in use
-_MISREAD = (  # what decoding foreign bytes raises
+_POOL_EXHAUSTED = "No connection available."  # redis-py's message if all connections are in use
+_DECODE_ERRORS = (  # raised by decoding bytes of other programs
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -37,29 +37,30 @@ Client: TypeAlias = Redis | RedisCluster
 
 
 class _PatientCluster(RedisCluster):
-    """A cluster's client whose callers take turns for connections, as `BlockingConnectionPool` lets them."""
+    """A cluster's client whose callers wait for a free connection, as `BlockingConnectionPool` lets them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._turns = asyncio.Semaphore(CONNECTIONS)
+        self._semaphore = asyncio.Semaphore(CONNECTIONS)
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        async with self._turns:
+        async with self._semaphore:
             return await super().execute_command(*args, **options)
 
 
 def connect(redis_url: str) -> Client:
-    """A client for redis://, rediss:// or unix:// URLs, or redis+cluster:// and rediss+cluster:// for a Redis Cluster.
+    """Return a client for redis://, rediss:// or unix:// URLs, or redis+cluster:// and rediss+cluster:// for a Redis
+    Cluster.
 
-    Any one node of a cluster will do; it names the others. The client connects when first used; its user closes
-    it. A command that lost its connection is sent once more, so everything sent through it must be idempotent.
-    Raises ConfigError when the URL cannot be one.
+    Any one node of a cluster is enough; it names the others. The client connects when first used; its user closes it. A
+    command that lost its connection is sent once more, so all commands sent through it must be idempotent. Raises
+    ConfigError for a malformed URL.
     """
     try:
         if _CLUSTER in redis_url:
             return _PatientCluster.from_url(
                 redis_url.replace(_CLUSTER, "://", 1),
-                max_connections=2 * CONNECTIONS,  # to one node; pipelines take theirs without a turn
+                max_connections=2 * CONNECTIONS,  # to one node; pipelines do not wait for the semaphore
                 socket_timeout=TIMEOUT_S,
                 socket_connect_timeout=TIMEOUT_S,
                 protocol=2,
@@ -85,16 +86,16 @@ def connect(redis_url: str) -> Client:
 
 async def ping(client: Client) -> None:
     """Raises Unavailable unless the server answers."""
-    with translated(client):
+    with redis_errors(client):
         await client.ping()
 
 
 @contextmanager
-def translated(client: Client) -> Iterator[None]:
-    """Around a task's Redis commands: an unreachable or refusing server becomes Unavailable with what to do.
+def redis_errors(client: Client) -> Iterator[None]:
+    """Turn errors of a task's Redis commands into Unavailable, with advice for the user.
 
-    A cancellation that redis-py lost is made good: it sends with `asyncio.wait_for`, which before Python 3.12 forgets
-    one that comes just when it is done.
+    Also raises a cancellation that redis-py lost: it sends with `asyncio.wait_for`, which before Python 3.12 loses a
+    cancellation that comes just when it is done.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task else 0
@@ -102,39 +103,39 @@ def translated(client: Client) -> Iterator[None]:
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:
-        failure = Unavailable(f"Redis at {address(client)} {_diagnosis(error)}")
+        failure = Unavailable(f"Redis at {address_of(client)} {_diagnosis(error)}")
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
     if failure is not None:
         raise failure
 
 
-def address(client: Client) -> str:
-    """Where a client connects to, without any password; of a cluster, the nodes that it knows first."""
+def address_of(client: Client) -> str:
+    """Return where a client connects to, without any password; for a cluster the nodes that it knows first."""
     if isinstance(client, RedisCluster):
         return ",".join(f"{node.host}:{node.port}" for node in client.startup_nodes)
     options: dict[str, Any] = client.connection_pool.connection_kwargs
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
 
-def shown(redis_url: str) -> str:
-    """A Redis URL fit for a log: without user, password and options."""
+def redacted(redis_url: str) -> str:
+    """Return a Redis URL without user, password and options, for logs."""
     parts = urlsplit(redis_url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 @contextmanager
-def ours(what: str) -> Iterator[None]:
-    """Around the decoding of what one of us stored: whatever fails there becomes InternalError, which names it."""
+def decoding(what: str) -> Iterator[None]:
+    """Turn any error from decoding a stored value into InternalError, which names the value."""
     try:
         yield
-    except _MISREAD:
+    except _DECODE_ERRORS:
         raise InternalError(f"{what} in Redis is not what Outrider writes there; is the database shared?") from None
 
 
-def loads(blob: bytes, what: str) -> dict[str, Any]:
-    """A JSON object that one of us stored. Raises InternalError, naming `what`, when it is none."""
-    with ours(what):
+def load_object(blob: bytes, what: str) -> dict[str, Any]:
+    """Return a stored JSON object. Raises InternalError, naming `what`, if it is none."""
+    with decoding(what):
         value = json.loads(blob)
         if not isinstance(value, dict):
             raise TypeError("no object")
@@ -142,18 +143,19 @@ def loads(blob: bytes, what: str) -> dict[str, Any]:
 
 
 def _retry() -> Retry:
-    """Once more after a connection was lost. A server that does not answer is not asked again: it takes as long."""
+    """Return the policy: retry once after a lost connection. A server that does not answer is not tried again, because
+    that takes as long."""
     return Retry(ConstantBackoff(0.01), 1, (redis.exceptions.ConnectionError,))
 
 
 def _diagnosis(error: Exception) -> str:
-    # redis-py hides what happened inside ConnectionErrors; and a script's error may follow upon its NOSCRIPT.
+    # redis-py hides the cause inside ConnectionErrors, and a script's error may follow its NOSCRIPT.
     chain = [one for one in (error, error.__cause__, error.__context__) if one is not None]
     text = str(error)
     refusals = (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError)
     if any(isinstance(one, refusals) for one in chain):
         return "refuses our password; check the one in REDIS_URL"
-    # Older servers wrap the errors of commands within scripts, so that only the text tells.
+    # Older servers wrap the errors of commands within scripts, so that only the text shows the kind.
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
         return "is full; raise its maxmemory or lower session_ttl_s"
     if "MISCONF" in text:
@@ -164,7 +166,7 @@ def _diagnosis(error: Exception) -> str:
         return "is a cluster that misses a part; start its missing nodes"
     if isinstance(error, RedisClusterException):
         return f"cannot be used as a cluster ({text.splitlines()[0]}); start its nodes, or correct REDIS_URL"
-    if text == _NO_TURN:
+    if text == _POOL_EXHAUSTED:
         return f"answers too slowly: in {TIMEOUT_S:g} s none of {CONNECTIONS} connections was free; its log says more"
     if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError | OSError):
         cause = chain[1] if len(chain) > 1 else error

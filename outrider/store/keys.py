@@ -1,10 +1,10 @@
-"""API keys, of which only hashes are kept.
+"""API keys. Only their hashes are stored.
 
-    outrider:{keys}   hash: SHA-256 of a key, in hexadecimal -> what it is (JSON)
+    outrider:{keys}   hash: SHA-256 of a key, in hexadecimal -> its description (JSON)
 
-A key is 256 random bits, so nobody can try them all and a plain SHA-256 of it is enough: slow, salted hashes are for
-what people choose. It is looked up by its hash, so how long that takes depends on nothing that a caller can steer
-towards a key that is there.
+A key is 256 random bits, so it cannot be guessed and a plain SHA-256 of it is enough: slow, salted hashes are for
+passwords that people choose. A key is looked up by its hash, so the time of a look-up depends on nothing that a caller
+could steer towards an existing key.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.errors import InvalidRequest, NotFound, Unauthenticated
-from outrider.store.client import Client, loads, ours, translated
+from outrider.store.client import Client, decoding, load_object, redis_errors
 
-PREFIX = "outrider_"  # by which scanners for secrets can find one
+PREFIX = "outrider_"  # lets scanners for secrets recognize a key
 KEY_BYTES = 32
-CACHE_S = 2.0  # a key that was revoked works for so long at most
-MOST_CACHED = 4096
+CACHE_S = 2.0  # a revoked key works for at most so long
+MAX_CACHED = 4096
 ID_CHARACTERS = 12
 
 _KEYS = "outrider:{keys}"
@@ -32,17 +32,17 @@ _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of a key."""
+    """The stored description of a key."""
 
     key_id: str  # the first characters of its hash
     tenant: str
     name: str
     created: float  # seconds since the epoch
-    expires: float | None  # likewise; None: never
+    expires: float | None  # likewise; None: does not expire
 
     @property
     def expired(self) -> bool:
-        """Whether it is too old."""
+        """Whether the key has expired."""
         return self.expires is not None and self.expires <= time.time()
 
 
@@ -51,63 +51,64 @@ class Keys:
 
     def __init__(self, redis: Client) -> None:
         self._redis = redis
-        self._known: dict[str, tuple[ApiKey, float]] = {}  # by hash, and until when it is believed
+        self._known: dict[str, tuple[ApiKey, float]] = {}  # by hash: the key, and the end of its cache entry
 
     async def add(self, tenant: str, name: str = "", *, valid_s: float | None = None) -> tuple[str, ApiKey]:
-        """A new key for a tenant: the secret, which nobody can be told again, and what is kept of it.
+        """Create a key for a tenant. Return the secret, which cannot be recovered later, and the stored description.
 
-        Raises InvalidRequest for a tenant whose name is none.
+        Raises InvalidRequest for an invalid tenant name.
         """
         if not _TENANT.fullmatch(tenant):
             raise InvalidRequest(
-                "tenant", f"is {tenant!r}, must be 1 to 64 letters, digits, '.', '_' or '-', the first of them no sign"
+                "tenant",
+                f"is {tenant!r}, must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit",
             )
         if valid_s is not None and not valid_s > 0:
             raise InvalidRequest("expires", "must lie in the future")
         secret, now = PREFIX + secrets.token_urlsafe(KEY_BYTES), time.time()
         digest = _digest(secret)
         key = ApiKey(digest[:ID_CHARACTERS], tenant, name, now, None if valid_s is None else now + valid_s)
-        with translated(self._redis):
+        with redis_errors(self._redis):
             await self._redis.hset(_KEYS, digest, json.dumps(asdict(key)))
         return secret, key
 
     async def listed(self) -> list[ApiKey]:
-        """All keys, expired ones too, by tenant and age."""
+        """Return all keys, expired ones too, by tenant and age."""
         return sorted((key for _, key in await self._all()), key=lambda key: (key.tenant, key.created))
 
     async def revoke(self, key_id: str) -> ApiKey:
-        """Forgets a key; routers do within `CACHE_S`. Raises NotFound."""
+        """Delete a key; routers refuse it within `CACHE_S`. Raises NotFound."""
         for digest, key in await self._all():
             if key.key_id == key_id:
-                with translated(self._redis):
+                with redis_errors(self._redis):
                     await self._redis.hdel(_KEYS, digest)
                 return key
         raise NotFound(f"there is no key {key_id!r}; `outrider keys list` shows those that there are")
 
     async def find(self, secret: str) -> ApiKey:
-        """The key with this secret, as it was `CACHE_S` ago at most. Raises Unauthenticated."""
+        """Return the key with this secret, as it was at most `CACHE_S` ago. Raises Unauthenticated."""
         digest = _digest(secret)
         key, until = self._known.get(digest, (None, 0.0))
         if key is None or until < time.monotonic():
-            with translated(self._redis):
+            with redis_errors(self._redis):
                 blob: Any = await self._redis.hget(_KEYS, digest)
-            key = None if blob is None else _loaded(blob)
+            key = None if blob is None else _load(blob)
             self._remember(digest, key)
         if key is None or key.expired:
             raise Unauthenticated("this API key is unknown, expired or revoked; `outrider keys add` makes another one")
         return key
 
     async def _all(self) -> list[tuple[str, ApiKey]]:
-        with translated(self._redis):
+        with redis_errors(self._redis):
             entries: Any = await self._redis.hgetall(_KEYS)
-        return [(digest.decode(), _loaded(blob)) for digest, blob in entries.items()]
+        return [(digest.decode(), _load(blob)) for digest, blob in entries.items()]
 
     def _remember(self, digest: str, key: ApiKey | None) -> None:
-        """Only keys that are there: others are as many as anybody likes to make up."""
+        """Cache existing keys only: callers could make up any number of unknown ones."""
         self._known.pop(digest, None)
         if key is not None:
             self._known[digest] = key, time.monotonic() + CACHE_S
-            if len(self._known) > MOST_CACHED:
+            if len(self._known) > MAX_CACHED:
                 del self._known[next(iter(self._known))]
 
 
@@ -115,9 +116,9 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _loaded(blob: bytes) -> ApiKey:
-    values = loads(blob, what := "an API key's entry")
-    with ours(what):
+def _load(blob: bytes) -> ApiKey:
+    values = load_object(blob, what := "an API key's entry")
+    with decoding(what):
         expires = values["expires"]
         return ApiKey(
             str(values["key_id"]),

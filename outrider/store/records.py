@@ -1,4 +1,4 @@
-"""What Redis knows of a session, and how it is written there."""
+"""A session's record and log in Redis, and how they are encoded there."""
 
 from __future__ import annotations
 
@@ -8,77 +8,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.core.contract import OFF, Contract, Plan
-from outrider.core.digest import EMPTY
+from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.core.session.digest import EMPTY
 from outrider.errors import InternalError
-from outrider.store.client import loads, ours
+from outrider.store.client import decoding, load_object
 
 TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a generation promised; fixed with its start."""
+class SessionTurn:
+    """The terms of a generation, fixed at its start."""
 
     contract: Contract
     stops: tuple[str, ...]  # stop strings
-    answer_position: int  # position of the answer's first token
-    deadline: float | None  # absolute, in seconds since 1970; None: none
-    request: str = ""  # names the request that it answers, where that came with an idempotency key
+    answer_position: int  # position of the response's first token
+    deadline: float | None  # absolute, in seconds since 1970; None: no deadline
+    request: str = ""  # name of the request, if it came with an idempotency key
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """What Redis knows of a session. A closed one is a tombstone: all about its text is gone."""
+    """A session's record in Redis. A closed session's record is a tombstone: everything about its text is gone."""
 
     session_id: str
     tenant: str
     model: str
     tokenizer_digest: bytes
-    generation: int = 0  # the latest, from 1; 0: none yet
-    turn: Turn | None = None  # the latest generation's
+    generation: int = 0  # number of the latest generation, from 1; 0: none yet
+    turn: SessionTurn | None = None  # of the latest generation
     plan: Plan = OFF
-    verifier: str = ""  # worker id: where the session's KV is
+    verifier: str = ""  # worker id of the verifier that has the session's KV
     drafters: tuple[str, ...] = ()  # worker ids
-    usage: str = ""  # the router's own text, as written by the latest release or finish of this generation
+    usage: str = ""  # the router's text, written by the latest release or finish of this generation
     epoch: int = 0
     owner: str = ""
-    lease: float = 0.0  # until when the owner counts as alive, by Redis' clock, seconds since 1970; 0: released
-    resumable: float = 0.0  # until when an unfinished generation can be resumed if its owner is gone, likewise
+    lease: float = 0.0  # end of the owner's lease by Redis' clock, seconds since 1970; 0: released
+    resumable: float = 0.0  # end of the time in which an unfinished generation can be resumed, likewise
     length: int = 0  # durable tokens, prompts included
-    digest: int = EMPTY  # over them
-    finished: str = ""  # why the latest generation ended; empty while it has not, and before the first
+    digest: int = EMPTY  # over the durable tokens
+    finished: str = ""  # why the latest generation ended; empty while it has not, and before the first one
     closed: bool = False
 
     @property
     def running(self) -> bool:
-        """Whether there is a generation that has not ended."""
+        """Whether a generation has begun and not ended."""
         return self.generation > 0 and not self.finished
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class SessionLog:
     """Durable tokens from a position on."""
 
     start: int
     tokens: tuple[int, ...]
-    logprobs: bytes  # of the last of them, equally many bytes a token: those of the latest generation's answer
-    finished: str  # why the latest generation ended after them; empty if it has not
+    logprobs: bytes  # of the latest generation's response, equally many bytes for each of its tokens
+    finished: str  # why the latest generation ended after these tokens; empty if it has not
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Token ids as the log holds them: four bytes each, little-endian."""
+    """Encode token ids for the log: four bytes each, little-endian."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def unpack(blob: bytes) -> tuple[int, ...]:
-    """Undoes `pack`. Raises InternalError for what is none."""
-    with ours("a session's tokens"):
+    """Decode what `pack` encoded. Raises InternalError for anything else."""
+    with decoding("a session's tokens"):
         return struct.unpack(f"<{len(blob) // TOKEN_BYTES}I", blob)
 
 
 def stride(tokens: int, logprobs: bytes) -> int:
-    """Bytes of log-probabilities a token, 0 without any. Raises InternalError when they do not divide evenly."""
+    """Return the bytes of log-probabilities per token, 0 without any. Raises InternalError if they do not divide
+    evenly."""
     if not logprobs:
         return 0
     if tokens == 0 or len(logprobs) % tokens:
@@ -87,22 +88,22 @@ def stride(tokens: int, logprobs: bytes) -> int:
 
 
 def dump_plan(plan: Plan) -> str:
-    """A plan as a record's field."""
+    """Encode a plan as a field of the record."""
     return json.dumps(asdict(plan))
 
 
-def dump_turn(turn: Turn | None) -> str:
-    """A turn as a record's field."""
+def dump_turn(turn: SessionTurn | None) -> str:
+    """Encode a turn as a field of the record."""
     return json.dumps(asdict(turn)) if turn is not None else ""
 
 
-def load_turn(blob: bytes) -> Turn | None:
-    """Undoes `dump_turn`. Raises InternalError for what is none."""
+def load_turn(blob: bytes) -> SessionTurn | None:
+    """Decode what `dump_turn` encoded. Raises InternalError for anything else."""
     if not blob:
         return None
-    values = loads(blob, what := "a session's turn")
-    with ours(what):
-        return Turn(
+    values = load_object(blob, what := "a session's turn")
+    with decoding(what):
+        return SessionTurn(
             contract=Contract(**values["contract"]),
             stops=tuple(map(str, values["stops"])),
             answer_position=int(values["answer_position"]),
@@ -112,7 +113,7 @@ def load_turn(blob: bytes) -> Turn | None:
 
 
 def dump(record: SessionRecord) -> dict[str, str | bytes]:
-    """A record as a hash's fields. Numbers that scripts change are decimal; times are in milliseconds."""
+    """Encode a record as the fields of a hash. Numbers that scripts change are decimal; times are in milliseconds."""
     return {
         "tenant": record.tenant,
         "model": record.model,
@@ -135,8 +136,9 @@ def dump(record: SessionRecord) -> dict[str, str | bytes]:
 
 
 def load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
-    """Undoes `dump`. Of a closed session fields about its text are missing. Raises InternalError for what is none."""
-    with ours("a session's record"):
+    """Decode what `dump` encoded. Fields about the text are missing in a closed session. Raises InternalError for
+    anything else."""
+    with decoding("a session's record"):
         return _load(session_id, fields)
 
 
@@ -149,7 +151,7 @@ def _load(session_id: str, fields: Mapping[str, bytes]) -> SessionRecord:
         tokenizer_digest=fields["tokenizer_digest"],
         generation=int(fields["generation"]),
         turn=load_turn(fields.get("turn", b"")),
-        plan=Plan(**loads(plan, "a session's plan")) if plan else OFF,
+        plan=Plan(**load_object(plan, "a session's plan")) if plan else OFF,
         verifier=fields.get("verifier", b"").decode(),
         drafters=tuple(map(str, json.loads(fields.get("drafters", b"[]")))),
         usage=fields.get("usage", b"").decode(),

@@ -1,15 +1,15 @@
-"""What must survive any process: a session's record and its log of durable tokens, fenced by epoch and owner.
+"""The durable state of sessions: a record and a log of tokens for each, fenced by epoch and owner.
 
     outrider:{ID}:session   hash: the record (records.py)
-    outrider:{ID}:log       stream: `t` (tokens, four bytes each, little-endian) and, where they were asked for, `l`
+    outrider:{ID}:log       stream: `t` (tokens, four bytes each, little-endian) and, if they were requested, `l`
                             (log-probabilities, equally many bytes for each of the tokens) under id (start + 1)-0;
                             `finish` (a reason) under id LENGTH-GENERATION, behind all tokens so far
-    outrider:{leases}       where generations that were left behind are looked for (leases.py)
+    outrider:{leases}       the index that finds generations which were left behind (leases.py)
     outrider:idempotency:H  the session that holds an idempotency key, and the fingerprint of its request
 
-A session's two keys share a hash tag, so that the scripts run on a Redis Cluster, and expire together. *Durable*
-means appended here. Everything a script does can be repeated: a retry after a lost reply changes nothing, and
-neither does a first attempt that arrives after its retry. The scripts use nothing that Redis 6.2 lacks.
+A session's two keys share a hash tag, so that the scripts run on a Redis Cluster, and expire together. *Durable* means
+appended here. Every script may be repeated: a retry after a lost reply changes nothing, and neither does a first
+attempt that arrives after its retry. The scripts use nothing that Redis 6.2 lacks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from collections.abc import AsyncIterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from outrider.aside import aside
-from outrider.core.contract import OFF, Plan
-from outrider.core.digest import EMPTY
+from outrider.core.session.contract import OFF, Plan
+from outrider.core.session.digest import EMPTY
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
-from outrider.store.client import Client, loads, ours, translated
+from outrider.offload import offload_if_long
+from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.store.group_commit import GroupCommit
 from outrider.store.leases import Lease, Leases
+from outrider.store.log_recovery import missing_entries, restored_record
 from outrider.store.records import (
-    Log,
+    SessionLog,
     SessionRecord,
-    Turn,
+    SessionTurn,
     dump,
     dump_plan,
     dump_turn,
@@ -40,26 +42,24 @@ from outrider.store.records import (
     stride,
     unpack,
 )
-from outrider.store.restoring import pieces, restored
-from outrider.store.together import Together
 
-__all__ = ["ABANDONED", "CANCELLED", "Log", "OwnedSession", "SessionRecord", "Sessions", "Turn"]
+__all__ = ["ABANDONED", "CANCELLED", "OwnedSession", "SessionLog", "SessionRecord", "SessionTurn", "Sessions"]
 
-ABANDONED = "abandoned"  # ended because its owner was gone and nobody resumed it in time
+ABANDONED = "abandoned"  # the owner was gone and the generation was not resumed in time
 CANCELLED = "cancelled"
 
-_PAGE = 1024  # entries read from Redis at once, so that a long log holds nobody up
-_ATTEMPTS = 4  # at a compare-and-set that somebody else keeps getting ahead of
-_TOMBSTONE_S = 60.0  # at least; longer than anybody goes without hearing of a close
-_TOGETHER = ("append", "renew", "release", "finish")  # scripts of owners, who are many and write all the time
-_SCRIPTS = (*_TOGETHER, "create", "acquire", "begin", "close", "restore", "abandon")
+_PAGE = 1024  # entries per read, so that a long log does not block other clients
+_ATTEMPTS = 4  # at a compare-and-set that other writers keep winning
+_TOMBSTONE_S = 60.0  # at least; longer than any owner goes without a write
+_GROUPED = ("append", "renew", "release", "finish")  # scripts of owners, which are many and write all the time
+_SCRIPTS = (*_GROUPED, "create", "acquire", "begin", "close", "restore", "abandon")
 
 
 class Sessions:
     """All sessions. Methods raise Unavailable when Redis cannot be used, NotFound for an unknown or closed session.
 
-    Records, logs and idempotency keys are dropped `ttl_s` seconds after their last change; owners count as dead
-    `lease_s` seconds after their last one; what they leave unfinished can be resumed for `resume_ttl_s` more.
+    Records, logs and idempotency keys are dropped `ttl_s` seconds after their last change. An owner counts as dead
+    `lease_s` seconds after its last write; the generation that it leaves can be resumed for `resume_ttl_s` more.
     """
 
     def __init__(self, redis: Client, *, ttl_s: float, lease_s: float, resume_ttl_s: float) -> None:
@@ -69,13 +69,13 @@ class Sessions:
         self._tombstone_ms = round(max(2 * lease_s, _TOMBSTONE_S) * 1000)
         prelude = _source("prelude")
         self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
-        self._together = Together(redis)
+        self._group_commit = GroupCommit(redis)
         self.leases = Leases(redis)
 
     async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:
-        """Stores a new session without tokens that nobody owns.
+        """Store a new session without tokens and without an owner.
 
-        False, and nothing changed, if it was there already: also where only the first reply was lost.
+        Return False, and change nothing, if it was there already: also if only the first reply was lost.
         """
         fields = dump(SessionRecord(session_id, tenant, model, tokenizer_digest))
         (created,) = await self._run("create", session_id, *_flat(fields))
@@ -86,7 +86,7 @@ class Sessions:
         session_id: str,
         expected: int,
         owner: str,
-        turn: Turn,
+        turn: SessionTurn,
         start: int,
         tokens: Sequence[int],
         digest: int,
@@ -94,14 +94,15 @@ class Sessions:
         plan: Plan = OFF,
         verifier: str = "",
     ) -> OwnedSession:
-        """Begins the next generation under epoch `expected` + 1: a turn, and its prompt's tokens at position `start`.
+        """Begin the next generation under epoch `expected` + 1: store a turn, and its prompt's tokens at position
+        `start`.
 
         `start` is the session's length, `digest` that of the session with these tokens; there may be none if the
-        session has some. `owner` is a name used for this one call. An empty `verifier` keeps the record's.
-        A generation that was neither finished nor can be resumed any more ends as "abandoned".
+        session has some. `owner` is a name used for this one call. An empty `verifier` keeps the record's. A generation
+        that neither ended nor can be resumed any more ends as "abandoned".
 
-        Raises Superseded when the epoch moved, Busy when the latest generation has not ended and is owned or can
-        be resumed, Conflict when `start` is not the length.
+        Raises Superseded when the epoch moved, Busy when the latest generation has not ended and is owned or can be
+        resumed, Conflict when `start` is not the length.
         """
         if start == 0 and not tokens:
             raise InvalidRequest("prompt", "is empty; a session's first turn needs at least one token")
@@ -121,20 +122,20 @@ class Sessions:
         return OwnedSession(self, session_id, epoch, owner, length, lease)
 
     async def acquire(self, session_id: str, expected: int, owner: str) -> OwnedSession:
-        """Makes `owner` the session's owner under epoch `expected` + 1, if its epoch is still `expected`.
+        """Make `owner` the session's owner under epoch `expected` + 1, if its epoch is still `expected`.
 
-        `owner` is a name that is used for this one acquisition. Raises Superseded when somebody was faster.
+        `owner` is a name that is used for this one acquisition. Raises Superseded when another owner was first.
         """
         epoch, length = await self._run("acquire", session_id, expected, owner)
         return OwnedSession(self, session_id, epoch, owner, length)
 
     async def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
-        """The session's record. A closed session's is there for a while, and says so.
+        """Return the session's record. A closed session's record is there for a while, with `closed` set.
 
-        With a `tenant`, another tenant's session is not there: the same error, and as soon.
+        With a `tenant`, a session of another tenant raises the same error as an unknown one, and takes as long.
         """
-        with translated(self._redis):
-            if tenant is not None:  # asked alone, for to read a whole record takes longer than to find none
+        with redis_errors(self._redis):
+            if tenant is not None:  # read alone, because reading a whole record takes longer than finding none
                 owner: Any = await self._redis.hget(_record_key(session_id), "tenant")
                 if owner != tenant.encode():
                     raise _missing(session_id)
@@ -143,24 +144,23 @@ class Sessions:
             raise _missing(session_id)
         return load(session_id, {name.decode(): value for name, value in fields.items()})
 
-    async def read(self, session_id: str, start: int = 0) -> Log:
-        """The durable tokens from position `start` on, as they were at one moment.
+    async def read(self, session_id: str, start: int = 0) -> SessionLog:
+        """Return the durable tokens from position `start` on, as they were at one moment.
 
         Raises Unavailable when the log was dropped meanwhile.
         """
         key = _log_key(session_id)
         tokens, logprobs = list[int](), bytearray()
-        with translated(self._redis):
+        with redis_errors(self._redis):
             names = ["generation", "finished", "length", "turn", "closed"]
-            held: Any = await self._redis.hmget(_record_key(session_id), names)
-            if held[0] is None or held[4]:
+            fields: Any = await self._redis.hmget(_record_key(session_id), names)
+            if fields[0] is None or fields[4]:
                 raise _missing(session_id)
-            with ours("a session's record"):
-                length, generation, finished = int(held[2]), int(held[0]), held[1].decode()
-            turn = load_turn(held[3])
+            with decoding("a session's record"):
+                length, generation, finished = int(fields[2]), int(fields[0]), fields[1].decode()
+            turn = load_turn(fields[3])
             answer = turn.answer_position if turn is not None else length
-            last = f"{length}-{generation}"  # what is written from now on comes behind it
-            # The entry that holds `start` may begin before it.
+            last = f"{length}-{generation}"  # later writes come behind this id
             first: Any = await self._redis.xrevrange(key, f"{start + 1}-0", "-", count=1)
             low = first[0][0].decode() if first else "-"
             while page := await self._redis.xrange(key, low, last, count=_PAGE):
@@ -169,93 +169,97 @@ class Sessions:
                     if b"t" not in entry:
                         continue
                     position = int(name.partition(b"-")[0]) - 1
-                    said, beside = unpack(entry[b"t"]), entry.get(b"l", b"")
-                    tokens += said[max(0, start - position) :]
-                    logprobs += beside[max(0, start - position, answer - position) * stride(len(said), beside) :]
+                    entry_tokens, entry_logprobs = unpack(entry[b"t"]), entry.get(b"l", b"")
+                    tokens += entry_tokens[max(0, start - position) :]
+                    logprobs += entry_logprobs[
+                        max(0, start - position, answer - position) * stride(len(entry_tokens), entry_logprobs) :
+                    ]
                 low = "(" + entries[-1][0].decode()
         if start + len(tokens) < length:
             raise Unavailable(f"session {session_id} was closed or lost tokens while it was read; try again")
-        return Log(start, tuple(tokens), bytes(logprobs), finished)
+        return SessionLog(start, tuple(tokens), bytes(logprobs), finished)
 
     async def close(self, session_id: str) -> None:
-        """Ends a session and drops its log; a running generation ends as "cancelled". Repeating it changes nothing.
+        """End a session and drop its log; a running generation ends as "cancelled". Repeating it changes nothing.
 
-        A tombstone under a higher epoch stays for a while: its owner hears Superseded and brings nothing back.
+        A tombstone under a higher epoch stays for a while: the owner's next write raises Superseded and restores
+        nothing.
         """
         await self._run("close", session_id, self._tombstone_ms, EMPTY, CANCELLED)
 
     async def ids(self) -> AsyncIterator[str]:
-        """The sessions that Redis holds, closed ones included; those that come or go meanwhile may be missed."""
-        with translated(self._redis):
+        """Yield the sessions that Redis holds, closed ones included; those that come or go meanwhile may be missed."""
+        with redis_errors(self._redis):
             async for key in self._redis.scan_iter(match=_record_key("*"), count=_PAGE):
                 yield key.decode().partition("{")[2].rpartition("}")[0]
 
     async def left_behind(self, lease: Lease) -> bool:
-        """Whether a session has a generation whose owner is gone and that can be resumed no more.
+        """Whether a session has a generation whose owner is gone and that can no longer be resumed.
 
         If not, its entry in the index moves to where it is due again.
         """
-        return await self._look(lease, "")
+        return await self._check_lease(lease, "")
 
     async def abandon(self, lease: Lease) -> bool:
-        """Ends a session's generation as "abandoned" if it is left behind.
+        """End a session's generation as "abandoned" if it is left behind.
 
-        False, and nothing changed but the index, if that is not so: also where somebody else has just done it.
+        Return False, and change nothing but the index, if it is not: also if another router has just ended it.
         """
-        return await self._look(lease, ABANDONED)
+        return await self._check_lease(lease, ABANDONED)
 
     async def list_lease(self, session_id: str) -> None:
-        """Sees to it that a generation which has not ended stands in the index of leases."""
+        """Add a generation that has not ended to the index of leases, unless it is there."""
         _, end_ms = await self._run("abandon", session_id, "")
         if end_ms:
             await self.leases.add_missing(session_id, end_ms)
 
     async def claim(self, tenant: str, key: str, fingerprint: bytes, session_id: str) -> str:
-        """Claims a tenant's idempotency key for a session; returns the session that holds it, ours or an earlier one.
+        """Claim a tenant's idempotency key for a session; return the session that holds it, this one or an earlier one.
 
-        `fingerprint` stands for the request. Raises InvalidRequest when the key came with another request before.
+        `fingerprint` identifies the request. Raises InvalidRequest when the key came with another request before.
         """
-        secret = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()  # keys are the callers' own affair
+        secret = hashlib.sha256(json.dumps([tenant, key]).encode()).hexdigest()  # the key itself is not stored
         name = f"outrider:idempotency:{secret}"
         claim = json.dumps({"session_id": session_id, "fingerprint": fingerprint.hex()})
         blob: Any = None
-        with translated(self._redis):
-            while blob is None:  # it may expire between the two
+        with redis_errors(self._redis):
+            while blob is None:  # the key may expire between the two commands
                 await self._redis.set(name, claim, nx=True, px=self._ttl_ms)
                 blob = await self._redis.get(name)
-        earlier = loads(blob, what := "an idempotency key's entry")
-        with ours(what):
-            holder, its = str(earlier["session_id"]), earlier["fingerprint"]
-        if its != fingerprint.hex():
+        earlier = load_object(blob, what := "an idempotency key's entry")
+        with decoding(what):
+            holder, held_fingerprint = str(earlier["session_id"]), earlier["fingerprint"]
+        if held_fingerprint != fingerprint.hex():
             raise InvalidRequest("idempotency_key", "came with another request before; use a new key for a new request")
         return holder
 
     async def _restore(
         self, owned: OwnedSession, record: SessionRecord, tokens: Sequence[int], logprobs: bytes
     ) -> SessionRecord:
-        """One look and one compare-and-set; the record after it. Raises _Changed when somebody wrote between them."""
+        """Read the record and write once with compare-and-set; return the record after it. Raises _Changed when the
+        session was written in between."""
         try:
             seen = await self.get(owned.session_id)
         except NotFound:
             seen = None
-        after = await aside(tokens, restored, seen, record, owned.epoch, owned.owner, tokens)
+        after = await offload_if_long(tokens, restored_record, seen, record, owned.epoch, owned.owner, tokens)
         names = ("epoch", "owner", "length", "digest", "generation", "finished")
         before = [dump(seen)[name] if seen is not None else "" for name in names]
         fields = dump(after)
-        del fields["lease"], fields["resumable"]  # the script knows the time
-        log = pieces(seen.length if seen is not None else 0, after, tokens, logprobs)
+        del fields["lease"], fields["resumable"]  # the script sets these by Redis' clock
+        log = missing_entries(seen.length if seen is not None else 0, after, tokens, logprobs)
         _, owned.lease = await self._run_listed("restore", owned.session_id, *before, len(fields), *_flat(fields), *log)
         return after
 
-    async def _look(self, lease: Lease, reason: str) -> bool:
+    async def _check_lease(self, lease: Lease, reason: str) -> bool:
         found, end_ms = await self._run("abandon", lease.session_id, reason)
         await self.leases.move(lease, end_ms)
         return bool(found)
 
     async def _run_listed(self, script: str, session_id: str, *arguments: Any) -> tuple[Any, Lease | None]:
-        """The same as `_run`, while the session is entered into the index of leases: both in the time of one.
+        """Do what `_run` does, and add the session to the index of leases at the same time.
 
-        Without its entry it waits for the next scan of all sessions, so that is no reason to fail.
+        A session without its entry waits for the next scan of all sessions, so a failure to add it is no error.
         """
         lease_ms, resume_ttl_ms, _ = self._times
         outcomes: Any = await asyncio.gather(
@@ -271,12 +275,12 @@ class Sessions:
         return reply, listed if isinstance(listed, Lease) else None
 
     async def _run(self, script: str, session_id: str, *arguments: Any) -> Any:
-        """What a script replied after "ok"; its refusals as errors."""
+        """Return what a script replied after "ok"; raise its refusals as errors."""
         keys = [_record_key(session_id), _log_key(session_id)]
         args = [*self._times, *arguments]
-        with translated(self._redis):
-            if script in _TOGETHER:
-                reply = await self._together.run(self._scripts[script], keys, args)
+        with redis_errors(self._redis):
+            if script in _GROUPED:
+                reply = await self._group_commit.run(self._scripts[script], keys, args)
             else:
                 reply = await self._scripts[script](keys=keys, args=args)
         match reply:
@@ -305,10 +309,10 @@ class Sessions:
 
 
 class OwnedSession:
-    """A session under one epoch of ours. Methods raise Superseded once somebody else owns it or it was closed.
+    """A session under one epoch of ours. Methods raise Superseded once another owner has it or it was closed.
 
-    They raise Conflict or NotFound when Redis holds less than it did, because it lost what it had: `restore` it.
-    Calls take turns, so that one which waits goes out under the epoch that a restore before it reached.
+    They raise Conflict or NotFound when Redis holds less than it did, because it lost data: call `restore` then. Calls
+    run one at a time, so that a queued call uses the epoch that a restore before it reached.
     """
 
     def __init__(
@@ -317,10 +321,10 @@ class OwnedSession:
         self.session_id = session_id
         self.epoch = epoch
         self.owner = owner
-        self.lease = lease  # its entry in the index, if it was we who wrote it
+        self.lease = lease  # its entry in the index, if this object wrote it
         self._sessions = sessions
-        self._length = length  # durable tokens that we know of
-        self._turns = asyncio.Lock()
+        self._length = length  # durable tokens, as far as this object knows
+        self._lock = asyncio.Lock()
 
     async def append(
         self,
@@ -333,12 +337,12 @@ class OwnedSession:
         verifier: str | None = None,
         drafters: Sequence[str] | None = None,
     ) -> int:
-        """Appends `tokens` at position `start` and renews the lease; returns the durable length.
+        """Append `tokens` at position `start` and renew the lease; return the durable length.
 
-        `digest` is that of the session with these tokens; `logprobs` are equally many bytes for each of them, or
-        none at all. Tokens that are durable already are a success when they are the same and a Conflict when not; a
-        gap is a Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier`
-        and `drafters` that are given replace the record's, unless the log has gone beyond these tokens.
+        `digest` is that of the session with these tokens; `logprobs` are equally many bytes for each of them, or none
+        at all. Tokens that are durable already are a success if they are the same and a Conflict if not; a gap is a
+        Conflict too, and so are new tokens for a generation that has ended. Those of `plan`, `verifier` and `drafters`
+        that are given replace the record's, unless the log has gone beyond these tokens.
         """
         changes: dict[str, str | bytes] = {}
         if plan is not None:
@@ -347,39 +351,41 @@ class OwnedSession:
             changes["verifier"] = verifier
         if drafters is not None:
             changes["drafters"] = json.dumps(list(drafters))
-        each = stride(len(tokens), logprobs)
-        async with self._turns:
-            (length,) = await self._run("append", start, pack(tokens), logprobs, each, digest, *_flat(changes))
+        bytes_per_token = stride(len(tokens), logprobs)
+        async with self._lock:
+            (length,) = await self._run(
+                "append", start, pack(tokens), logprobs, bytes_per_token, digest, *_flat(changes)
+            )
             self._length = max(self._length, length)
         return int(length)
 
     async def renew(self) -> None:
-        """Renews the lease, unless it was given up, and the session's time to live."""
-        async with self._turns:
+        """Renew the lease, unless it was given up, and the session's time to live."""
+        async with self._lock:
             await self._run("renew", self._length)
 
     async def release(self, usage: str) -> None:
-        """Gives the lease up: from now on anybody may resume, for `resume_ttl_s`. Repeating it changes nothing."""
-        async with self._turns:
+        """Give the lease up: from now on any router may resume, for `resume_ttl_s`. Repeating it changes nothing."""
+        async with self._lock:
             await self._run("release", self._length, usage)
 
     async def finish(self, reason: str, usage: str) -> None:
-        """Writes the log's last entry and gives the lease up. Repeating it changes nothing."""
-        async with self._turns:
+        """Write the log's last entry and give the lease up. Repeating it changes nothing."""
+        async with self._lock:
             await self._run("finish", self._length, reason, usage)
         if self.lease is not None:
-            self._sessions.leases.ended(self.lease)
+            self._sessions.leases.queue_removal(self.lease)
             self.lease = None
 
     async def restore(self, record: SessionRecord, tokens: Sequence[int], logprobs: bytes) -> None:
-        """Puts back what Redis lost of our session, under epoch + 1 or what an earlier try reached.
+        """Restore what Redis lost of this session, under epoch + 1 or the epoch that an earlier try reached.
 
-        `record` is the session as we know it, `tokens` all of its tokens, `logprobs` those of the latest answer, from
-        its first token on. Not put back are the log-probabilities and finish entries of earlier generations.
-        Safe to repeat. Raises Superseded when somebody else got ahead of our epoch or the session is closed, Conflict
-        when Redis holds another text than ours.
+        `record` is the session as the owner has it, `tokens` all of its tokens, `logprobs` those of the latest
+        response, from its first token on. Log-probabilities and finish entries of earlier generations are not restored.
+        Safe to repeat. Raises Superseded when another owner has a later epoch or the session is closed, Conflict when
+        Redis holds another text.
         """
-        async with self._turns:
+        async with self._lock:
             for attempt in range(_ATTEMPTS):
                 try:
                     after = await self._sessions._restore(self, record, tokens, logprobs)
@@ -395,7 +401,7 @@ class OwnedSession:
 
 
 class _Changed(Conflict):
-    """Somebody wrote between a look and a compare-and-set."""
+    """The session was written between a read and a compare-and-set."""
 
 
 def _source(script: str) -> str:
@@ -411,7 +417,7 @@ def _log_key(session_id: str) -> str:
 
 
 def _missing(session_id: str) -> NotFound:
-    return NotFound(f"session {session_id}: there is none, or it was closed or expired")
+    return NotFound(f"session {session_id} does not exist, or was closed or expired")
 
 
 def _flat(fields: dict[str, str | bytes]) -> list[str | bytes]:

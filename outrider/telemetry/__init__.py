@@ -1,1 +1,1 @@
-"""What a process tells of itself: traces and metrics by OpenTelemetry, a page for Prometheus, logs."""
+"""Telemetry of a process: traces and metrics by OpenTelemetry, a page for Prometheus, logs."""

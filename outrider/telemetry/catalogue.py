@@ -1,8 +1,8 @@
-"""Every metric that a server tells of, in one list: what is not here does not exist.
+"""The catalogue of all metrics that servers export. A metric that is not listed here does not exist.
 
-Names are those of OpenTelemetry's semantic conventions for generative AI where it has one, of vLLM's speculative
-decoding (`spec_decode_*`) where that has one, and else begin with `outrider`. Prometheus sees dots as underscores, the
-unit behind the name, and `_total` behind a counter's.
+Names are those of OpenTelemetry's semantic conventions for generative AI if it has one, of vLLM's speculative decoding
+(`spec_decode_*`) if that has one, and else begin with `outrider`. Prometheus shows dots as underscores, the unit behind
+the name, and `_total` behind a counter's name.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class Metric:
     name: str
     kind: Kind
     unit: str  # by UCUM: "s", "By", "{token}"
-    role: str  # of the servers that tell it
+    role: str  # the servers that export it
     description: str
     labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()  # upper bounds, of a histogram
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram's buckets
 
     @property
     def exposed(self) -> str:
-        """Its name in Prometheus; a histogram's has `_bucket`, `_sum` or `_count` behind it."""
+        """The metric's name in Prometheus; a histogram's has `_bucket`, `_sum` or `_count` behind it."""
         name = self.name.replace(".", "_")
         name += {"s": "_seconds", "By": "_bytes"}.get(self.unit, "")
         return name + ("_total" if self.kind == "counter" else "")
 
 
 _MODEL = ("gen_ai.request.model",)
-_TASKS = "router, verifier, drafter"
-_ALL = "router, verifier, drafter, gateway"
+_RPC_SERVERS = "router, verifier, drafter"
+_ALL_SERVERS = "router, verifier, drafter, gateway"
 
 METRICS = (
     Metric(
@@ -47,7 +47,7 @@ METRICS = (
         "histogram",
         "s",
         "router",
-        "From a request's arrival to its end.",
+        "Seconds from a request's arrival to its end.",
         (*_MODEL, "gen_ai.operation.name", "error.type"),
         SECONDS,
     ),
@@ -56,7 +56,7 @@ METRICS = (
         "histogram",
         "s",
         "router",
-        "From a request's arrival to its first token.",
+        "Seconds from a request's arrival to its first token.",
         _MODEL,
         SECONDS,
     ),
@@ -65,7 +65,7 @@ METRICS = (
         "histogram",
         "s",
         "router",
-        "Of a generation: seconds of each token after the first.",
+        "Mean seconds per token of a generation after the first token.",
         _MODEL,
         MILLISECONDS,
     ),
@@ -74,62 +74,80 @@ METRICS = (
         "histogram",
         "{token}",
         "router",
-        "Tokens of a request: its input and its output.",
+        "Input and output tokens of a request.",
         (*_MODEL, "gen_ai.token.type"),
         TOKENS,
     ),
-    Metric("outrider.requests", "counter", "{request}", "router", "Requests, by how they ended.", (*_MODEL, "outcome")),
-    Metric("outrider.requests.running", "gauge", "{request}", "router", "Generations that run."),
-    Metric("outrider.queue.depth", "gauge", "{request}", "router", "Requests that wait for a place.", ("priority",)),
-    Metric("outrider.queue.wait", "histogram", "s", "router", "How long requests waited.", (), SECONDS),
-    Metric("outrider.tokens", "counter", "{token}", "router", "Tokens that are durable: goodput.", _MODEL),
-    Metric("outrider.gamma", "gauge", "{token}", "router", "Ceiling on gamma, over the generations that run: mean."),
-    Metric("outrider.plan.changes", "counter", "{change}", "router", "Plans that replaced another one."),
-    Metric("outrider.log.append", "histogram", "s", "router", "Until Redis had a commit's tokens.", (), MILLISECONDS),
+    Metric("outrider.requests", "counter", "{request}", "router", "Requests, by outcome.", (*_MODEL, "outcome")),
+    Metric("outrider.requests.running", "gauge", "{request}", "router", "Running generations."),
+    Metric("outrider.queue.depth", "gauge", "{request}", "router", "Queued requests.", ("priority",)),
+    Metric("outrider.queue.wait", "histogram", "s", "router", "Seconds that requests waited for a slot.", (), SECONDS),
+    Metric("outrider.tokens", "counter", "{token}", "router", "Durable tokens: goodput.", _MODEL),
+    Metric("outrider.gamma", "gauge", "{token}", "router", "Ceiling on gamma: mean over the running generations."),
+    Metric("outrider.plan.changes", "counter", "{change}", "router", "Plans that replaced an earlier one."),
+    Metric(
+        "outrider.log.append",
+        "histogram",
+        "s",
+        "router",
+        "Seconds until Redis had stored a commit's tokens.",
+        (),
+        MILLISECONDS,
+    ),
     Metric(
         "outrider.speculation.steps",
         "counter",
         "{step}",
         "router",
-        "Steps, by whether they verified drafts or what kept them from it.",
+        "Steps, by whether they verified drafts, or why not.",
         (*_MODEL, "reason"),
     ),
-    Metric("outrider.moves", "counter", "{move}", "router", "Generations that went on at another verifier."),
-    Metric("outrider.resumes", "counter", "{resume}", "router", "Generations that were taken over."),
-    Metric("outrider.drafter.verified", "counter", "{token}", "router", "A drafter's verified nodes.", ("drafter",)),
-    Metric("outrider.drafter.accepted", "counter", "{token}", "router", "Of these, the committed.", ("drafter",)),
-    Metric("outrider.examples.written", "counter", "{example}", "router", "Examples for drafters to learn from."),
-    Metric("outrider.examples.dropped", "counter", "{example}", "router", "Examples that Redis did not take."),
-    Metric("outrider.workers", "gauge", "{worker}", "router", "Workers that are announced.", ("role",)),
-    Metric("outrider.slots", "gauge", "{session}", "verifier", "Sessions that there is room for."),
-    Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Sessions that are open."),
-    Metric("outrider.kv.tokens", "gauge", "{token}", "verifier", "Tokens of open sessions whose KV is held."),
-    Metric("outrider.kv.capacity", "gauge", "{token}", "verifier", "Tokens whose KV there is room for."),
+    Metric("outrider.moves", "counter", "{move}", "router", "Generations that moved to another verifier."),
+    Metric("outrider.resumes", "counter", "{resume}", "router", "Resumed generations."),
+    Metric("outrider.drafter.verified", "counter", "{token}", "router", "Verified nodes of a drafter.", ("drafter",)),
+    Metric("outrider.drafter.accepted", "counter", "{token}", "router", "Of these, the accepted ones.", ("drafter",)),
+    Metric("outrider.examples.written", "counter", "{example}", "router", "Training samples written to Redis."),
+    Metric("outrider.examples.dropped", "counter", "{example}", "router", "Training samples that Redis did not take."),
+    Metric("outrider.workers", "gauge", "{worker}", "router", "Announced workers.", ("role",)),
+    Metric("outrider.slots", "gauge", "{session}", "verifier", "Sessions that fit at once."),
+    Metric("outrider.sessions", "gauge", "{session}", "verifier, drafter", "Open sessions."),
+    Metric("outrider.kv.tokens", "gauge", "{token}", "verifier", "Tokens of open sessions whose KV is in memory."),
+    Metric("outrider.kv.capacity", "gauge", "{token}", "verifier", "Tokens whose KV fits into memory."),
     Metric(
         "outrider.kv.preemptions",
         "counter",
         "{session}",
         "verifier, drafter",
-        "Sessions whose KV went, for want of memory, to be computed again.",
+        "Sessions whose KV was evicted for lack of memory and is computed again.",
     ),
     Metric("outrider.steps", "counter", "{step}", "verifier", "Forward passes."),
-    Metric("outrider.step.rows", "counter", "{token}", "verifier", "Tokens in all passes."),
-    Metric("outrider.step.forward", "histogram", "s", "verifier", "Of a forward pass.", (), MILLISECONDS),
-    Metric("outrider.step.wait", "histogram", "s", "verifier", "How long a step was held back.", (), MILLISECONDS),
-    Metric("outrider.draft.reply", "histogram", "s", "verifier", "Commit to first delta after it.", (), MILLISECONDS),
-    Metric("outrider.tokens.committed", "counter", "{token}", "verifier", "Tokens that steps committed."),
-    Metric("outrider.wire", "counter", "By", "verifier", "Bytes on drafters' streams, both directions."),
-    Metric("outrider.drafters", "gauge", "{drafter}", "verifier, drafter", "Draft streams that are open."),
-    Metric("outrider.frames.refused", "counter", "{frame}", "verifier, drafter", "Frames of peers that were refused."),
-    Metric("spec_decode_num_drafts", "counter", "{draft}", "verifier", "Trees that were verified."),
-    Metric("spec_decode_num_draft_tokens", "counter", "{token}", "verifier", "Nodes that were verified."),
-    Metric("spec_decode_num_accepted_tokens", "counter", "{token}", "verifier", "Of these, those that were committed."),
+    Metric("outrider.step.rows", "counter", "{token}", "verifier", "Tokens in all forward passes."),
+    Metric("outrider.step.forward", "histogram", "s", "verifier", "Seconds of a forward pass.", (), MILLISECONDS),
+    Metric(
+        "outrider.step.wait", "histogram", "s", "verifier", "Seconds for which a step was held back.", (), MILLISECONDS
+    ),
+    Metric(
+        "outrider.draft.reply",
+        "histogram",
+        "s",
+        "verifier",
+        "Seconds from a commit to the first delta after it.",
+        (),
+        MILLISECONDS,
+    ),
+    Metric("outrider.tokens.committed", "counter", "{token}", "verifier", "Committed tokens."),
+    Metric("outrider.wire", "counter", "By", "verifier", "Bytes on draft streams, both directions."),
+    Metric("outrider.drafters", "gauge", "{drafter}", "verifier, drafter", "Open draft streams."),
+    Metric("outrider.frames.refused", "counter", "{frame}", "verifier, drafter", "Refused frames of peers."),
+    Metric("spec_decode_num_drafts", "counter", "{draft}", "verifier", "Verified trees."),
+    Metric("spec_decode_num_draft_tokens", "counter", "{token}", "verifier", "Verified nodes."),
+    Metric("spec_decode_num_accepted_tokens", "counter", "{token}", "verifier", "Of these, the accepted ones."),
     Metric(
         "spec_decode_num_draft_tokens_per_pos",
         "counter",
         "{step}",
         "verifier",
-        "Steps that verified a node so deep; position 0 is the first below the root.",
+        "Steps that verified a node at this depth; position 0 is the first below the root.",
         ("position",),
     ),
     Metric(
@@ -137,18 +155,52 @@ METRICS = (
         "counter",
         "{step}",
         "verifier",
-        "Steps whose accepted path was so deep.",
+        "Steps whose accepted path reached this depth.",
         ("position",),
     ),
-    Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Passes of the draft model."),
-    Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Nodes that were sent."),
-    Metric("outrider.draft.judged", "counter", "{token}", "drafter", "Places whose token a guess was held against."),
-    Metric("outrider.draft.agreed", "counter", "{token}", "drafter", "Places where the best guess was the token."),
-    Metric("outrider.version", "gauge", "{version}", "drafter", "Of its model; 0: what its own folder holds."),
-    Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Versions that it went over to."),
-    Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Swaps back to an earlier version."),
-    Metric("outrider.loop.lag", "histogram", "s", _ALL, "How late the event loop runs what is due.", (), MILLISECONDS),
-    Metric("outrider.loop.stalls", "counter", "{stall}", _ALL, "Times that it stood still for 0.1 s by itself."),
-    Metric("outrider.tasks.failed", "counter", "{task}", _TASKS, "Ends of tasks that should not end.", ("task",)),
+    Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Forward passes of the draft model."),
+    Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Sent nodes."),
+    Metric(
+        "outrider.draft.judged",
+        "counter",
+        "{token}",
+        "drafter",
+        "Positions at which a draft was compared with the committed token.",
+    ),
+    Metric(
+        "outrider.draft.agreed",
+        "counter",
+        "{token}",
+        "drafter",
+        "Positions at which the best draft was the committed token.",
+    ),
+    Metric(
+        "outrider.version",
+        "gauge",
+        "{version}",
+        "drafter",
+        "Version of the drafter's model; 0: the checkpoint in its own folder.",
+    ),
+    Metric("outrider.version.swaps", "counter", "{swap}", "drafter", "Switches to another version."),
+    Metric("outrider.version.rollbacks", "counter", "{swap}", "drafter", "Switches back to an earlier version."),
+    Metric(
+        "outrider.loop.lag",
+        "histogram",
+        "s",
+        _ALL_SERVERS,
+        "Seconds by which the event loop runs callbacks late.",
+        (),
+        MILLISECONDS,
+    ),
+    Metric(
+        "outrider.loop.stalls",
+        "counter",
+        "{stall}",
+        _ALL_SERVERS,
+        "Times that the process itself blocked its event loop for 0.1 s.",
+    ),
+    Metric(
+        "outrider.tasks.failed", "counter", "{task}", _RPC_SERVERS, "Unexpected ends of long-lived tasks.", ("task",)
+    ),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

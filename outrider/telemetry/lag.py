@@ -1,9 +1,9 @@
-"""How late an event loop runs what is due: its lag, and the stalls that it causes itself.
+"""Lag of an event loop, which is how late it runs what is due, and the stalls that it causes itself.
 
 Lag is wall-clock time: it also grows when the machine is too busy to run the process. A stall is the process's own
-fault, one callback that took too long, or another thread that kept the interpreter's lock. So the time for which the
-operating system had the loop's thread wait for a core is taken off, and that for which others waited, which may have
-had the lock then; but what any one thread has computed meanwhile stays.
+fault: one callback that took too long, or another thread that kept the interpreter's lock. So a stall excludes the time
+for which the operating system let the loop's thread wait for a core, and the time for which other threads waited, which
+may have held the lock then; but it includes what any one thread has computed meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from outrider.telemetry.metrics import histogram, watch
+from outrider.telemetry.metrics import histogram, register_metric
 
-BEAT_S = 0.025  # that the loop is asked to sleep
-LIST_S = 1.0  # between two looks at which threads there are
-LONG_S = 1.0  # of a stall that is worth a line in the log; peers take a server that is silent for 2.5 s for dead
-STALL_S = 0.1  # for longer no event loop of ours may stand still
+BEAT_S = 0.025  # period of the measurement
+THREAD_LIST_S = 1.0  # between two listings of the process's threads
+LONG_STALL_S = 1.0  # stalls from here on are logged as warnings; peers count a server that is silent for 2.5 s as dead
+STALL_S = 0.1  # no event loop of ours may stand still for longer
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class LoopLag:
     """Measures the event loop that `run` runs on.
 
-    `record` takes each lag in seconds, `stalled` is called at each stall of more than STALL_S. `stalls` counts these,
+    `record` takes each lag in seconds; `stalled` is called at each stall of more than STALL_S. `stalls` counts these,
     and `longest_s` is the longest stall, however short; both may be read in any thread.
     """
 
@@ -48,7 +48,7 @@ class LoopLag:
         self._beat_s = beat_s
 
     async def run(self) -> None:
-        """Measures until cancelled."""
+        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         failed: asyncio.Future[None] = loop.create_future()
         with _ThreadClock() as clock:
@@ -61,9 +61,9 @@ class LoopLag:
                 due = time.monotonic() + self._beat_s
                 waiting = loop.call_later(self._beat_s, beat)
 
-            def beat() -> None:  # a task that sleeps would be late by the callbacks of three rounds of the loop
+            def beat() -> None:  # not a sleeping task, which would be late by the callbacks of three rounds of the loop
                 try:
-                    self._take(max(0.0, time.monotonic() - due), clock)
+                    self._record_lag(max(0.0, time.monotonic() - due), clock)
                     sleep()
                 except Exception as error:
                     failed.set_exception(error)
@@ -74,21 +74,21 @@ class LoopLag:
             finally:
                 waiting.cancel()
 
-    def _take(self, lag_s: float, clock: _ThreadClock) -> None:
+    def _record_lag(self, lag_s: float, clock: _ThreadClock) -> None:
         self._record(lag_s)
-        if lag_s <= min(STALL_S, self.longest_s):  # so is the stall, which changes nothing then
+        if lag_s <= min(STALL_S, self.longest_s):  # the stall is no longer than the lag, so it changes nothing
             return
-        stood_s = clock.own(lag_s)
+        stood_s = clock.own_share(lag_s)
         self.longest_s = max(self.longest_s, stood_s)
         if stood_s > STALL_S:
             self.stalls += 1
             self._stalled()
-            level = logging.WARNING if stood_s > LONG_S else logging.DEBUG
+            level = logging.WARNING if stood_s > LONG_STALL_S else logging.DEBUG
             log.log(level, "the event loop stood still for %.3f s", stood_s)
 
 
 class _Spent(NamedTuple):
-    """What a thread got of the machine, in seconds."""
+    """CPU time and waiting time of a thread, in seconds."""
 
     ran_s: float
     waited_s: float  # for a core
@@ -98,12 +98,14 @@ class _Spent(NamedTuple):
 
 
 class _ThreadClock:
-    """What the threads of this process get of the machine, for the thread that asks."""
+    """Measures CPU time and waiting time of this process's threads, for the thread that calls it."""
 
     def __init__(self) -> None:
-        self._files: dict[str, int] = {}  # by thread; none: the system does not tell how long threads wait for a core
-        self._own = str(threading.get_native_id())
-        self._listed_at = -LIST_S
+        self._files: dict[
+            str, int
+        ] = {}  # by thread; empty: the system does not report how long threads wait for a core
+        self._thread_id = str(threading.get_native_id())
+        self._listed_at = -THREAD_LIST_S
         self._before: dict[str, _Spent] = {}
         self._ran_s = 0.0
 
@@ -115,28 +117,28 @@ class _ThreadClock:
             os.close(file)
 
     def start(self) -> None:
-        """What `own` says is counted from here."""
-        if time.monotonic() >= self._listed_at + LIST_S:
-            self._list()
+        """Start a measurement for `own_share`."""
+        if time.monotonic() >= self._listed_at + THREAD_LIST_S:
+            self._list_threads()
         self._before, self._ran_s = self._read(), time.thread_time()
 
-    def own(self, lag_s: float) -> float:
-        """How much of a lag the process made itself."""
-        self._list()  # those that have been started since count, too
+    def own_share(self, lag_s: float) -> float:
+        """Return how much of a lag the process caused itself."""
+        self._list_threads()  # threads that started since count, too
         ran_s = min(lag_s, time.thread_time() - self._ran_s)
         since = {
             thread: spent.since(self._before.get(thread, _Spent(0.0, 0.0))) for thread, spent in self._read().items()
         }
-        mine = since.pop(self._own, None)
-        if mine is None:
+        own_thread = since.pop(self._thread_id, None)
+        if own_thread is None:
             return ran_s
-        left_s = lag_s - mine.waited_s
+        left_s = lag_s - own_thread.waited_s
         others_waited_s = sum(other.waited_s for other in since.values())
         most_ran_s = max((other.ran_s for other in since.values()), default=0.0)
         return max(ran_s, min(left_s, max(left_s - others_waited_s, most_ran_s)))
 
     def _read(self) -> dict[str, _Spent]:
-        """Of each thread since it began. Those that have ended are left out."""
+        """Return the times of each thread since its start. Threads that have ended are left out."""
         found = {}
         for thread, file in self._files.items():
             with suppress(OSError):
@@ -144,29 +146,29 @@ class _ThreadClock:
                 found[thread] = _Spent(int(ran) / 1e9, int(waited) / 1e9)
         return found
 
-    def _list(self) -> None:
-        """Looks which threads there are."""
+    def _list_threads(self) -> None:
+        """Update the list of the process's threads."""
         self._listed_at = time.monotonic()
         with suppress(OSError):
             present = set(os.listdir("/proc/self/task"))
             for ended in self._files.keys() - present:
                 os.close(self._files.pop(ended))
             for thread in present - self._files.keys():
-                with suppress(OSError):  # it has ended meanwhile, or the system does not tell
+                with suppress(OSError):  # it has ended meanwhile, or the system does not report it
                     self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
 
 
 def loop_lag(
     record: Callable[[float], None] = lambda lag_s: None, stalled: Callable[[], None] = lambda: None
 ) -> LoopLag:
-    """The lag of a server's event loop, told by the names of the catalogue, and to these, as `LoopLag` does. Its `run`
-    has to run on that loop."""
-    told = histogram("outrider.loop.lag")
+    """Return the lag of a server's event loop, exported under the catalogue's names, and passed to `record` and
+    `stalled` as `LoopLag` does. Its `run` must run on that loop."""
+    lag_histogram = histogram("outrider.loop.lag")
 
-    def both(lag_s: float) -> None:
-        told.record(lag_s)
+    def record_both(lag_s: float) -> None:
+        lag_histogram.record(lag_s)
         record(lag_s)
 
-    lag = LoopLag(both, stalled)
-    watch("outrider.loop.stalls", lambda: lag.stalls)
+    lag = LoopLag(record_both, stalled)
+    register_metric("outrider.loop.stalls", lambda: lag.stalls)
     return lag

@@ -1,4 +1,4 @@
-"""Logs: for people by the line, for machines as JSON with the trace, the span and the session that each is about."""
+"""Logs: as text lines, or as JSON with the trace, the span and the session of each line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SESSION: ContextVar[str] = ContextVar("session", default="")
 
 
 @contextmanager
-def about(session_id: str) -> Iterator[None]:
-    """What is logged in the body is about this session."""
+def session_context(session_id: str) -> Iterator[None]:
+    """Attach a session id to all log lines of the body."""
     token = _SESSION.set(session_id)
     try:
         yield
@@ -28,8 +28,8 @@ def about(session_id: str) -> Iterator[None]:
         _SESSION.reset(token)
 
 
-def to_stderr(form: LogFormat) -> None:
-    """Has all loggers write there, from INFO on."""
+def log_to_stderr(form: LogFormat) -> None:
+    """Make all loggers write to stderr, from INFO on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         _Json() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -38,7 +38,7 @@ def to_stderr(form: LogFormat) -> None:
 
 
 class _Json(logging.Formatter):
-    """A line of JSON; the names are OpenTelemetry's."""
+    """Formats a line as JSON; the names are OpenTelemetry's."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, str] = {

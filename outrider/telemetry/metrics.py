@@ -1,6 +1,7 @@
-"""Metrics as servers tell them. What is counted anyway is read when somebody asks; the rest is recorded in histograms.
+"""Export of a server's metrics. Counters and gauges are read when an exporter asks; other values are recorded in
+histograms.
 
-Nothing here costs a step anything but a histogram's record, once a pass.
+The only cost per step is a histogram's record.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Observation
 
 from outrider.telemetry.catalogue import BY_NAME
 
-Reading = float | Mapping[str, float] | Mapping[tuple[str, ...], float]  # by the values of its labels, where it has any
+Reading = float | Mapping[str, float] | Mapping[tuple[str, ...], float]  # by the values of its labels, if it has any
 
 _METER = metrics.get_meter("outrider")
 
 
-def watch(name: str, read: Callable[[], Reading]) -> None:
-    """Tells a counter or a gauge of the catalogue by what `read` returns, which is called in another thread."""
+def register_metric(name: str, read: Callable[[], Reading]) -> None:
+    """Export a counter or gauge of the catalogue. `read` returns its value and is called in another thread."""
     metric = BY_NAME[name]
 
     def observe(options: CallbackOptions) -> Iterable[Observation]:
@@ -35,12 +36,12 @@ def watch(name: str, read: Callable[[], Reading]) -> None:
 
 
 def by_position(counts: Sequence[int]) -> dict[str, float]:
-    """Counts by depth, as vLLM labels them: position 0 is the first below the root."""
+    """Return counts by depth, labelled as in vLLM: position 0 is the first below the root."""
     return {str(position): float(count) for position, count in enumerate(counts)}
 
 
 def histogram(name: str) -> Histogram:
-    """A histogram of the catalogue."""
+    """Return a histogram of the catalogue."""
     metric = BY_NAME[name]
     return _METER.create_histogram(
         name, metric.unit, metric.description, explicit_bucket_boundaries_advisory=metric.buckets

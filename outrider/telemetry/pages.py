@@ -1,6 +1,6 @@
-"""The HTTP side of a server: /metrics for Prometheus, and what else it shows.
+"""The HTTP pages of a server: /metrics for Prometheus, and further pages.
 
-Read only, and for the cluster's own network: it speaks no TLS and asks nobody who he is.
+Read only, and for the cluster's own network: without TLS and authentication.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from outrider.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-PATIENCE_S = 5.0  # that a connection may be silent
+IDLE_TIMEOUT_S = 5.0  # idle connections are closed after so long
 
 log = logging.getLogger(__name__)
 
 
 class Content(NamedTuple):
-    """What a page answers."""
+    """The content of a page."""
 
     kind: str  # MIME type
     body: bytes
 
 
-Page = Callable[[], Content]  # called in another thread than the event loop's
+Page = Callable[[], Content]  # called outside the event loop's thread
 
 
 @contextmanager
 def serving(listen: str, registry: CollectorRegistry, pages: Mapping[str, Page]) -> Iterator[str]:
-    """Serves while the body runs. Yields the bound "host:port". Raises ConfigError."""
+    """Serve while the body runs. Yields the bound "host:port". Raises ConfigError."""
     host, _, port = listen.rpartition(":")
     try:
-        server = make_server(host.strip("[]"), int(port), _app(registry, pages), _Server, _Handler)
+        server = make_server(host.strip("[]"), int(port), _app(registry, pages), _PageServer, _Handler)
     except OSError as error:
         raise ConfigError(f"metrics: cannot bind {listen} ({error.strerror or error}); choose a free port") from None
     thread = threading.Thread(target=server.serve_forever, name="pages", daemon=True)
@@ -59,22 +59,22 @@ def _app(registry: CollectorRegistry, pages: Mapping[str, Page]) -> WSGIApplicat
     def app(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = request.get("PATH_INFO", "")
         if request.get("REQUEST_METHOD") not in ("GET", "HEAD"):
-            return _answer(start, "405 Method Not Allowed", Content("text/plain", b"GET it\n"))
+            return _respond(start, "405 Method Not Allowed", Content("text/plain", b"GET it\n"))
         if path == "/metrics":
-            shown: Iterable[bytes] = prometheus(request, start)
-            return shown
+            body: Iterable[bytes] = prometheus(request, start)
+            return body
         if path not in pages:
-            return _answer(start, "404 Not Found", Content("text/plain", b"there is no such page\n"))
+            return _respond(start, "404 Not Found", Content("text/plain", b"there is no such page\n"))
         try:
-            return _answer(start, "200 OK", pages[path]())
+            return _respond(start, "200 OK", pages[path]())
         except Exception:
             log.exception("page %s failed", path)
-            return _answer(start, "503 Service Unavailable", Content("text/plain", b"not now; see the log\n"))
+            return _respond(start, "503 Service Unavailable", Content("text/plain", b"not now; see the log\n"))
 
     return app
 
 
-def _answer(start: StartResponse, status: str, content: Content) -> list[bytes]:
+def _respond(start: StartResponse, status: str, content: Content) -> list[bytes]:
     start(
         status,
         [
@@ -88,16 +88,16 @@ def _answer(start: StartResponse, status: str, content: Content) -> list[bytes]:
     return [content.body]
 
 
-class _Server(ThreadingWSGIServer):
-    """A thread for each connection."""
+class _PageServer(ThreadingWSGIServer):
+    """Serves each connection in a thread."""
 
     daemon_threads = True
 
 
 class _Handler(WSGIRequestHandler):
-    """Who says nothing is not waited for; and who looks is nobody's business."""
+    """Closes idle connections, and logs no requests."""
 
-    timeout = PATIENCE_S
+    timeout = IDLE_TIMEOUT_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its name there)
-        """Not logged."""
+        """Log nothing."""

@@ -1,7 +1,8 @@
 """Traces: one for each request, through every process that works for it.
 
-Whoever starts a request decides whether it is traced; the context travels as W3C's `traceparent` in the metadata of
-each call. Sources: W3C Trace Context (2021); OpenTelemetry's semantic conventions for RPC and for generative AI.
+The process that starts a request decides whether it is traced; the context travels as W3C's `traceparent` in the
+metadata of each call. Sources: W3C Trace Context (2021); OpenTelemetry's semantic conventions for RPC and for
+generative AI.
 """
 
 from __future__ import annotations
@@ -14,52 +15,54 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-Metadata = tuple[tuple[str, str], ...]  # of a gRPC call
+Metadata = tuple[tuple[str, str], ...]  # metadata of a gRPC call
 Attributes = Mapping[str, str | bool | int | float | list[str]]
 
-SPAN_BYTES = 8  # of a span's id on the wire
+SPAN_BYTES = 8  # bytes of a span's id on the wire
 TRACER = trace.get_tracer("outrider")
 
 _W3C = TraceContextTextMapPropagator()
-_EPOCH_NS = time.time_ns() - time.monotonic_ns()  # spans are timed by the monotonic clock, and told by the wall's
+_EPOCH_NS = (
+    time.time_ns() - time.monotonic_ns()
+)  # spans are measured by the monotonic clock and exported by the wall clock
 
 
 def wall_ns(monotonic_s: float) -> int:
-    """A moment of `time.monotonic` as spans take it."""
+    """Convert a time of `time.monotonic` to a span's timestamp."""
     return _EPOCH_NS + int(monotonic_s * 1e9)
 
 
-def carried(span: Span | None = None) -> Metadata:
-    """A span, or else the current one, for a call's metadata; nothing where there is no trace."""
+def trace_metadata(span: Span | None = None) -> Metadata:
+    """Return the metadata that carries `span`, or else the current one, to a callee; empty without a trace."""
     carrier: dict[str, str] = {}
     _W3C.inject(carrier, None if span is None else trace.set_span_in_context(span))
     return tuple(carrier.items())
 
 
-def context_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The span that a call was made in, as its metadata or its headers say; what is malformed is none."""
+def extract_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
+    """Return the caller's span from a call's metadata or headers; malformed entries are ignored."""
     return _W3C.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)})
 
 
-def recording() -> Span | None:
-    """The current span, if this request is traced."""
+def recording_span() -> Span | None:
+    """Return the current span if this request is traced."""
     span = trace.get_current_span()
     return span if span.is_recording() else None
 
 
-def failed(span: Span, kind: str) -> None:
-    """Marks a span as one that ended by an error."""
+def mark_failed(span: Span, kind: str) -> None:
+    """Mark a span as failed."""
     span.set_attribute("error.type", kind)
     span.set_status(Status(StatusCode.ERROR, kind))
 
 
-def began(name: str, parent: Span, at: float, attributes: Attributes, drafts: Iterable[bytes] = ()) -> Span:
-    """A span below `parent` that began at a moment of `time.monotonic`; linked to spans of its trace, by their ids."""
-    above = parent.get_span_context()
-    links = [Link(SpanContext(above.trace_id, int.from_bytes(own), True, TraceFlags(1))) for own in drafts]
+def start_span(name: str, parent: Span, at: float, attributes: Attributes, drafts: Iterable[bytes] = ()) -> Span:
+    """Start a span below `parent` at `at`, a time of `time.monotonic`; linked to spans of its trace by their ids."""
+    context = parent.get_span_context()
+    links = [Link(SpanContext(context.trace_id, int.from_bytes(span_id), True, TraceFlags(1))) for span_id in drafts]
     return TRACER.start_span(name, trace.set_span_in_context(parent), SpanKind.INTERNAL, attributes, links, wall_ns(at))
 
 
-def identity(span: Span) -> bytes:
-    """A span's id as it goes over the wire to others of its trace."""
+def span_id_bytes(span: Span) -> bytes:
+    """Return a span's id as it is sent to other processes of its trace."""
     return span.get_span_context().span_id.to_bytes(SPAN_BYTES)

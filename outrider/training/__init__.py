@@ -1,1 +1,1 @@
-"""Drafters are made here: from a target, and from text like that which it will say."""
+"""Training of drafters and heads: from a target, and from text like the text that it will generate."""

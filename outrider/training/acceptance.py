@@ -1,8 +1,8 @@
-"""Acceptance length of a drafter on texts that the target itself said: exact, and no cluster is needed for it.
+"""Computes the exact acceptance length of a drafter on texts that the target generated, without a cluster.
 
-Under shared noise a drafted token is accepted if and only if it is the target's own, so on a text of the target's it is
-enough to ask at each position what the drafter would have put first. A chain of gamma guesses then brings as many
-tokens as agree from its root on, and the target's own behind them.
+Under shared noise a drafted token is accepted if and only if it is the target's token. So it is enough to compare, at
+each position of such a text, the drafter's first choice with the text. A chain of gamma guesses then commits the tokens
+that agree from its root on, and the target's token after them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.core.contract import Contract
-from outrider.core.noise import FloatRow, gumbel_row
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.noise import FloatRow, gumbel_row
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 
 GAMMA = 8  # guesses of a chain
-CHUNK = 128  # tokens of all prompts that are read in one pass, about
+CHUNK = 128  # about the number of prompt tokens, over all prompts, that one pass reads
 
 BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Texts of one length that a target said, each under the noise of its own seed."""
+class TargetTexts:
+    """Texts of one length that a target generated, each with the noise of its own seed."""
 
     tokens: NDArray[np.int64]  # [texts, prompt + answer]
     prompt: int  # tokens before the answer
@@ -38,12 +38,14 @@ class Said:
 
     @property
     def answers(self) -> NDArray[np.int64]:
-        """What was said: [texts, answer]."""
+        """The tokens after the prompts: [texts, answer]."""
         return self.tokens[:, self.prompt :]
 
     def guesses(self, text: int, first: int, logits: Tensor) -> NDArray[np.int64]:
-        """What whoever says these logits [rows, vocabulary] would put first at each of a text's positions from `first`
-        on: [rows]."""
+        """Return the first choice of a model at each of a text's positions from `first` on: [rows].
+
+        `logits`: the model's, [rows, vocabulary].
+        """
         scores: FloatRow = logits.detach().double().cpu().numpy()  # [rows, vocabulary]
         if self.temperature > 0.0:
             scores /= self.temperature
@@ -53,16 +55,18 @@ class Said:
         return guessed
 
 
-def say(engine: Engine, prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int, seed: int) -> Said:
-    """What a target says after prompts of one length, `tokens` each; an end of text does not end it.
+def generate_texts(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, temperature: float, tokens: int, seed: int
+) -> TargetTexts:
+    """Generate `tokens` tokens after each of some prompts of one length. An end of text does not end an answer.
 
-    The engine must have a slot for each. Raises ValueError where it has not, or where the prompts differ in length.
+    The engine must have a slot for each prompt. Raises ValueError if it has not, or if the prompts differ in length.
     """
     (length,) = {len(prompt) for prompt in prompts}
     seeds = tuple(seed + text for text in range(len(prompts)))
     samplers = [
-        Sampler(Contract(seed=own, max_tokens=tokens, temperature=temperature), engine.vocabulary, prompt, length)
-        for own, prompt in zip(seeds, prompts, strict=True)
+        Sampler(Contract(seed=each, max_tokens=tokens, temperature=temperature), engine.vocabulary, prompt, length)
+        for each, prompt in zip(seeds, prompts, strict=True)
     ]
     texts = [list(prompt) for prompt in prompts]
 
@@ -79,33 +83,35 @@ def say(engine: Engine, prompts: Sequence[Sequence[int]], *, temperature: float,
         for row, text, sampler in zip(read(at, at + 1, 1), texts, samplers, strict=True):
             text.append(sampler.choose(row).token)
             sampler.extend(text[-1:])
-    return Said(np.array(texts, np.int64), length, temperature, seeds)
+    return TargetTexts(np.array(texts, np.int64), length, temperature, seeds)
 
 
-def of_model(logits: Callable[[Tensor], Tensor], said: Said, gamma: int = GAMMA) -> float:
-    """Acceptance length of a causal model that drafts chains: `logits` takes ids [1, tokens], and gives what the model
-    says after each of them: [1, tokens, vocabulary]."""
-    agreed = np.empty(said.answers.shape, np.bool_)
-    for text, tokens in enumerate(torch.from_numpy(said.tokens)):
+def chain_acceptance_length(logits: Callable[[Tensor], Tensor], texts: TargetTexts, gamma: int = GAMMA) -> float:
+    """Return the acceptance length of a causal model that drafts chains.
+
+    `logits` takes ids [1, tokens] and returns the model's logits after each of them: [1, tokens, vocabulary].
+    """
+    agreed = np.empty(texts.answers.shape, np.bool_)
+    for text, tokens in enumerate(torch.from_numpy(texts.tokens)):
         with torch.no_grad():
-            after = logits(tokens[None, :-1])[0, said.prompt - 1 :]
-        agreed[text] = said.guesses(text, said.prompt, after) == said.answers[text]
-    return acceptance_length(in_turn(agreed, gamma))
+            after = logits(tokens[None, :-1])[0, texts.prompt - 1 :]
+        agreed[text] = texts.guesses(text, texts.prompt, after) == texts.answers[text]
+    return acceptance_length(chains_along(agreed, gamma))
 
 
-def in_turn(agreed: BoolArray, gamma: int) -> BoolArray:
-    """Which guesses of a chain from each root agree, for a drafter that says the same wherever a chain began.
+def chains_along(agreed: BoolArray, gamma: int) -> BoolArray:
+    """Return which guesses of a chain from each root agree, for a drafter whose guess does not depend on the root.
 
-    `agreed`: [texts, positions]; gives [texts, roots, gamma], of the roots whose chain lies within the text.
+    `agreed`: [texts, positions]. Returns [texts, roots, gamma], for the roots whose chain lies within the text.
     """
     return np.lib.stride_tricks.sliding_window_view(agreed, gamma, axis=1)
 
 
 def acceptance_length(agreed: BoolArray) -> float:
-    """Committed tokens for each step of the target, when each step verifies one chain.
+    """Return the committed tokens per step of the target, if each step verifies one chain.
 
-    `agreed`: [texts, roots, gamma], whether the guess at each depth below a root is what the target said there. A text
-    is walked through from its first root on, as far as whole chains go. Raises ValueError when there are no roots.
+    `agreed`: [texts, roots, gamma], whether the guess at each depth below a root is the target's token. The steps go
+    through each text from its first root on, as long as a complete chain fits. Raises ValueError if there are no roots.
     """
     texts, roots, gamma = agreed.shape
     if not texts or not roots:

@@ -1,4 +1,4 @@
-"""Texts as ids of tokens, in two files that are mapped into memory, and kept for as long as the texts are the same."""
+"""Tokenized texts, in two memory-mapped files that are reused as long as the texts and the tokenizer do not change."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from outrider.core.digest import tokenizer_digest
-from outrider.engine.checkpoint import read_json
+from outrider.core.session.digest import tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_json
 from outrider.errors import CheckpointError, ConfigError
-from outrider.training.saving import replaced
-from outrider.training.texts import Text, Texts
+from outrider.training.atomic_save import replaced
+from outrider.training.texts import TrainingText, TrainingTexts
 
 BATCH = 4 << 20  # characters that are tokenized together
 PIECE = 1 << 20  # characters of a long text that are tokenized at once
 
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 where the vocabulary allows, else uint32
-Heard = Callable[[str, float], None]  # what is being done, and how much of it is: 0 to 1
+OnProgress = Callable[[str, float], None]  # receives the current activity and its progress, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What there is to learn from."""
+    """The token ids of a training's texts."""
 
     train: Ids
     held_out: Ids
@@ -35,7 +35,7 @@ class Corpus:
     skipped: int  # texts that were not UTF-8
 
     def require(self, length: int) -> None:
-        """Raises ConfigError where either part is shorter than so many tokens."""
+        """Raise ConfigError if either part has fewer than `length` tokens."""
         for part, what in ((self.train, "to learn from"), (self.held_out, "held out")):
             if len(part) < length:
                 raise ConfigError(
@@ -46,20 +46,20 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How texts become ids."""
+    """A tokenizer, and the separator of texts."""
 
     tokenizer: Tokenizer
     digest: bytes
-    separator: int | None  # stands behind every text; None: nothing does
+    separator: int | None  # id after each text; None: no separator
 
     @classmethod
     def read(cls, folder: Path, separator: int | None = None) -> Vocabulary:
-        """From a folder's tokenizer.json; without a separator, the end of a text that tokenizer_config.json names.
+        """Read a folder's tokenizer.json. The default separator is the end of text in tokenizer_config.json.
 
         Raises CheckpointError.
         """
         path = folder / "tokenizer.json"
-        read_json(path)  # says what is wrong with it
+        read_json(path)  # raises a CheckpointError with the reason if the file is not readable JSON
         content = path.read_bytes()
         try:
             tokenizer = Tokenizer.from_buffer(content)
@@ -75,38 +75,38 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Ids, all below it."""
+        """The number of ids; all ids are below it."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
 
 
-def prepare(texts: Texts, vocabulary: Vocabulary, folder: Path, heard: Heard) -> Corpus:
-    """Tokenizes the texts into a folder, unless it holds them already. All are read in any case, to know it.
+def prepare(texts: TrainingTexts, vocabulary: Vocabulary, folder: Path, on_progress: OnProgress) -> Corpus:
+    """Tokenize the texts into a folder, unless it holds their ids already. All texts are read in any case.
 
-    Raises ConfigError for texts as `Texts` does, and what `replaced` raises for a disk that is full.
+    Raises ConfigError for texts as `TrainingTexts` does, and the errors of `replaced` for a full disk.
     """
-    heard("reading texts", 0.0)
+    on_progress("reading texts", 0.0)
     digest = texts.digest()
     known = {"texts": digest, "tokenizer": vocabulary.digest.hex(), "separator": vocabulary.separator}
     skipped = texts.skipped
     if _read(folder / "corpus.json") != known:
         with replaced(folder) as fresh:
-            _tokenize(texts, vocabulary, fresh, heard)
+            _tokenize(texts, vocabulary, fresh, on_progress)
             (fresh / "corpus.json").write_text(json.dumps(known), encoding="utf-8")
     kind = _kind(vocabulary)
     return Corpus(_mapped(folder / "train.ids", kind), _mapped(folder / "held_out.ids", kind), digest, skipped)
 
 
-def _tokenize(texts: Texts, vocabulary: Vocabulary, folder: Path, heard: Heard) -> None:
+def _tokenize(texts: TrainingTexts, vocabulary: Vocabulary, folder: Path, on_progress: OnProgress) -> None:
     files = len(texts)
     names: set[str] = set()
     with (folder / "train.ids").open("wb") as train, (folder / "held_out.ids").open("wb") as held_out:
         for batch in _batches(texts):
             _write(batch, vocabulary, train, held_out)
             names.update(text.name.partition(":")[0] for text in batch)
-            heard("tokenizing texts", min(1.0, len(names) / files))
+            on_progress("tokenizing texts", min(1.0, len(names) / files))
 
 
-def _write(batch: list[Text], vocabulary: Vocabulary, train: BinaryIO, held_out: BinaryIO) -> None:
+def _write(batch: list[TrainingText], vocabulary: Vocabulary, train: BinaryIO, held_out: BinaryIO) -> None:
     kind, separator = _kind(vocabulary), vocabulary.separator
     pieces = [(text, piece, last) for text in batch for piece, last in _pieces(text.content)]
     coded = vocabulary.tokenizer.encode_batch([piece for _, piece, _ in pieces], add_special_tokens=False)
@@ -115,8 +115,8 @@ def _write(batch: list[Text], vocabulary: Vocabulary, train: BinaryIO, held_out:
         (held_out if text.held_out else train).write(np.array(encoding.ids + end, kind).tobytes())
 
 
-def _batches(texts: Texts) -> Iterator[list[Text]]:
-    batch: list[Text] = []
+def _batches(texts: TrainingTexts) -> Iterator[list[TrainingText]]:
+    batch: list[TrainingText] = []
     for text in texts:
         batch.append(text)
         if sum(len(each.content) for each in batch) >= BATCH:
@@ -127,7 +127,7 @@ def _batches(texts: Texts) -> Iterator[list[Text]]:
 
 
 def _pieces(content: str) -> Iterator[tuple[str, bool]]:
-    """A text in parts of whole lines, as far as lines are short, and whether it is the last one."""
+    """Split a text into pieces that end at line ends where lines are short enough. Yields (piece, is the last one)."""
     first = 0
     while len(content) - first > PIECE:
         end = content.rfind("\n", first, first + PIECE) + 1
@@ -147,7 +147,7 @@ def _mapped(path: Path, kind: type[np.uint16] | type[np.uint32]) -> Ids:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None where it is missing or broken: the ids are made again."""
+    """Return the JSON of a file, None if it is missing or damaged; then the texts are tokenized again."""
     try:
         return read_json(path)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""A training: draw windows, learn from them, and now and then measure and save."""
+"""The training loop: it draws windows, learns from them, and measures and saves at intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,48 +13,37 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers.utils import logging
 
-from outrider.core.digest import PHI, mix64
+from outrider.core.session.digest import PHI, mix64
 from outrider.engine.engine import Dtype
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
 from outrider.training import state as states
-from outrider.training.acceptance import Said
-from outrider.training.corpus import Heard
-from outrider.training.heads import HeadLessons
-from outrider.training.lessons import DrafterLessons
-from outrider.training.materials import Materials, gather
-from outrider.training.measuring import Figures, HeldOut
-from outrider.training.pupils import Lessons
+from outrider.training.acceptance import TargetTexts
+from outrider.training.atomic_save import refuse_to_replace
+from outrider.training.corpus import OnProgress
+from outrider.training.drafter_task import DrafterTask
+from outrider.training.evaluation import Evaluation, HeldOut
+from outrider.training.heads_task import HeadsTask
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
-from outrider.training.records import Records
+from outrider.training.records import Records, TrainingProgress
 from outrider.training.results import write_result
-from outrider.training.saving import refuse_to_replace
-from outrider.training.schedule import Budget, pace
+from outrider.training.schedule import TrainingBudget, rate_factor
+from outrider.training.setup import TrainingSetup, gather
+from outrider.training.task import TrainingTask
 from outrider.training.windows import Windows
 
 CLIP = 1.0  # of the gradient's norm
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A training between two steps."""
-
-    step: int
-    tokens: int
-    seconds: float
-    spent: float  # share of the budget, 0 to 1
-    left: float  # seconds, at the pace so far
-    loss: float  # a mean over what was learned since the last measurement
-    measured: Figures | None  # last
-
-
 class Training:
-    """One run of a recipe, from its beginning or from where its folder says that it stands."""
+    """One run of a recipe, from its beginning or from the state in its folder."""
 
-    def __init__(self, recipe: TrainingRecipe, heard: Heard) -> None:
-        """Loads, tokenizes and measures what it takes; minutes, for much text or a large target.
+    def __init__(self, recipe: TrainingRecipe, on_progress: OnProgress) -> None:
+        """Load the models, tokenize the texts and generate the target's answers. This takes minutes for much text or a
+        large target.
 
-        Raises CheckpointError, TokenizerMismatch and ConfigError for what cannot work, before anything long starts.
+        Raises CheckpointError, TokenizerMismatch and ConfigError for recipes that cannot work, before anything long
+        starts.
         """
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
@@ -63,55 +51,56 @@ class Training:
         self._recipe = recipe
         self._accelerator = Accelerator(cpu=recipe.device == "cpu")
         self._device = self._accelerator.device
-        self._budget = Budget(recipe.tokens, None if recipe.minutes is None else 60.0 * recipe.minutes)
-        self._kept = recipe.run / "state"
-        self.resumed = states.is_kept(self._kept)
+        self._budget = TrainingBudget(recipe.tokens, None if recipe.minutes is None else 60.0 * recipe.minutes)
+        self._state_folder = recipe.run / "state"
+        self.resumed = states.is_kept(self._state_folder)
         if not self.resumed:
             refuse_to_replace(recipe.output)
         self._precision = precision(recipe, self._device)
-        with self._accelerator.main_process_first():  # which tokenizes
-            given = self._given = gather(recipe, self._precision, heard)
-        self.skipped = given.corpus.skipped  # texts that were not UTF-8
+        with self._accelerator.main_process_first():  # the main process tokenizes
+            setup = self._setup = gather(recipe, self._precision, on_progress)
+        self.skipped = setup.corpus.skipped  # texts that were not UTF-8
 
-        settings = states.settings_of(recipe, **given.digests, devices=self._accelerator.num_processes)
-        self._state = states.read(self._kept, settings) if self.resumed else states.State(settings=settings)
+        settings = states.settings_of(recipe, **setup.digests, devices=self._accelerator.num_processes)
+        self._state = states.read(self._state_folder, settings) if self.resumed else states.State(settings=settings)
         optimizer = torch.optim.AdamW(
-            given.pupil.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            setup.student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
-        self._pupil, self._optimizer = self._accelerator.prepare(given.pupil, optimizer)
+        self._student, self._optimizer = self._accelerator.prepare(setup.student, optimizer)
         if self.resumed:
-            states.restore(self._kept, self._plain, self._optimizer)
+            states.restore(self._state_folder, self._plain, self._optimizer)
 
-        self._lessons = lessons_of(recipe, given, self._device)
-        self._windows = Windows(given.corpus.train, recipe.window, recipe.seed)
-        self._held_out = self._examination(heard) if self.leads else None
+        self._task = task_of(recipe, setup, self._device)
+        self._windows = Windows(setup.corpus.train, recipe.window, recipe.seed)
+        self._held_out = self._held_out_evaluation(on_progress) if self.leads else None
         self._records = Records(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
         self._losses: list[Tensor] = []
         self._loss = math.nan
-        self._measured: Figures | None = None
+        self._measured: Evaluation | None = None
         self._measured_step = -1
         self._saved_step = self._state.step if self.resumed and recipe.output.exists() else -1
         self._saved_at = time.monotonic()
 
     @property
-    def progress(self) -> Progress:
-        """Where it stands."""
+    def progress(self) -> TrainingProgress:
+        """The current state of the training."""
         state = self._state
         counts = state.tokens, state.seconds
-        return Progress(
+        return TrainingProgress(
             state.step, *counts, self._budget.spent(*counts), self._budget.left(*counts), self._loss, self._measured
         )
 
-    def run(self) -> Iterator[Progress]:
-        """Trains; a look after every step. It may be left there, for good after `save`.
+    def run(self) -> Iterator[TrainingProgress]:
+        """Train, and yield the progress after every step. The iteration may be left after any step; call `save` before
+        leaving it for good.
 
-        Raises CheckpointError when the disk is full; what was saved last is intact.
+        Raises CheckpointError when the disk is full; the last save is intact then.
         """
         self.measure()
         while self.progress.spent < 1.0:
             began = time.monotonic()
             self._learn()
-            self._state.seconds += self._agreed(time.monotonic() - began)
+            self._state.seconds += self._mean(time.monotonic() - began)
             if self._state.step % self._recipe.measure_steps == 0:
                 self.measure()
             if self._due():
@@ -121,9 +110,9 @@ class Training:
         yield self.progress
 
     def measure(self) -> None:
-        """On what is held out, for `progress` and the run's records; not twice at one step.
+        """Measure on the held-out text, for `progress` and the run's records, at most once for each step.
 
-        Raises ConfigError when the training has run away, CheckpointError when the disk is full.
+        Raises ConfigError when the loss has diverged, CheckpointError when the disk is full.
         """
         if self._measured_step == self._state.step:
             return
@@ -137,99 +126,99 @@ class Training:
                     f"smaller one than {self._recipe.learning_rate:g}, or a longer --warm-up"
                 )
         if self._held_out is not None and self._records is not None:
-            self._measured = self._held_out.measure(self._lessons, self._plain)
+            self._measured = self._held_out.measure(self._task, self._plain)
             self._records.add(self.progress)
 
     @torch.no_grad()
-    def acceptance(self, said: Said) -> float:
-        """The pupil's acceptance length on other texts of the target's."""
-        return self._lessons.acceptance(self._plain.eval(), said)
+    def acceptance(self, texts: TargetTexts) -> float:
+        """Return the student's acceptance length on other texts of the target."""
+        return self._task.acceptance(self._plain.eval(), texts)
 
     def save(self) -> None:
-        """Measures, and keeps where it stands and the pupil as it is; nothing, where that was just done."""
+        """Measure, and save the training state and the student. Does nothing if this step was saved already."""
         if self._saved_step == self._state.step:
             return
         self.measure()
         self._saved_step = self._state.step
         self._accelerator.wait_for_everyone()
         if self.leads:
-            states.save(self._kept, self._state, self._plain, self._optimizer)
+            states.save(self._state_folder, self._state, self._plain, self._optimizer)
             write_result(
-                self._recipe, self._lessons, self._plain, self._given.tokenizer_folder, self._state, self._measured
+                self._recipe, self._task, self._plain, self._setup.tokenizer_folder, self._state, self._measured
             )
         self._saved_at = time.monotonic()
 
-    def any_of(self, asked: bool) -> bool:
-        """Whether any of the processes that train together was asked to."""
-        return self._agreed(float(asked)) > 0.0
+    def any_process(self, flag: bool) -> bool:
+        """Return whether `flag` is true in any of the processes that train together."""
+        return self._mean(float(flag)) > 0.0
 
     def _learn(self) -> None:
-        """One step."""
+        """Take one step."""
         recipe, state = self._recipe, self._state
-        rate = recipe.learning_rate * pace(state.step, self.progress.spent, recipe.warm_up)
+        rate = recipe.learning_rate * rate_factor(state.step, self.progress.spent, recipe.warm_up)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for turn in range(recipe.accumulate):
             last = turn == recipe.accumulate - 1
-            with nullcontext() if last else self._accelerator.no_sync(self._pupil):
-                loss = self._judge(turn) / recipe.accumulate
+            with nullcontext() if last else self._accelerator.no_sync(self._student):
+                loss = self._part_loss(turn) / recipe.accumulate
                 self._accelerator.backward(loss)
             self._losses.append(loss.detach() * recipe.accumulate)
-        self._accelerator.clip_grad_norm_(self._pupil.parameters(), CLIP)
+        self._accelerator.clip_grad_norm_(self._student.parameters(), CLIP)
         self._optimizer.step()
         self._optimizer.zero_grad()
         state.step += 1
         state.tokens += recipe.batch * recipe.accumulate * recipe.window * self._accelerator.num_processes
 
-    def _judge(self, turn: int) -> Tensor:
-        """The loss of this process's part of a step: some windows, or what the pupil makes of their beginnings."""
+    def _part_loss(self, turn: int) -> Tensor:
+        """Return the loss of this process's part of a step, on windows or on the student's continuations of them."""
         recipe, accelerator = self._recipe, self._accelerator
         number = (self._state.step * recipe.accumulate + turn) * accelerator.num_processes + accelerator.process_index
-        torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # of dropout, where a model has any
+        torch.manual_seed(mix64(recipe.seed + PHI * (number + 1)) >> 1)  # for dropout, if a model has any
         windows = self._windows.batch(number * recipe.batch, recipe.batch).to(self._device)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
-            return self._lessons.loss(self._pupil, self._plain, self._state.step, windows)
+            return self._task.loss(self._student, self._plain, self._state.step, windows)
 
     def _due(self) -> bool:
-        """Whether it is time to save; all processes say the same."""
+        """Return whether it is time to save. All processes return the same."""
         every = self._recipe.save_steps
-        by_time = self._agreed(time.monotonic() - self._saved_at) >= 60.0 * self._recipe.save_minutes
+        by_time = self._mean(time.monotonic() - self._saved_at) >= 60.0 * self._recipe.save_minutes
         return by_time or (every is not None and self._state.step % every == 0)
 
-    def _agreed(self, value: float) -> float:
-        """The mean of what the processes say."""
+    def _mean(self, value: float) -> float:
+        """Return the mean of the processes' values."""
         if self._accelerator.num_processes == 1:
             return value
         shared: Tensor = self._accelerator.reduce(torch.tensor(value, device=self._device), "mean")
         return float(shared)
 
-    def _examination(self, heard: Heard) -> HeldOut:
-        folder, ids = self._given.target_folder, self._given.corpus.held_out
+    def _held_out_evaluation(self, on_progress: OnProgress) -> HeldOut:
+        folder, ids = self._setup.target_folder, self._setup.corpus.held_out
         device = str(self._device) if folder is not None and chosen_backend(folder, "auto") == "native" else "cpu"
-        return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, heard=heard)
+        return HeldOut(ids, self._recipe.window, folder, dtype=self._precision, device=device, on_progress=on_progress)
 
     @property
     def _plain(self) -> Any:
-        return self._accelerator.unwrap_model(self._pupil)
+        return self._accelerator.unwrap_model(self._student)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process, of all that train together, that measures, saves and speaks."""
+        """Whether this is the main process of those that train together: it measures, saves and prints."""
         return bool(self._accelerator.is_main_process)
 
 
-def lessons_of(recipe: TrainingRecipe, given: Materials, device: torch.device) -> Lessons:
-    """What the pupil is taught, by a target on that device."""
-    target = given.target and given.target.model.to(device)
+def task_of(recipe: TrainingRecipe, setup: TrainingSetup, device: torch.device) -> TrainingTask:
+    """Return the task of a recipe, with its target on `device`."""
+    target = setup.target and setup.target.model.to(device)
     if isinstance(recipe, DrafterRecipe):
-        return DrafterLessons(recipe, target)
+        return DrafterTask(recipe, target)
     assert isinstance(recipe, HeadsRecipe)
-    return HeadLessons(recipe, given.pupil.shape, target)
+    return HeadsTask(recipe, setup.student.shape, target)
 
 
 def precision(recipe: TrainingRecipe, device: torch.device) -> Dtype:
-    """What passes compute in: bfloat16 where the machine multiplies in it. The weights that learn are in float32."""
+    """Return the type that passes compute in: bfloat16 if the machine multiplies in it. Trained weights are float32."""
     if recipe.precision != "auto":
         return recipe.precision
-    able = torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported()
-    return "bfloat16" if able else "float32"
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else torch.cuda.is_bf16_supported()
+    return "bfloat16" if supported else "float32"

@@ -1,4 +1,4 @@
-"""What a drafter is taught to come near to: each objective is a loss between the target's p and the drafter's q.
+"""Training objectives: each is a loss between the target's distribution p and the drafter's distribution q.
 
 All take logits [..., vocabulary] at the same positions, and return the loss of each position [...], in nats or as a
 share. The target's logits get no gradient. Sums are in float32.
@@ -19,53 +19,56 @@ ObjectiveName = Literal["forward-kl", "reverse-kl", "total-variation", "agreemen
 Objective = Callable[[Tensor, Tensor], Tensor]
 
 NAMES: Final[tuple[str, ...]] = get_args(ObjectiveName)
-LEAST = 1e-20  # probabilities below it are taken for that, so that no ratio of two is infinite
+MIN_PROBABILITY = 1e-20  # smaller probabilities are raised to it, so that no ratio of two is infinite
 
 
 def forward_kl(target: Tensor, drafter: Tensor) -> Tensor:
-    """KL(p || q): the drafter covers all that the target may say. What plain distillation minimises."""
+    """KL(p || q): the drafter covers all tokens that the target may choose. Plain distillation minimises it."""
     p, q = _log_softmax(target.detach()), _log_softmax(drafter)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def reverse_kl(target: Tensor, drafter: Tensor) -> Tensor:
-    """KL(q || p): the drafter keeps to what the target is likely to say."""
+    """KL(q || p): the drafter concentrates on the tokens that the target is likely to choose."""
     p, q = _log_softmax(target.detach()), _log_softmax(drafter)
     return (q.exp() * (q - p)).sum(-1)
 
 
 def total_variation(target: Tensor, drafter: Tensor) -> Tensor:
-    """TV(p, q), from 0 to 1: how often speculative sampling rejects a drafted token (Leviathan et al., arXiv
+    """TV(p, q), from 0 to 1: the share of drafted tokens that speculative sampling rejects (Leviathan et al., arXiv
     2211.17192, theorem 3.5)."""
     p, q = _log_softmax(target.detach()), _log_softmax(drafter)
     return 0.5 * (p.exp() - q.exp()).abs().sum(-1)
 
 
 def agreement(target: Tensor, drafter: Tensor) -> Tensor:
-    """Minus the logarithm of how often two draws agree that share their Gumbel noise,
+    """Minus the logarithm of the probability that two samples with shared Gumbel noise agree, which is
     sum_i 1 / sum_j max(p_j/p_i, q_j/q_i).
 
-    With tokens in falling order of p/q, max(p_j/p_i, q_j/q_i) is p_j/p_i for every j up to i and q_j/q_i behind it: two
-    running sums, and not a table of all pairs.
+    With tokens in falling order of p/q, max(p_j/p_i, q_j/q_i) is p_j/p_i for every j up to i and q_j/q_i after it, so
+    two running sums are enough, and no table of all pairs is needed.
     """
-    p = _log_softmax(target.detach()).exp().clamp_min(LEAST)
-    q = _log_softmax(drafter).exp().clamp_min(LEAST)
+    p = _log_softmax(target.detach()).exp().clamp_min(MIN_PROBABILITY)
+    q = _log_softmax(drafter).exp().clamp_min(MIN_PROBABILITY)
     order = _falling((p / q).detach())
     p, q = p.gather(-1, order), q.gather(-1, order)
-    before = p.cumsum(-1)  # up to and with i
-    behind = q.sum(-1, keepdim=True) - q.cumsum(-1)
-    return -(1.0 / (before / p + behind.clamp_min(0.0) / q)).sum(-1).log()
+    up_to = p.cumsum(-1)  # with token i
+    after = q.sum(-1, keepdim=True) - q.cumsum(-1)
+    return -(1.0 / (up_to / p + after.clamp_min(0.0) / q)).sum(-1).log()
 
 
 def _falling(ratios: Tensor) -> Tensor:
-    """The order of each row's entries, largest first. NumPy sorts with vectors: a third of torch's time on a CPU."""
+    """Return the order of each row's entries, largest first.
+
+    On a CPU NumPy sorts with vector instructions, in a third of torch's time.
+    """
     if ratios.device.type != "cpu":
         return ratios.argsort(-1, descending=True)
     return torch.from_numpy(ratios.neg().numpy().argsort(-1))
 
 
 def objective(name: ObjectiveName) -> Objective:
-    """The objective of that name."""
+    """Return the objective with a name."""
     return _BY_NAME[name]
 
 

@@ -1,4 +1,4 @@
-"""Recipes: all that decides what a training makes. Files and flags alike make these objects."""
+"""Recipes: all settings of a training, parsed from files and flags."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from pydantic import Field, model_validator
 from outrider.config import Section, read_toml
 from outrider.hub import hub_name
 
-STDLIB = "stdlib"  # among the texts: Python's standard library
+STDLIB = "stdlib"  # name of a text source: Python's standard library
 
 
 class TextSettings(Section):
-    """What is learned from, and what of it is held out."""
+    """The texts of a training, and their held-out part."""
 
     text: tuple[str, ...] = Field(min_length=1)  # files, folders, or the word stdlib: Python's standard library
-    pattern: str = "*"  # names of the files to take from folders
-    field: str = "text"  # what holds the text in the objects of files that end in .jsonl
-    skip_invalid: bool = False  # leave out files that are not UTF-8, instead of ending with an error
+    pattern: str = "*"  # pattern of the file names to read in folders
+    field: str = "text"  # field with the text, in the JSON objects of files that end in .jsonl
+    skip_invalid: bool = False  # skip files that are not UTF-8, instead of an error
     held_out: int = Field(default=4, ge=1, le=50)  # percent of the texts, by a digest of their names
 
 
 class TokenizerRecipe(TextSettings):
     """A tokenizer from text: byte-level BPE."""
 
-    output: Path  # the folder that gets it
+    output: Path  # folder to write the tokenizer to
     vocabulary: int = Field(default=4096, ge=257, le=2**20)  # tokens; 257 are the bytes and the end of a text
 
 
 class TrainingRecipe(TextSettings):
-    """What all trainings share: what they make, from whose teaching, and for how long."""
+    """The settings that all trainings share."""
 
-    output: Path  # the folder that gets it; what the training itself keeps is beside it, in FOLDER.run
-    target: Path | None = None  # whose speculator: a checkpoint's folder, or ORG/NAME[@REVISION]
+    output: Path  # folder to write the result to; the training's state is beside it, in FOLDER.run
+    target: Path | None = None  # the target: a checkpoint's folder, or ORG/NAME[@REVISION]
 
-    # What is minimised; text: cross-entropy, in which the target has no part.
+    # The loss; text: cross-entropy of the text, without the target.
     objective: Literal["text", "forward-kl", "reverse-kl", "total-variation", "agreement"] = "agreement"
     text_weight: float = Field(default=0.0, ge=0, lt=1)  # share of the text's cross-entropy in the loss
     temperature: float = Field(default=1.0, gt=0, le=10)  # of both models' distributions in the objective
 
-    window: int = Field(default=512, ge=16)  # tokens of a text that are seen together
+    window: int = Field(default=512, ge=16)  # tokens of a training window
     batch: int = Field(default=8, ge=1)  # windows of a pass, on each device
     accumulate: int = Field(default=1, ge=1)  # passes of a step
-    tokens: int | None = Field(default=None, ge=1)  # how long it takes: that many tokens of text
-    minutes: float | None = Field(default=None, gt=0)  # or so long; where both are given, what ends first
-    learning_rate: float = Field(default=1e-3, gt=0, lt=1)  # at its highest
-    warm_up: int = Field(default=100, ge=0)  # steps until then; it falls with a cosine to a twentieth
+    tokens: int | None = Field(default=None, ge=1)  # tokens of text to train on
+    minutes: float | None = Field(default=None, gt=0)  # minutes to train; with both, the first limit ends the training
+    learning_rate: float = Field(default=1e-3, gt=0, lt=1)  # the highest learning rate
+    warm_up: int = Field(default=100, ge=0)  # steps until the highest rate; it falls with a cosine to a twentieth
     weight_decay: float = Field(default=0.1, ge=0, lt=1)  # of AdamW
     seed: int = Field(default=0, ge=0)  # of random weights, the order of windows, and what is drawn
 
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of passes; auto: bfloat16 where the machine has it
-    device: Literal["auto", "cpu"] = "auto"  # auto: the accelerators that are there
-    threads: int | None = Field(default=None, ge=1)  # on a CPU; None: as many as there are cores
-    measure_steps: int = Field(default=200, ge=1)  # between two measurements on what is held out
-    save_steps: int | None = Field(default=None, ge=1)  # between two saves; None: by time alone
-    save_minutes: float = Field(default=10.0, gt=0)  # between two saves
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # of passes; auto: bfloat16 if the machine supports it
+    device: Literal["auto", "cpu"] = "auto"  # auto: all accelerators
+    threads: int | None = Field(default=None, ge=1)  # on a CPU; None: one for each core
+    measure_steps: int = Field(default=200, ge=1)  # steps between two measurements on the held-out text
+    save_steps: int | None = Field(default=None, ge=1)  # steps between two saves; None: by time alone
+    save_minutes: float = Field(default=10.0, gt=0)  # minutes between two saves
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -66,30 +66,34 @@ class TrainingRecipe(TextSettings):
 
     @property
     def run(self) -> Path:
-        """The folder of what the training keeps for itself: ids, its state, and its figures."""
+        """The folder of the training's own files: token ids, state, and records."""
         return self.output.with_name(self.output.name + ".run")
 
 
 class DrafterRecipe(TrainingRecipe):
-    """A drafter that learns from a target, or, with neither a target nor layers of one, a model from text alone."""
+    """A drafter that learns from a target, or, without a target, a model that learns from text alone."""
 
-    tokenizer: Path | None = None  # a folder with a tokenizer.json, where there is no target; None: the target's
+    tokenizer: Path | None = None  # folder with a tokenizer.json, if there is no target; None: the target's tokenizer
 
-    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these of the target's, counted from 0
-    start: Path | None = None  # or from this checkpoint, which has the target's tokenizer
-    width: int | None = Field(default=None, ge=8)  # or from random weights of a shape: of the residual stream
-    depth: int = Field(default=2, ge=1)  # layers of that shape
-    heads: int = Field(default=8, ge=1)  # of its attention
-    kv_heads: int | None = Field(default=None, ge=1)  # that have keys and values; None: all
-    head_dim: int | None = Field(default=None, ge=2)  # of a head; None: width / heads
-    ffn: int | None = Field(default=None, ge=8)  # units of its feed-forward; None: 8/3 of the width
-    context: int | None = Field(default=None, ge=2)  # its longest text, in tokens; None: the target's, or the window
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = ()  # start from these layers of the target, counted from 0
+    start: Path | None = None  # or start from this checkpoint, which has the target's tokenizer
+    width: int | None = Field(
+        default=None, ge=8
+    )  # or start from random weights, with this width of the residual stream
+    depth: int = Field(default=2, ge=1)  # layers, with `width`
+    heads: int = Field(default=8, ge=1)  # attention heads, with `width`
+    kv_heads: int | None = Field(default=None, ge=1)  # heads that have keys and values; None: all
+    head_dim: int | None = Field(default=None, ge=2)  # dimensions of a head; None: width / heads
+    ffn: int | None = Field(default=None, ge=8)  # units of the feed-forward; None: 8/3 of the width
+    context: int | None = Field(default=None, ge=2)  # in tokens; None: the target's, or the window
 
-    # Few, so that there are many steps: drafts that 400,000 tokens teach are a fifth longer than in steps of 8 windows.
+    # Few windows, so that there are many steps: after 400,000 tokens accepted drafts are a fifth longer than with 8.
     batch: int = Field(default=2, ge=1)  # windows of a pass, on each device
 
-    on_policy: float = Field(default=0.0, ge=0, le=1)  # share of the steps whose text the drafter itself goes on with
-    continuation: int = Field(default=64, ge=1)  # tokens of a window that it says there
+    on_policy: float = Field(
+        default=0.0, ge=0, le=1
+    )  # share of the steps in which the drafter itself continues the text
+    continuation: int = Field(default=64, ge=1)  # tokens that the drafter generates in such a step
 
     @model_validator(mode="after")
     def _together(self) -> Self:
@@ -102,24 +106,24 @@ class DrafterRecipe(TrainingRecipe):
         if self.layers and self.target is None:
             raise ValueError("layers are those of a target; give one")
         if self.on_policy and self.objective == "text":
-            raise ValueError("on_policy: what the drafter says is judged by a target; give another objective")
+            raise ValueError("on_policy: a target scores the text that the drafter generates; give another objective")
         if self.on_policy and self.continuation >= self.window:
             raise ValueError(f"continuation: must be below the window ({self.window}), and leave some text before it")
         return self
 
 
 class HeadsRecipe(TrainingRecipe):
-    """Heads on a target, which itself stays as it is."""
+    """Heads on a frozen target."""
 
     target: Path  # a checkpoint's folder, or ORG/NAME[@REVISION]
     kind: Literal["medusa", "mlp", "eagle", "eagle-3"] = "eagle-3"  # see outrider.engine.heads
-    depth: int = Field(default=4, ge=1, le=16)  # tokens below a root that they guess at most
-    own_head: bool = False  # an unembedding of their own; else the target's
-    inner: int | None = Field(default=None, ge=8)  # of an MLP's state, or units of EAGLE's feed-forward
-    decay: float = Field(default=0.8, gt=0, le=1)  # weight of a depth's loss, of the one before
-    regression: float | None = Field(default=None, ge=0)  # weight of what keeps EAGLE-1 near the target's features
+    depth: int = Field(default=4, ge=1, le=16)  # largest number of tokens below a root that the heads guess
+    own_head: bool = False  # train a separate unembedding; else use the target's
+    inner: int | None = Field(default=None, ge=8)  # width of an MLP's state, or units of EAGLE's feed-forward
+    decay: float = Field(default=0.8, gt=0, le=1)  # weight of a depth's loss, relative to the depth above it
+    regression: float | None = Field(default=None, ge=0)  # weight of EAGLE-1's regression loss on the target's features
 
-    window: int = Field(default=256, ge=16)  # tokens of a text that are seen together
+    window: int = Field(default=256, ge=16)  # tokens of a training window
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
@@ -129,8 +133,11 @@ class HeadsRecipe(TrainingRecipe):
 
 
 def read_recipe(file: Path) -> dict[str, Any]:
-    """What a recipe's TOML says, to be parsed with what comes before it. Relative paths are relative to the file; what
-    is none and looks like ORG/NAME is on the hub. Raises ConfigError."""
+    """Return the values in a recipe's TOML file, not parsed yet, because flags may override them.
+
+    Relative paths are relative to the file. A name like ORG/NAME that is not a path there is on the hub. Raises
+    ConfigError.
+    """
     values, base = read_toml(file), file.resolve().parent
     for key in ("output", "tokenizer", "target", "start"):
         if isinstance(given := values.get(key), str) and not (key in ("target", "start") and hub_name(given, base)):

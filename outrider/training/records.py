@@ -1,29 +1,40 @@
-"""A training's figures, a line of JSON for each measurement."""
+"""The records of a training: a line of JSON for each measurement."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from outrider.errors import CheckpointError
+from outrider.training.evaluation import Evaluation
 
-if TYPE_CHECKING:
-    from outrider.training.distillation import Progress
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """The state of a training between two steps."""
+
+    step: int
+    tokens: int
+    seconds: float
+    spent: float  # share of the budget, 0 to 1
+    left: float  # remaining seconds, at the speed so far
+    loss: float  # mean over the steps before the last measurement and after the one before it
+    measured: Evaluation | None  # the last measurement
 
 
 class Records:
-    """The file of a run. Lines of what will be done and measured again are dropped."""
+    """The records of a run. Lines of steps that will be repeated are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """`step`: where the run goes on. Raises CheckpointError as `add` does."""
+        """`step`: at which the run continues. Raises CheckpointError when the disk is full."""
         self._path = path
         kept = [line for line in _lines(path) if json.loads(line)["step"] < step]
         self._write("w", "".join(f"{line}\n" for line in kept))
 
-    def add(self, now: Progress) -> None:
-        """Raises CheckpointError when the disk is full."""
+    def add(self, now: TrainingProgress) -> None:
+        """Append a line. Raises CheckpointError when the disk is full."""
         figures = {
             "step": now.step,
             "tokens": now.tokens,
@@ -47,6 +58,6 @@ class Records:
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole ones: the last may have been broken off."""
+    """Return the complete lines; a crash may have cut off the last one."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [line.rstrip("\n") for line in text.splitlines(keepends=True) if line.endswith("\n")]

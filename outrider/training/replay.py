@@ -1,4 +1,4 @@
-"""What an online training has at hand of the examples that came: the newest, a sample of all, and some held back."""
+"""The replay buffer of an online training: the newest training samples, a random choice of all, and held-back ones."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from outrider.core.examples import Example
+from outrider.core.session.training_samples import TrainingSample
 
-NEWEST = 48  # examples that are trained on most
-SAMPLED = 192  # of all that ever came, each with the same chance
-HELD_BACK = 64  # the newest of those that are never trained on
-EVERY = 4  # one example in so many is held back
-PASSES = 4.0  # times that a token is trained on, on average
+NEWEST = 48  # newest samples, which make up half of each batch
+SAMPLED = 192  # samples chosen uniformly from all that ever arrived (reservoir sampling)
+HELD_BACK = 64  # newest samples that are never trained on
+EVERY = 4  # one sample in EVERY is held back
+PASSES = 4.0  # average number of times that a token is trained on
 
 
-class Replay:
-    """Bounded. What is held back comes from the same traffic as what is trained on, and is as new."""
+class ReplayBuffer:
+    """A bounded buffer. Held-back samples come from the same traffic as the others, and are as new."""
 
     def __init__(self, chance: np.random.Generator) -> None:
-        self.held_back: deque[Example] = deque(maxlen=HELD_BACK)
-        self.owed = 0.0  # tokens that may still be trained on before more examples come
+        self.held_back: deque[TrainingSample] = deque(maxlen=HELD_BACK)
+        self.token_budget = 0.0  # tokens that may still be trained on before new samples arrive
         self._chance = chance
-        self._newest: deque[Example] = deque(maxlen=NEWEST)
-        self._sampled: list[Example] = []
+        self._newest: deque[TrainingSample] = deque(maxlen=NEWEST)
+        self._sampled: list[TrainingSample] = []
         self._come = 0
 
-    def add(self, examples: Iterable[Example], *, known: bool = False) -> None:
-        """Takes examples, oldest first. `known`: a training that ended has learned from them already."""
-        for example in examples:
+    def add(self, samples: Iterable[TrainingSample], *, known: bool = False) -> None:
+        """Add samples, oldest first. `known`: an earlier run of the training has learned from them already."""
+        for sample in samples:
             self._come += 1
             if self._come % EVERY == 0:
-                self.held_back.append(example)
+                self.held_back.append(sample)
                 continue
-            self._newest.append(example)
+            self._newest.append(sample)
             if len(self._sampled) < SAMPLED:
-                self._sampled.append(example)
+                self._sampled.append(sample)
             elif (place := int(self._chance.integers(self._come))) < SAMPLED:
-                self._sampled[place] = example
-            self.owed += 0.0 if known else PASSES * example.said
+                self._sampled[place] = sample
+            self.token_budget += 0.0 if known else PASSES * sample.chosen
 
-    def batch(self, count: int) -> Sequence[Example]:
-        """Half of them new ones, to be trained on now; none when what is there was trained on enough."""
-        if self.owed <= 0.0 or not self._newest:
+    def batch(self, count: int) -> Sequence[TrainingSample]:
+        """Return `count` samples to train on, half of them new ones; an empty list if the token budget is spent."""
+        if self.token_budget <= 0.0 or not self._newest:
             return []
         new = self._chance.integers(len(self._newest), size=count - count // 2)
         old = self._chance.integers(len(self._sampled), size=count // 2)
         batch = [*(self._newest[at] for at in new), *(self._sampled[at] for at in old)]
-        self.owed -= sum(example.said for example in batch)
+        self.token_budget -= sum(sample.chosen for sample in batch)
         return batch

@@ -1,30 +1,33 @@
-"""What a training gives: a folder that drafts for its target, with its card."""
+"""Writes the result of a training: a folder that can draft for its target, with its model card."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.card import Card, write_card
-from outrider.training.measuring import Figures
-from outrider.training.pupils import Lessons
+from outrider.engine.checkpoints.model_card import ModelCard, write_card
+from outrider.training.atomic_save import replaced
+from outrider.training.evaluation import Evaluation
 from outrider.training.recipe import TrainingRecipe
-from outrider.training.saving import replaced
 from outrider.training.state import State
+from outrider.training.task import TrainingTask
 
 
 def write_result(
-    recipe: TrainingRecipe, lessons: Lessons, pupil: Any, source: Path, state: State, measured: Figures | None
+    recipe: TrainingRecipe, task: TrainingTask, student: Any, source: Path, state: State, measured: Evaluation | None
 ) -> None:
-    """Puts the pupil in its place. `source`: holds its target's tokenizer. Raises what `replaced` does."""
+    """Write the student to the recipe's output. `source`: folder of the target's tokenizer.
+
+    Raises the errors of `replaced`.
+    """
     with replaced(recipe.output) as folder:
-        lessons.write(pupil, source, folder)
+        task.write(student, source, folder)
         if recipe.target is not None:
-            write_card(folder, _card(recipe, lessons.kind, source, state, measured))
+            write_card(folder, _card(recipe, task.kind, source, state, measured))
 
 
-def _card(recipe: TrainingRecipe, kind: str, target: Path, state: State, measured: Figures | None) -> Card:
-    return Card(
+def _card(recipe: TrainingRecipe, kind: str, target: Path, state: State, measured: Evaluation | None) -> ModelCard:
+    return ModelCard(
         kind=kind,
         target=target.resolve().name,
         target_digest=state.settings["target"],

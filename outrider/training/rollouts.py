@@ -1,4 +1,4 @@
-"""What the drafter itself says, for it to be judged: training on its own mistakes, as it will make them when it drafts.
+"""On-policy training data: the drafter continues texts itself, and learns from the target's judgement of its tokens.
 
 Sources: Agarwal et al., "On-policy distillation of language models" (GKD, arXiv 2306.13649); Zhou et al., "DistillSpec"
 (arXiv 2310.08461), section 4, which finds it best for speculative decoding.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def continued(model: Any, prompts: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Texts of one length, each with `count` tokens more, which the model draws at temperature 1.
+    """Return the prompts with `count` further tokens each, which the model draws at temperature 1.
 
     `prompts`: [rows, length]; the generator is on their device. Returns [rows, length + count].
     """
@@ -23,15 +23,15 @@ def continued(model: Any, prompts: Tensor, count: int, generator: torch.Generato
     try:
         given, text, cache = prompts, [prompts], None
         for _ in range(count):
-            said = model(input_ids=given, past_key_values=cache, use_cache=True)
-            cache = said.past_key_values
-            given = torch.multinomial(said.logits[:, -1].float().softmax(-1), 1, generator=generator)
+            output = model(input_ids=given, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            given = torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=generator)
             text.append(given)
         return torch.cat(text, 1)
     finally:
         model.train(training)
 
 
-def is_own(step: int, share: float) -> bool:
-    """Whether the drafter goes on with the text itself in a step, so that it does in that share of them, evenly."""
+def is_on_policy(step: int, share: float) -> bool:
+    """Return whether the drafter itself continues the text in a step. A `share` of all steps does, evenly spread."""
     return int((step + 1) * share) > int(step * share)

@@ -1,27 +1,27 @@
-"""How long a training takes, and how fast it learns when."""
+"""The budget of a training, and its learning rate schedule."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-FLOOR = 0.05  # of the learning rate at its highest, at the end
+FLOOR = 0.05  # final learning rate, as a share of the highest
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """What a training may take. With both, what is spent first ends it."""
+class TrainingBudget:
+    """The limits of a training. With both, the one that is reached first ends it."""
 
     tokens: int | None
     seconds: float | None
 
     def spent(self, tokens: int, seconds: float) -> float:
-        """The share of it, from 0 to 1. By tokens alone it is the same however fast the machine is."""
+        """Return the share that is spent, from 0 to 1. With a limit on tokens alone, it does not depend on speed."""
         shares = [done / whole for done, whole in ((tokens, self.tokens), (seconds, self.seconds)) if whole is not None]
         return min(1.0, max(shares))
 
     def left(self, tokens: int, seconds: float) -> float:
-        """Seconds until it is spent, at the pace so far; infinite before there is one."""
+        """Return the seconds until the budget is spent, at the speed so far; infinite before the first step."""
         by_tokens = by_time = math.inf
         if self.tokens is not None and tokens:
             by_tokens = (self.tokens - tokens) * seconds / tokens
@@ -30,7 +30,7 @@ class Budget:
         return max(0.0, min(by_tokens, by_time))
 
 
-def pace(step: int, spent: float, warm_up: int) -> float:
-    """The learning rate of a step, counted from 0, as a share of the highest: a ramp, times a cosine down to FLOOR."""
+def rate_factor(step: int, spent: float, warm_up: int) -> float:
+    """Return the learning rate of a step, counted from 0, as a share of the highest: a ramp times a cosine to FLOOR."""
     ramp = min(1.0, (step + 1) / warm_up) if warm_up else 1.0
     return ramp * (FLOOR + (1.0 - FLOOR) * 0.5 * (1.0 + math.cos(math.pi * spent)))

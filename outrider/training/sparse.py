@@ -1,8 +1,9 @@
-"""A target that is known by its most likely tokens alone. How much is left for the others is known, not how it is
-shared out: another model's word is taken for that, and what remains counts as one token, the tail.
+"""Objectives on a target of which only the likeliest tokens are known.
 
-Both distributions are put into the same buckets, so that every objective of `outrider.training.objectives` holds for
-what is left of them. Merging tokens makes no divergence larger (the data-processing inequality), and no agreement less.
+The total probability of the other tokens is known, but not how it is distributed. Another model estimates that for some
+of them, and the rest counts as one token, the tail. Both distributions use the same buckets, so every objective of
+`outrider.training.objectives` applies to them. Merging tokens makes no divergence larger (the data-processing
+inequality) and no agreement smaller.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST = 1e-6  # of a tail
-MORE = 112  # tokens by another model's word
+MIN_TAIL = 1e-6  # smallest probability of a tail
+MORE = 112  # further tokens whose probabilities another model estimates
 
 
 def filled(ids: Tensor, logprobs: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's leading tokens and `MORE` further ones, the likeliest by `other`: [..., k + MORE] each.
+    """Return ids and log-probabilities of the target's leading tokens and `MORE` further ones: [..., k + MORE] each.
 
-    `ids`, `logprobs`: [..., k], the target's. `other`: [..., vocabulary], the logits of a model that is much like it;
-    what it thinks of the tokens that are no leading ones shares out what these leave.
+    `ids`, `logprobs`: [..., k], the target's leading tokens. `other`: [..., vocabulary], the logits of a similar model.
+    The further tokens are its likeliest ones; they share the target's remaining probability in its proportions.
     """
-    said = torch.log_softmax(other.float(), -1)
-    its_tail = said.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).clamp_min(LEAST).log()
-    further = said.scatter(-1, ids, -torch.inf).topk(min(MORE, other.shape[-1] - ids.shape[-1]), -1)
+    estimate = torch.log_softmax(other.float(), -1)
+    its_tail = estimate.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True).clamp_min(MIN_TAIL).log()
+    further = estimate.scatter(-1, ids, -torch.inf).topk(min(MORE, other.shape[-1] - ids.shape[-1]), -1)
     more = further.values - its_tail + _tail(logprobs.float())
     return torch.cat([ids, further.indices], -1), torch.cat([logprobs.float(), more], -1)
 
 
 def bucketed(ids: Tensor, logprobs: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of target and drafter over the target's leading tokens and the tail: [..., k + 1] each.
+    """Return the log-probabilities of target and drafter over the target's leading tokens and the tail: [..., k + 1].
 
-    `ids`, `logprobs`: [..., k], the target's; what is impossible is -inf. `logits`: [..., vocabulary], the drafter's.
+    `ids`, `logprobs`: [..., k], the target's; impossible tokens have -inf. `logits`: [..., vocabulary], the drafter's.
     """
     q = torch.log_softmax(logits.float(), -1).gather(-1, ids)
     q = q.masked_fill(logprobs.isneginf(), -torch.inf)  # an id that only fills the row is in the tail
@@ -42,5 +43,5 @@ def _with_tail(logprobs: Tensor) -> Tensor:
 
 
 def _tail(logprobs: Tensor) -> Tensor:
-    """Of what these leave: [..., 1]."""
-    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(LEAST).log()
+    """Return the log-probability of all other tokens: [..., 1]."""
+    return (1.0 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(MIN_TAIL).log()

@@ -1,7 +1,7 @@
-"""Where a training stands, on disk: enough to go on as if nothing had happened.
+"""The saved state of a training, from which it continues exactly as if it had not been interrupted.
 
-What is random in a step is a function of the recipe's seed and the step's number, and so is its learning rate where the
-budget is in tokens; the model, the moments of AdamW and these few numbers are therefore all there is to keep.
+All randomness of a step is a function of the recipe's seed and the step's number, and so is its learning rate if the
+budget is in tokens. Therefore the model, the moments of AdamW and a few numbers are all that has to be saved.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 
-from outrider.engine.checkpoint import read_json
+from outrider.engine.checkpoints.checkpoint import read_json
 from outrider.errors import CheckpointError, ConfigError
+from outrider.training.atomic_save import recover, replaced
 from outrider.training.recipe import TrainingRecipe
-from outrider.training.saving import recover, replaced
 
 STATE, MODEL, MOMENTS = "state.json", "model.safetensors", "moments.safetensors"
-# Of a recipe: what may change between two runs of one training, and what is named by its digest instead.
+# Settings of a recipe that may change between two runs of one training, and those that a digest stands for instead.
 FREE = {"output", "device", "threads", "measure_steps", "save_steps", "save_minutes"}
 NAMED = {"text", "pattern", "field", "skip_invalid", "held_out", "target", "tokenizer", "start"}
 
 
 @dataclass(slots=True)
 class State:
-    """How far a training is."""
+    """The progress of a training."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    settings: dict[str, Any] = field(default_factory=dict)  # that all its runs must share
+    settings: dict[str, Any] = field(default_factory=dict)  # the settings that all runs of the training must share
 
 
 def settings_of(recipe: TrainingRecipe, **others: Any) -> dict[str, Any]:
-    """What all runs of a training must share, with the digests of what it is made of."""
+    """Return the settings that all runs of a training must share, with the digests of its texts and models."""
     return {**recipe.model_dump(mode="json", exclude=FREE | NAMED), **others}
 
 
 def save(folder: Path, state: State, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Keeps it all, in place of what was kept before. Raises what `replaced` does."""
+    """Save the state, the model and the optimizer in place of the previous save. Raises as `replaced` does."""
     with replaced(folder) as fresh:
         save_model(model, str(fresh / MODEL))
         moments = {
@@ -55,15 +55,15 @@ def save(folder: Path, state: State, model: Any, optimizer: torch.optim.Optimize
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a training can go on from a folder."""
+    """Return whether a folder holds a saved training."""
     recover(folder)
     return folder.exists()
 
 
 def read(folder: Path, settings: dict[str, Any]) -> State:
-    """Where the training stands that a folder keeps.
+    """Return the state of the training that a folder holds.
 
-    Raises ConfigError for one with other settings, naming them, and CheckpointError for a folder that is damaged.
+    Raises ConfigError if its settings differ, with their names, and CheckpointError for a damaged folder.
     """
     try:
         state = State(**read_json(folder / STATE))
@@ -71,15 +71,15 @@ def read(folder: Path, settings: dict[str, Any]) -> State:
         raise CheckpointError(f"{folder}: is of another version ({error}); remove it, and begin anew") from None
     differing = [name for name in settings if state.settings.get(name) != settings[name]]
     if differing:
-        said = ", ".join(f"{name} = {state.settings.get(name)!r}, not {settings[name]!r}" for name in differing)
+        listed = ", ".join(f"{name} = {state.settings.get(name)!r}, not {settings[name]!r}" for name in differing)
         raise ConfigError(
-            f"{folder}: was begun with {said}; give the same again to go on, or another --output to begin anew"
+            f"{folder}: was begun with {listed}; give the same again to go on, or another --output to begin anew"
         )
     return state
 
 
 def restore(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts the weights and the moments back. Raises CheckpointError."""
+    """Load the saved weights and moments. Raises CheckpointError."""
     try:
         load_model(model, folder / MODEL)
         kept = load_file(folder / MOMENTS)

@@ -1,7 +1,7 @@
-"""The texts that are learned from: files, folders, lines of JSON, or Python's standard library; in UTF-8, and split.
+"""The texts of a training: files, folders, lines of JSON, or Python's standard library, in UTF-8.
 
-Whether a text is held out is decided by a digest of its name, so that it is so for every model that ever learns from
-them. A single file is split by its end.
+A digest of a text's name decides whether it is held out, so that it is held out for every model that learns from these
+texts. Of a single file, the end is held out.
 """
 
 from __future__ import annotations
@@ -18,49 +18,52 @@ from pathlib import Path
 from outrider.errors import ConfigError
 from outrider.training.recipe import STDLIB, TextSettings
 
-STDLIB_CHARACTERS = range(400, 400_001)  # of a file of it: neither empty modules nor tables
+STDLIB_CHARACTERS = range(400, 400_001)  # length of the files taken from it: neither empty modules nor tables
 LINES = ".jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """One text."""
+class TrainingText:
+    """One text of a training."""
 
     name: str
     content: str
     held_out: bool
 
 
-class Texts:
-    """All texts of some settings, in an order that depends on their names alone. Each iteration reads them anew."""
+class TrainingTexts:
+    """All texts of some settings, in an order that depends only on their names. An iteration reads the files again."""
 
     def __init__(self, settings: TextSettings) -> None:
-        """Raises ConfigError for a source that is not there, and where no file matches."""
+        """Find the files. Raises ConfigError for a source that does not exist, and if no file matches."""
         self._settings = settings
         self._files = [entry for source in settings.text for entry in _found(source, settings.pattern)]
         if not self._files:
             raise ConfigError(f"text: no file matches {settings.pattern!r}; give another --pattern, or name files")
-        self.skipped = 0  # files, and lines of JSON, that were not UTF-8, in the last iteration
-        self._by_end = len(self._files) == 1 and self._files[0].path.suffix != LINES
+        self.skipped = 0  # files and lines of JSON that were not UTF-8, in the last iteration
+        self._single_file = len(self._files) == 1 and self._files[0].path.suffix != LINES
 
     def __len__(self) -> int:
-        """Files."""
+        """The number of files."""
         return len(self._files)
 
-    def __iter__(self) -> Iterator[Text]:
-        """Raises ConfigError for a file that cannot be read, is not UTF-8 or has lines that are not as they should be,
-        naming it and the place."""
+    def __iter__(self) -> Iterator[TrainingText]:
+        """Yield the texts.
+
+        Raises ConfigError, with the file and the place, for a file that cannot be read, is not UTF-8 or has malformed
+        lines.
+        """
         self.skipped = 0
         for file in self._files:
             try:
-                yield from self._split(file) if self._by_end else self._whole(file)
+                yield from self._split(file) if self._single_file else self._whole(file)
             except UnicodeDecodeError as error:
                 self._leave_out(file, error.start)
             except OSError as error:
                 raise ConfigError(f"{file.path}: {error.strerror}; leave it out, or make it readable") from None
 
     def digest(self) -> str:
-        """Of all that they say, in hexadecimal. Reads everything; raises as iterating does."""
+        """Return the digest of all texts, in hexadecimal. Reads all files; raises as an iteration does."""
         total = hashlib.sha256()
         for text in self:
             content = text.content.encode()
@@ -69,7 +72,7 @@ class Texts:
         return total.hexdigest()
 
     def _leave_out(self, file: _File, offset: int) -> None:
-        """What is not UTF-8 from a byte of a file on. Raises ConfigError where that was not asked for."""
+        """Count a text that is not UTF-8 as skipped. Raises ConfigError if the settings do not allow that."""
         if not (self._settings.skip_invalid or file.stdlib):
             raise ConfigError(
                 f"{file.path}: is not UTF-8 from byte {offset} on; convert it, or leave out what is like it with "
@@ -77,23 +80,23 @@ class Texts:
             )
         self.skipped += 1
 
-    def _whole(self, file: _File) -> Iterator[Text]:
+    def _whole(self, file: _File) -> Iterator[TrainingText]:
         if file.path.suffix == LINES:
             yield from self._lines(file)
             return
         content = file.path.read_bytes().decode()
         if content and (not file.stdlib or len(content) in STDLIB_CHARACTERS):
-            yield Text(file.name, content, self._held_out(file.name))
+            yield TrainingText(file.name, content, self._held_out(file.name))
 
-    def _split(self, file: _File) -> Iterator[Text]:
-        """One file: what is held out is its end, from a line's beginning on."""
+    def _split(self, file: _File) -> Iterator[TrainingText]:
+        """Split one file: its end is held out, from the start of a line on."""
         content = file.path.read_bytes().decode()
         border = len(content) * (100 - self._settings.held_out) // 100
         border = content.rfind("\n", 0, border) + 1 or border
-        yield Text(file.name, content[:border], False)
-        yield Text(file.name, content[border:], True)
+        yield TrainingText(file.name, content[:border], False)
+        yield TrainingText(file.name, content[border:], True)
 
-    def _lines(self, file: _File) -> Iterator[Text]:
+    def _lines(self, file: _File) -> Iterator[TrainingText]:
         field, offset = self._settings.field, 0
         with file.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -101,8 +104,8 @@ class Texts:
                 try:
                     if line.strip():
                         content = json.loads(line.decode())[field]
-                        content.encode()  # JSON may escape what is no character
-                        yield Text(name, content, self._held_out(name))
+                        content.encode()  # raises for escaped surrogates, which UTF-8 cannot encode
+                        yield TrainingText(name, content, self._held_out(name))
                 except UnicodeDecodeError as error:
                     self._leave_out(file, offset + error.start)
                 except (ValueError, TypeError, KeyError, AttributeError):
@@ -124,7 +127,7 @@ class _File:
 
 
 def _found(source: str, pattern: str) -> list[_File]:
-    """The files of a source. Raises ConfigError if there is no such thing."""
+    """Return the files of a source. Raises ConfigError if the source does not exist."""
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return [_File(path, str(path.relative_to(root)), stdlib=True) for path in _below(root, "*.py") if _ours(path)]
@@ -137,7 +140,7 @@ def _found(source: str, pattern: str) -> list[_File]:
 
 
 def _below(folder: Path, pattern: str) -> list[Path]:
-    """In the order of their names; hidden ones are left out."""
+    """Return the files of a folder, in the order of their names, without hidden ones."""
     found = []
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -146,5 +149,5 @@ def _below(folder: Path, pattern: str) -> list[Path]:
 
 
 def _ours(path: Path) -> bool:
-    """Whether a file is the library's own, and not what was installed, or test data in old or broken Python."""
+    """Return whether a file belongs to the standard library, and is no installed package and no invalid test data."""
     return "site-packages" not in str(path) and "lib2to3/tests/data" not in path.as_posix()

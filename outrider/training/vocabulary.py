@@ -1,4 +1,4 @@
-"""A tokenizer from text: byte-level BPE, as the reference family has it."""
+"""Makes a byte-level BPE tokenizer from text, like that of the reference models."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from outrider.training.atomic_save import refuse_to_replace, replaced
 from outrider.training.recipe import TokenizerRecipe
-from outrider.training.saving import refuse_to_replace, replaced
-from outrider.training.texts import Texts
+from outrider.training.texts import TrainingTexts
 
 END = "<|endoftext|>"  # of a text; id 0
 
 
 def make_tokenizer(recipe: TokenizerRecipe) -> int:
-    """Writes tokenizer.json and tokenizer_config.json into the recipe's folder; what is held out is not looked at.
+    """Write tokenizer.json and tokenizer_config.json into the recipe's folder. Held-out texts are not used.
 
-    Returns how many tokens it knows, which are fewer than asked for where the text is short. Raises ConfigError for
-    texts as `Texts` does, and for a folder that holds something.
+    Returns the number of tokens, which is smaller than the recipe's for a short text. Raises ConfigError for texts as
+    `TrainingTexts` does, and for a folder that is not empty.
     """
     refuse_to_replace(recipe.output)
     tokenizer = Tokenizer(models.BPE())
@@ -29,7 +29,7 @@ def make_tokenizer(recipe: TokenizerRecipe) -> int:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.content for text in Texts(recipe) if not text.held_out), trainer)
+    tokenizer.train_from_iterator((text.content for text in TrainingTexts(recipe) if not text.held_out), trainer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,

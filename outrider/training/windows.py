@@ -1,4 +1,4 @@
-"""Windows of a text, in an order that is a function of a seed: who knows how many were seen can go on from there."""
+"""Windows of a text in an order that is a function of a seed, so that a training can continue at any window."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from outrider.training.corpus import Ids
 
 
 class Windows:
-    """Every pass over the text sees all its windows once, with other borders and in another order than the last one."""
+    """The windows of a text. Each pass over the text has all windows once, with new borders and in a new order."""
 
     def __init__(self, ids: Ids, length: int, seed: int) -> None:
-        """`length`: tokens that are learned from; a window has one more in front of them. The text has at least one."""
+        """`length`: tokens to learn from; a window has one more token before them. The text has at least one window."""
         self._ids = ids
         self._length = length
         self._seed = seed
@@ -25,7 +25,7 @@ class Windows:
         self._starts: NDArray[np.int64] = np.empty(0, np.int64)
 
     def batch(self, first: int, count: int) -> Tensor:
-        """The windows first .. first + count of all that there will ever be: [count, length + 1] int64."""
+        """Return windows `first` to `first + count - 1` of the infinite sequence: [count, length + 1] int64."""
         return torch.from_numpy(np.stack([self._window(number) for number in range(first, first + count)]))
 
     def _window(self, number: int) -> NDArray[np.int64]:
@@ -39,7 +39,7 @@ class Windows:
 
 
 def spread(ids: Ids, length: int, count: int) -> list[Tensor]:
-    """At most so many windows of a length, evenly over a text: [length] int64 each."""
+    """Return at most `count` windows, spread evenly over a text: [length] int64 each."""
     count = min(count, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return [torch.from_numpy(ids[start : start + length].astype(np.int64)) for start in starts]

@@ -9,7 +9,7 @@ def test_every_way_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     choice.main(["--vocabulary", "400"])
     shown = capsys.readouterr().out
     assert "One choice of 400 tokens" in shown
-    for name in choice.WAYS:
+    for name in choice.SAMPLING_TERMS:
         assert name.split()[0] in shown
 
 

@@ -11,16 +11,16 @@ from typing import Any, Unpack
 import pytest
 
 from bench import running as suites
-from bench.asking import Ask
 from bench.cluster import ClusterRow
-from bench.options import Options
+from bench.options import BenchOptions
+from bench.requests import BenchRequest
 from bench.rows import Models
 from outrider.cli.samples import Sample
 from outrider.client._wire import Options as Terms
 from outrider.config import ClusterConfig
 
-ASK = Ask((1, 2, 3), 1.0, 7, 4)
-OPTIONS = Options(
+ASK = BenchRequest((1, 2, 3), 1.0, 7, 4)
+OPTIONS = BenchOptions(
     suites=(),
     targets=(),
     temperatures=(0.0,),
@@ -125,7 +125,7 @@ async def test_no_prompt_comes_again() -> None:
     class Row:
         name = "row"
 
-        async def generate(self, ask: Ask) -> Sample:
+        async def generate(self, ask: BenchRequest) -> Sample:
             asked.append(ask.prompt)
             return Sample((1,), (0.1,), 1)
 

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from bench.asking import Ask, sample_from_json, sample_to_json
-from bench.figures import Profile, Results, Take, last_line, of_shortest, over_best, ratio
-from bench.limit import Limit
+from bench.figures import BenchResults, StepProfile, Take, last_line, of_shortest, over_best, ratio
+from bench.requests import BenchRequest, sample_from_json, sample_to_json
+from bench.roofline import Limit
 from outrider.cli.samples import (
     Sample,
     acceptance_by_depth,
@@ -70,8 +70,8 @@ def test_lengths_bytes_and_depths_pool_all_samples() -> None:
 
 
 def test_asks_and_samples_survive_the_pipe() -> None:
-    ask = Ask((1, 2, 3), 0.6, 2**63, 5)
-    assert Ask.from_json(ask.to_json()) == ask
+    ask = BenchRequest((1, 2, 3), 0.6, 2**63, 5)
+    assert BenchRequest.from_json(ask.to_json()) == ask
     sample = Sample((1, 2), (0.25, 0.5), 2, 7, (1,), (2,))
     assert sample_from_json(sample_to_json(sample)) == sample
 
@@ -109,7 +109,7 @@ def test_the_better_limit_takes_the_best_of_each() -> None:
 
 
 def test_the_last_line_is_of_the_largest_target() -> None:
-    results = Results(
+    results = BenchResults(
         takes=[
             *(take("plain", 20.0, heat=heat, target=400) for heat in (0.0, 1.0)),
             take("distributed", 60.0, target=400),
@@ -125,9 +125,9 @@ def test_the_last_line_is_of_the_largest_target() -> None:
             take("distributed", 100.0),
         ],
         profiles=[
-            Profile(400, "plain", 1, 25.0, 3.0, 1.0, math.nan, 20.0, 13.0),
-            Profile(400, "distributed", 9, 30.0, 0.0, 0.75, 29.0, 20.0),
-            Profile(150, "plain", 1, 1.0, 0.0, 0.0, 1.0, 1.0),
+            StepProfile(400, "plain", 1, 25.0, 3.0, 1.0, math.nan, 20.0, 13.0),
+            StepProfile(400, "distributed", 9, 30.0, 0.0, 0.75, 29.0, 20.0),
+            StepProfile(150, "plain", 1, 1.0, 0.0, 0.0, 1.0, 1.0),
         ],
     )
     assert last_line(results) == (
@@ -144,4 +144,4 @@ def test_the_best_row_is_the_one_that_leaves_the_smallest_ratio() -> None:
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
-    assert re.fullmatch(r"bench:( \w+=-){11}", last_line(Results()))
+    assert re.fullmatch(r"bench:( \w+=-){11}", last_line(BenchResults()))

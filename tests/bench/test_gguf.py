@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from bench.gguf import write_gguf
-from outrider.engine.checkpoint import Weights, read_config
-from outrider.engine.padding import pad_checkpoint
+from outrider.engine.checkpoints.checkpoint import Weights, read_config
+from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.errors import CheckpointError
-from tests.engine.checkpoints import make_checkpoint
+from tests.engine.small_checkpoints import make_checkpoint
 
 MODELS = Path(__file__).parents[2] / "models"
 FLOAT32, BFLOAT16 = 0, 30  # types of tensors

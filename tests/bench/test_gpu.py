@@ -18,17 +18,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bench import gpt_fast, gpu
-from bench.figures import Results
-from bench.gpu import Point, Run
-from bench.rounds import Growth, Rounds, Text
+from bench.figures import BenchResults
+from bench.gpu import GpuRun, Point
+from bench.rounds import RoundGrowth, RoundRunner, RoundText
 from bench.running import run_gpu
 from bench.tables import print_tables
-from outrider.core.contract import Contract
-from outrider.engine.checkpoint import Weights, read_config
+from outrider.core.session.contract import Contract
+from outrider.engine.checkpoints.checkpoint import Weights, read_config
+from outrider.engine.checkpoints.padding import PaddedWeights, known_shape
 from outrider.engine.device import DeviceEngine
-from outrider.engine.padding import PaddedWeights, known_shape
 from outrider.errors import ConfigError
-from tests.engine.checkpoints import MODELS
+from tests.engine.small_checkpoints import MODELS
 
 SMALL = ["--device", "cpu", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--tokens", "12"]
 WITHOUT = """
@@ -117,16 +117,18 @@ def engines() -> tuple[DeviceEngine, DeviceEngine]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("growth", [Growth(1, 1, 1, 1), Growth(3, 2, 3, 6), Growth(5, 4, 4, 15), Growth(4, 3, 2, 99)])
+@pytest.mark.parametrize(
+    "growth", [RoundGrowth(1, 1, 1, 1), RoundGrowth(3, 2, 3, 6), RoundGrowth(5, 4, 4, 15), RoundGrowth(4, 3, 2, 99)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rounds_say_what_plain_decoding_says(
-    engines: tuple[DeviceEngine, DeviceEngine], growth: Growth, temperature: float
+    engines: tuple[DeviceEngine, DeviceEngine], growth: RoundGrowth, temperature: float
 ) -> None:
     prompts = [[5, 6, 7, 8], list(range(40, 90)), [9]]
 
-    def said(rounds: Rounds) -> tuple[list[list[int]], int]:
+    def said(rounds: RoundRunner) -> tuple[list[list[int]], int]:
         texts = [
-            Text(slot, [*prompt], Contract(seed=slot, max_tokens=99, temperature=temperature))
+            RoundText(slot, [*prompt], Contract(seed=slot, max_tokens=99, temperature=temperature))
             for slot, prompt in enumerate(prompts)
         ]
         rounds.read(texts)
@@ -138,9 +140,9 @@ def test_rounds_say_what_plain_decoding_says(
             assert text.tokens[len(prompt) :] == [choice.token for choice in text.choices]
         return [text.tokens[: len(prompt) + 24] for text, prompt in zip(texts, prompts, strict=True)], steps
 
-    plain, steps = said(Rounds(engines[0]))
+    plain, steps = said(RoundRunner(engines[0]))
     assert steps == 24
-    speculative, fewer = said(Rounds(engines[0], engines[1], growth))
+    speculative, fewer = said(RoundRunner(engines[0], engines[1], growth))
     assert speculative == plain
     assert fewer < steps
 
@@ -215,7 +217,7 @@ def test_a_peer_s_model_takes_padded_weights_or_is_refused(
 
 
 def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
-    run = Run(
+    run = GpuRun(
         "cpu", "float32", "off", (1.0,), (1,), {}, 70, 8, 1, None, MODELS, MODELS.parent / "examples" / "held_out.jsonl"
     )
     prompts = run._prompts(5)
@@ -225,7 +227,7 @@ def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take minutes")
 async def test_the_bench_runs_the_suite_and_prints_what_it_says() -> None:
-    results = Results()
+    results = BenchResults()
     said: list[str] = []
     options: Any = SimpleNamespace(peers={}, models=MODELS)
     await run_gpu(options, results, said.append)

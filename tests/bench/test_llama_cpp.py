@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from bench import llama_cpp
-from bench.asking import Ask
 from bench.llama_cpp import ADVICE, BUILD_REQUIREMENTS, CHAINS, VERSION, LlamaRow, build, cmake_commands
 from bench.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, pass_seconds, serve
+from bench.requests import BenchRequest
 from outrider.errors import ConfigError, Unavailable
 
 VOCABULARY, SAYABLE = 24, 20
@@ -144,7 +144,7 @@ async def test_rows_differ_by_the_chain_that_they_ask_for() -> None:
     process: Any = Process()
     rows = llama_cpp.rows_of_worker(process)
     assert [row.name for row in rows] == ["llama.cpp", "llama.cpp-draft-3", "llama.cpp-draft-6"]
-    ask = Ask(tuple(PROMPT), 0.0, 7, 40)
+    ask = BenchRequest(tuple(PROMPT), 0.0, 7, 40)
     samples = [await row.generate(ask) for row in rows]
     assert [line["chain"] for line in lines] == [*CHAINS.values()] == [0, 3, 6]
     assert len({sample.tokens for sample in samples}) == 1

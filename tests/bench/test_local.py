@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
-from bench.asking import Ask
-from bench.local import Pair
+from bench.local import LocalPair
+from bench.requests import BenchRequest
 from bench.rows import Models, worker_row
-from drafter_svc.replica import Update
+from drafter_svc.mirror import MirrorUpdate
 from drafter_svc.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import Plan, StepReport
-from outrider.core.control import FixedGamma
+from outrider.core.control.policies import FixedGamma
+from outrider.core.session.contract import Plan, StepReport
 from outrider.engine.batch import Segment
 from outrider.errors import ConfigError, InternalError
 from tests.e2e.tiny import make_tiny
@@ -37,8 +37,8 @@ def config(target: Path, drafter: Path) -> ClusterConfig:
 
 
 @pytest_asyncio.fixture
-async def pair() -> AsyncIterator[Pair]:
-    made = Pair(config(MODELS / "target", MODELS / "drafter"))
+async def pair() -> AsyncIterator[LocalPair]:
+    made = LocalPair(config(MODELS / "target", MODELS / "drafter"))
     forward = made.loop._engine.forward
 
     def slow(segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -51,10 +51,10 @@ async def pair() -> AsyncIterator[Pair]:
     await made.close()
 
 
-async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: Pair) -> None:
+async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: LocalPair) -> None:
     saved = 0
     for seed in range(4):
-        ask = Ask(PROMPT, 0.7 if seed else 0.0, seed, 120)
+        ask = BenchRequest(PROMPT, 0.7 if seed else 0.0, seed, 120)
         plain, speculative = await pair.generate(ask, "off"), await pair.generate(ask)
         assert speculative.tokens == plain.tokens
         assert len(plain.tokens) == len(plain.arrivals) == plain.steps == 120
@@ -75,31 +75,31 @@ class Shallower(FixedGamma):
             self._plan = replace(self._plan, version=2, depth=self._plan.depth // 2)
 
 
-async def test_a_plan_that_changes_reaches_the_drafter(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_that_changes_reaches_the_drafter(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.local.policy", lambda name, ceilings: Shallower(ceilings))
     heard: list[int] = []
-    hear = pair.grower.updated
+    hear = pair.scheduler.updated
 
-    def listening(key: Attachment, update: Update) -> None:
+    def listening(key: Attachment, update: MirrorUpdate) -> None:
         heard.extend([update.plan.depth] if update.plan else [])
         hear(key, update)
 
-    monkeypatch.setattr(pair.grower, "updated", listening)
-    await pair.generate(Ask(PROMPT, 1.0, 1, 60))
+    monkeypatch.setattr(pair.scheduler, "updated", listening)
+    await pair.generate(BenchRequest(PROMPT, 1.0, 1, 60))
     assert heard == [RouterConfig.model_fields["depth"].default // 2]
     assert not pair.loop.sessions
-    assert not pair.grower.members
+    assert not pair.scheduler.members
 
 
 async def test_a_loop_that_ends_fails_the_generation_instead_of_hanging_it(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("broken on purpose")
 
-    monkeypatch.setattr(pair.grower, "_propose", broken)
+    monkeypatch.setattr(pair.scheduler, "_propose", broken)
     with pytest.raises(InternalError, match="a loop of the pair has ended"):
-        await pair.generate(Ask(PROMPT, 0.0, 0, 40))
+        await pair.generate(BenchRequest(PROMPT, 0.0, 0, 40))
 
 
 async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: P
     drafter = make_tiny(tmp_path / "drafter", layers=1, width=32)
     models = Models(target, drafter, "float32", threads=1)
     terms = config(target, drafter)
-    ask = Ask(tuple(range(1, 12)), 0.0, 0, 24)
+    ask = BenchRequest(tuple(range(1, 12)), 0.0, 0, 24)
     async with worker_row("assisted", models, terms) as assisted, worker_row("in-process", models, terms) as ours:
         texts = []
         for row in (assisted, ours):
@@ -116,7 +116,7 @@ async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: P
             assert list(sample.arrivals) == sorted(sample.arrivals)
             assert 1 <= sample.steps <= 24
             texts.append(sample.tokens)
-            sampled = [await row.generate(Ask(ask.prompt, 1.0, seed, 24)) for seed in (1, 1, 2)]
+            sampled = [await row.generate(BenchRequest(ask.prompt, 1.0, seed, 24)) for seed in (1, 1, 2)]
             assert sampled[0].tokens == sampled[1].tokens != sampled[2].tokens
         assert texts[0] == texts[1]
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.online import ANSWER, WINDOW, Answer, gain, last_line, length, read_pages, windows
+from bench.online import ANSWER, WINDOW, OnlineAnswer, gain, last_line, length, read_pages, windows
 from outrider.errors import ConfigError
 
 EACH = WINDOW // ANSWER  # answers of a window
 
 
-def phase(*steps: int, seconds: float = 1.0) -> list[Answer]:
+def phase(*steps: int, seconds: float = 1.0) -> list[OnlineAnswer]:
     """Windows of answers, those of one window in so many steps each."""
     return [
-        Answer(at, (at + 1) * seconds, 0.6, (0,) * ANSWER, each)
+        OnlineAnswer(at, (at + 1) * seconds, 0.6, (0,) * ANSWER, each)
         for at, each in enumerate(each for each in steps for _ in range(EACH))
     ]
 

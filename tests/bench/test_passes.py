@@ -13,14 +13,14 @@ import pytest
 from rich.console import Console
 
 from bench import passes
-from bench.figures import Results
-from bench.limit import Limit
-from bench.options import Options
+from bench.figures import BenchResults
+from bench.options import BenchOptions
 from bench.passes import DTYPES, LLAMA_CPP, OURS, ROWS, PassTime, measure_passes, multiplied_weights, pass_limit_s
+from bench.roofline import Limit
 from bench.tables import print_tables
-from outrider.engine.checkpoint import read_config
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
-from outrider.engine.native import NativeEngine
 from tests.bench.test_cluster import OPTIONS
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -72,7 +72,7 @@ async def test_a_run_measures_every_type_and_number_of_rows(monkeypatch: pytest.
     asked: list[tuple[str, int]] = []
 
     @asynccontextmanager
-    async def as_it_is(options: Options, parameters: int) -> AsyncIterator[Path]:
+    async def as_it_is(options: BenchOptions, parameters: int) -> AsyncIterator[Path]:
         yield MODELS / "drafter"
 
     class Peer:
@@ -120,7 +120,7 @@ async def test_a_run_measures_every_type_and_number_of_rows(monkeypatch: pytest.
 def test_the_table_shows_times_and_ratios() -> None:
     def shown(*entries: PassTime) -> list[list[str]]:
         screen = Console(file=io.StringIO(), width=132)
-        print_tables(screen, Results(passes=list(entries)))
+        print_tables(screen, BenchResults(passes=list(entries)))
         assert isinstance(screen.file, io.StringIO)
         return [line.split() for line in screen.file.getvalue().splitlines()]
 

@@ -1,7 +1,7 @@
 """The benchmark of shared prefixes measures what it says, and sharing shows in it."""
 
 from bench import sharing
-from tests.engine.checkpoints import MODELS
+from tests.engine.small_checkpoints import MODELS
 
 
 async def test_prompts_that_begin_alike_have_their_first_token_sooner() -> None:

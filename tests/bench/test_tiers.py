@@ -8,17 +8,17 @@ from pathlib import Path as File
 
 import pytest
 
-from bench.options import Options, Suite
+from bench.options import BenchOptions, BenchSuite
 from bench.tiers import SETS, name_of, options_of
-from bench.trees.cascade import NODES, Tree, Way, fastest, table_of
+from bench.trees.cascade import NODES, CascadeGrowth, CascadeTree, fastest, table_of
 from bench.trees.paths import Path
-from outrider.core.construction.growing import Scored
+from outrider.core.construction.offline import Scored
 
 
-def options() -> Options:
+def options() -> BenchOptions:
     empty: dict[str, str] = {}
-    return Options(
-        (Suite.TIERS,), (1,), (0.0,), (), (), (), 1, 8, "float32", 1, empty, {"threads": 2}, empty, (), (), 8,
+    return BenchOptions(
+        (BenchSuite.TIERS,), (1,), (0.0,), (), (), (), 1, 8, "float32", 1, empty, {"threads": 2}, empty, (), (), 8,
         File("models"), {}, False, 1, (1,), 1.0, 1.0, (0.0,),
     )  # fmt: skip
 
@@ -44,7 +44,7 @@ class Says:
 
 
 def test_a_pass_that_judges_gives_its_own_chances_and_adds_children() -> None:
-    tree = Tree()
+    tree = CascadeTree()
     for _ in range(3):
         tree.expand(0, Says(1, 0.9), 8, judges=False)
     assert tree.best(NODES) == [(1,), (1, 1), (1, 1, 1)]
@@ -57,9 +57,15 @@ def test_a_pass_that_judges_gives_its_own_chances_and_adds_children() -> None:
 
 
 def test_the_best_way_is_the_one_with_the_most_tokens_for_its_cost() -> None:
-    lengths = {Way(1, 0): 2.0, Way(4, 0): 3.0, Way(0, 2): 4.0, Way(2, 1): 4.0, Way(2, 2): 6.0}
-    assert fastest(lengths, "drafter", 0.5, 0.05) == (Way(4, 0), pytest.approx(3.0 / 1.2))
-    assert fastest(lengths, "drafter", 0.5, 0.5) == (Way(1, 0), pytest.approx(2.0 / 1.5))
-    assert fastest(lengths, "mid", 0.5, 0.05) == (Way(0, 2), pytest.approx(2.0))
-    assert fastest(lengths, "mid < drafter", 0.5, 0.05) == (Way(2, 2), pytest.approx(6.0 / 2.2))
+    lengths = {
+        CascadeGrowth(1, 0): 2.0,
+        CascadeGrowth(4, 0): 3.0,
+        CascadeGrowth(0, 2): 4.0,
+        CascadeGrowth(2, 1): 4.0,
+        CascadeGrowth(2, 2): 6.0,
+    }
+    assert fastest(lengths, "drafter", 0.5, 0.05) == (CascadeGrowth(4, 0), pytest.approx(3.0 / 1.2))
+    assert fastest(lengths, "drafter", 0.5, 0.5) == (CascadeGrowth(1, 0), pytest.approx(2.0 / 1.5))
+    assert fastest(lengths, "mid", 0.5, 0.05) == (CascadeGrowth(0, 2), pytest.approx(2.0))
+    assert fastest(lengths, "mid < drafter", 0.5, 0.05) == (CascadeGrowth(2, 2), pytest.approx(6.0 / 2.2))
     assert table_of(lengths, 1.0).row_count == 20

@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 from bench.trees import __main__ as command
 from bench.trees import tables
 from bench.trees.cells import OURS, Cell, Setting, cells_of, taken
-from bench.trees.expecting import Tree, followed, matched, rejected, traversed
+from bench.trees.expecting import ExpectedTree, followed, matched, rejected, traversed
 from bench.trees.figures import Estimate, last_line, verdicts
 from bench.trees.lessons import RankMeans
 from bench.trees.paths import PathRows, continued, load
-from outrider.core.contract import SHARED_NOISE, Contract
-from outrider.core.rules import Chance, Rule, rule_of
-from outrider.core.sampler import Sampler
-from outrider.engine.checkpoint import read_config
-from outrider.engine.heads.folder import make_network, save_network
-from outrider.engine.heads.shape import shape_for
-from tests.core.rules.enumeration import JudgeOf, Language, drawn, outcomes
-from tests.core.rules.enumeration import Tree as DrawnTree
-from tests.engine.checkpoints import MODELS
+from outrider.core.acceptance import RandomSource, Rule, rule_of
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import SHARED_NOISE, Contract
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.heads.checkpoint_io import make_network, save_network
+from outrider.engine.heads.config import make_heads_config
+from tests.core.acceptance.enumeration import JudgeOf, Language, drawn, outcomes
+from tests.core.acceptance.enumeration import Tree as DrawnTree
+from tests.engine.small_checkpoints import MODELS
 
 CHAIN = (((((),),),),)
 TREE = (((), ()), ((),))
@@ -41,7 +41,7 @@ def rule(name: str, lenience: float = 1.0) -> Rule:
 def by_enumeration(walker: Rule, language: Language, tree: DrawnTree) -> float:
     """The slow way: every way in which chance can go."""
 
-    def run(chance: Chance) -> int:
+    def run(chance: RandomSource) -> int:
         return len(walker.walk(tree.rows, JudgeOf(language, tree), chance).path)
 
     return sum(probability * accepted for probability, accepted in outcomes(run))
@@ -56,7 +56,7 @@ def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
         language = Language(3, Contract(seed=0, max_tokens=1), seed=seed)
         made = [tree for _, tree in outcomes(lambda chance, lang=language: drawn(lang, shape, chance))]
         for tree in made[:: max(1, len(made) // 6)]:
-            same = Tree.of(tree.paths[1:])
+            same = ExpectedTree.of(tree.paths[1:])
 
             def q(path: tuple[int, ...], language: Language = language) -> np.ndarray:
                 return language.q(path).dense(3)
@@ -74,10 +74,10 @@ def test_expectations_are_those_of_the_rules(shape: tuple) -> None:
 
 
 def test_under_shared_noise_the_targets_own_tokens_count_as_far_as_the_tree_has_them() -> None:
-    tree = Tree.of([(3,), (4,), (3, 1), (3, 1, 7)])
+    tree = ExpectedTree.of([(3,), (4,), (3, 1), (3, 1, 7)])
     assert followed(tree, lambda path: [3, 1, 7, 9][len(path)]) == 3
     assert followed(tree, lambda path: [4, 1][len(path)]) == 1
-    assert followed(Tree.of([]), lambda path: 5) == 0
+    assert followed(ExpectedTree.of([]), lambda path: 5) == 0
 
 
 def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
@@ -190,7 +190,7 @@ def test_a_drafter_that_does_not_exist_is_refused() -> None:
 
 def test_heads_and_other_models_are_drafters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    shape = shape_for("eagle-3", read_config(MODELS / "target"), depth=2)
+    shape = make_heads_config("eagle-3", read_config(MODELS / "target"), depth=2)
     save_network(tmp_path / "heads", shape, make_network(shape))
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     app = command.typer.Typer()

@@ -23,7 +23,7 @@ from outrider.rpc.status import from_rpc_error
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router.outbox import SLOW_CLIENT_S
+from router.sessions.outbox import SLOW_CLIENT_S
 from tests.chaos.report import quantile
 from tests.chaos.servers import Forward, Servers, Shape
 from tests.http2 import Http2Client

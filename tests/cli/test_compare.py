@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from outrider.cli.compare import TOLERANCE, Pair, Verdict, repeated_share, verdict
+from outrider.cli.compare import TOLERANCE, GenerationPair, Verdict, repeated_share, verdict
 from outrider.cli.report import last_line, print_report
 from outrider.client import FinishReason, Generation, Usage
 
@@ -76,8 +76,8 @@ def test_repeated_share_counts_ngrams_seen_earlier_in_the_same_text() -> None:
 
 
 PAIRS = [
-    Pair(0.6, generation([1] * 11, steps=11), generation([1] * 11, steps=4, decode_s=0.5), Verdict.IDENTICAL),
-    Pair(0.0, generation([1] * 11, steps=11), generation([1] * 11, steps=5, decode_s=0.5), Verdict.NEAR_TIE),
+    GenerationPair(0.6, generation([1] * 11, steps=11), generation([1] * 11, steps=4, decode_s=0.5), Verdict.IDENTICAL),
+    GenerationPair(0.0, generation([1] * 11, steps=11), generation([1] * 11, steps=5, decode_s=0.5), Verdict.NEAR_TIE),
 ]
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from outrider._native import instruction_sets
 from outrider.cli.main import app
-from outrider.engine.card import Card, weights_digest, write_card
-from outrider.engine.native import NativeEngine
+from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
+from outrider.engine.eager.engine import NativeEngine
 from outrider.rpc.server import serving
 from outrider.v1 import (
     drafter_pb2,
@@ -28,8 +28,8 @@ from outrider.v1 import (
     verifier_pb2_grpc,
 )
 from tests.drafter.other_tokenizer import MODELS, make_other
-from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import make_family
+from tests.engine.small_checkpoints import make_checkpoint
 
 Register = Callable[[grpc.aio.Server], Sequence[str]]
 DIGEST = bytes(range(16))
@@ -178,7 +178,7 @@ def test_a_model_that_runs_through_transformers_is_described_with_what_it_can_do
     result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.stderr
     text = re.sub(" +", " ", result.stdout)
-    said = {"yes": "speculation trees, as was tried", "no": "speculation none: what it says over"}[trees]
+    said = {"yes": "speculation trees, as was tried", "no": "speculation none: its logits over"}[trees]
     for words in (f"family {family}, through transformers", "vocabulary 131", "weights float32", said):
         assert words in text
     assert re.fullmatch(rf"describe: trees={trees} decode_ms=\d+\.\d\d", result.stdout.splitlines()[-1])
@@ -218,7 +218,7 @@ def test_two_checkpoints_are_held_against_each_other(
     make_other(tmp_path / "other")
     shutil.copytree(MODELS / "drafter", tmp_path / "trained")
     digests = {"target_digest": weights_digest(MODELS / "drafter"), "tokenizer_digest": ""}
-    card = Card("drafter", "drafter", objective="agreement", tokens=1, seconds=1.0, **digests)
+    card = ModelCard("drafter", "drafter", objective="agreement", tokens=1, seconds=1.0, **digests)
     write_card(tmp_path / "trained", card)
     folder = tmp_path / drafter if (tmp_path / drafter).exists() else MODELS / drafter
     options = [str(folder), "--for", str(MODELS / target)]

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from outrider.cli import index as command
 from outrider.cli.main import app
-from outrider.core.datastore import Datastore
-from outrider.core.digest import tokenizer_digest
-from outrider.core.retrieval import Retrieval
+from outrider.core.proposers.datastore import Datastore
+from outrider.core.proposers.retrieval import Retrieval
+from outrider.core.session.digest import tokenizer_digest
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
 DIGEST = tokenizer_digest((TARGET / "tokenizer.json").read_bytes())

@@ -53,7 +53,7 @@ callers = 2
         scenario.write_text(text.format(agreement=agreement))
         done = CliRunner().invoke(app, ["plan", str(scenario), "--most", "2"])
         assert done.exit_code == 0, done.output
-        assert "Assumed: 1 verifier of 32 slots" in " ".join(done.output.split())
+        assert "Assumed: 1 verifier with 32 slots" in " ".join(done.output.split())
         last = done.output.strip().splitlines()[-1]
         match = re.fullmatch(r"plan: drafters=(\d+) speedup=(\d\.\d\d) tokens_per_s=\d+\.\d", last)
         assert match, last

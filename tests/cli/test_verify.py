@@ -18,19 +18,19 @@ import pytest
 from numpy.typing import NDArray
 
 from outrider.cli.compare import TOLERANCE, Difference, Verdict, difference
-from outrider.cli.law import p_value
+from outrider.cli.distribution_check import p_value
 from outrider.cli.reference import Reference
-from outrider.cli.verification import Case, Prompt, compare, plan, read_prompts
 from outrider.cli.verify import last_line
+from outrider.cli.verify_cases import VerifyCase, VerifyPrompt, compare, plan, read_prompts
 from outrider.client import Generation
-from outrider.core.contract import Contract
-from outrider.core.noise import gumbel_row
+from outrider.core.sampling.noise import gumbel_row
+from outrider.core.session.contract import Contract
 from outrider.errors import CheckpointError, ConfigError, Overloaded
 from tests.cli.test_compare import generation
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "target"
-PROMPT = Prompt("p", "import os\n", (1, 2, 3), b"digest")
+PROMPT = VerifyPrompt("p", "import os\n", (1, 2, 3), b"digest")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +70,10 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
         (("--prompts", "nowhere.jsonl", "--no-reference"), "nowhere.jsonl"),
         (("--rule", "hopeful"), "'block-verification'"),
         (("--rule", "typical-acceptance"), "typical-acceptance is lossy"),
-        (("--rule", "target-match", "--no-reference"), "at temperature 0.8 a text under target-match is a draw"),
+        (
+            ("--rule", "target-match", "--no-reference"),
+            "at temperature 0.8 a text under target-match is a separate sample",
+        ),
     ],
 )
 def test_what_cannot_be_verified_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
@@ -99,19 +102,19 @@ class Script:
 
 
 class Placed:
-    """A reference to which greedy texts are right, and which places draws as it is told."""
+    """A reference to which greedy texts are right, and whose quantiles are given."""
 
     def __init__(self, second: float = 0.5) -> None:
-        self._places = np.array([0.25, second])
+        self._quantiles = np.array([0.25, second])
 
     def difference(self, *_: Any) -> None:
         return None
 
-    def places(self, *_: Any) -> NDArray[np.float64]:
-        return self._places
+    def quantiles(self, *_: Any) -> NDArray[np.float64]:
+        return self._quantiles
 
 
-async def cases(plain: Generation, speculative: Generation) -> list[Case]:
+async def cases(plain: Generation, speculative: Generation) -> list[VerifyCase]:
     client: Any = Script(plain, speculative)
     work = plan([PROMPT], [0.0, 0.8], 2)
     return [case async for case in compare(client, work, None, tolerance=TOLERANCE["float32"])]
@@ -120,7 +123,7 @@ async def cases(plain: Generation, speculative: Generation) -> list[Case]:
 async def test_a_wrong_token_is_a_bug_with_its_place_and_gap() -> None:
     found = await cases(generation([1, 2, 3], [9, 4.5, 9]), generation([1, 7, 3], [9, 5.5, 9]))
     assert [case.verdict for case in found] == [Verdict.BUG] * 3
-    assert found[0].parted == Difference(1, 2, 7, 4.5)
+    assert found[0].difference == Difference(1, 2, 7, 4.5)
     assert last_line(found).startswith("verify: texts=3 tokens=18 identical=0 near_ties=0 bugs=3 ")
 
 
@@ -128,7 +131,7 @@ async def test_rounding_is_a_near_tie_and_another_end_is_a_bug() -> None:
     near = await cases(generation([1, 2], [9, 5e-4]), generation([1, 3], [9, 9]))
     assert {case.verdict for case in near} == {Verdict.NEAR_TIE}
     text = await cases(generation([1]), replace(generation([1]), text="other"))
-    assert {(case.verdict, case.parted) for case in text} == {(Verdict.BUG, None)}
+    assert {(case.verdict, case.difference) for case in text} == {(Verdict.BUG, None)}
 
 
 async def test_a_full_cluster_is_waited_for() -> None:
@@ -139,14 +142,15 @@ async def test_a_full_cluster_is_waited_for() -> None:
 
 
 async def test_texts_under_rules_of_draws_are_compared_at_temperature_0_alone() -> None:
-    judge: Any = Placed()
+    reference: Any = Placed()
     client: Any = Script(generation([1, 2], [9, 9]), generation([1, 2], [float("nan")] * 2))
     work = plan([PROMPT], [0.0, 0.8], 3)
     found = [
-        case async for case in compare(client, work, judge, tolerance=TOLERANCE["float32"], rule="block-verification")
+        case
+        async for case in compare(client, work, reference, tolerance=TOLERANCE["float32"], rule="block-verification")
     ]
     assert client.rules == {("off", "shared-noise"), ("fixed", "block-verification")}
-    assert [(case.verdict, case.plain is None, case.places) for case in found] == [
+    assert [(case.verdict, case.plain is None, case.quantiles) for case in found] == [
         (Verdict.IDENTICAL, False, ()),
         *[(None, True, (0.25, 0.5))] * 3,
     ]
@@ -155,11 +159,11 @@ async def test_texts_under_rules_of_draws_are_compared_at_temperature_0_alone() 
 
 
 async def test_a_draw_that_the_target_cannot_say_is_a_bug() -> None:
-    judge: Any = Placed(math.nan)
+    reference: Any = Placed(math.nan)
     client: Any = Script(generation([1, 2]), generation([1, 2]))
     work = plan([PROMPT], [0.8], 1)
-    (case,) = [case async for case in compare(client, work, judge, tolerance=1e-3, rule="target-match")]
-    assert (case.reference_verdict, case.reference_parted) == (Verdict.BUG, Difference(1, 2, None, math.inf))
+    (case,) = [case async for case in compare(client, work, reference, tolerance=1e-3, rule="target-match")]
+    assert (case.reference_verdict, case.reference_difference) == (Verdict.BUG, Difference(1, 2, None, math.inf))
 
 
 def test_draws_of_no_two_prompts_share_a_seed() -> None:
@@ -225,9 +229,9 @@ def test_what_is_drawn_from_transformers_own_probabilities_has_uniform_places(re
         prompt = [1, 2, start]
         logits = reference._logits(prompt, [0])[-1].astype(float)
         said = np.argmax(logits / contract.temperature + dice.gumbel(size=(8, len(logits))), axis=1).tolist()
-        places += [reference.places(prompt, [token], contract, dice)[0] for token in said]
+        places += [reference.quantiles(prompt, [token], contract, dice)[0] for token in said]
     assert p_value(np.array(places)) > 0.01
-    assert np.isnan(reference.places(prompt, [4096 + 7, 1], contract, dice)).tolist() == [True, False]
+    assert np.isnan(reference.quantiles(prompt, [4096 + 7, 1], contract, dice)).tolist() == [True, False]
 
 
 def test_a_checkpoint_that_is_cut_short_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from outrider.client import _stream
 from outrider.errors import Busy, InvalidRequest, NotFound, OutriderError, Overloaded
 from outrider.rpc.server import serving
-from outrider.rpc.status import translated
+from outrider.rpc.status import errors_as_status
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import inference_pb2_grpc, types_pb2
 
@@ -84,7 +84,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request, context):
         self.requests.append(request)
-        async with translated(context):
+        async with errors_as_status(context):
             if request.text == "refused":
                 raise InvalidRequest("prompt", "is refused")
             if request.text == "overloaded":
@@ -97,7 +97,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
     async def Resume(self, request, context):
         self.resumes.append(request)
-        async with translated(context):
+        async with errors_as_status(context):
             latest = [answer for answer in self.answers if answer.session == request.session_id]
             if not latest or request.session_id in self.closed_sessions:
                 raise NotFound(f"session {request.session_id} was not resumed in time")
@@ -203,7 +203,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         return pb.Session(session_id="empty", model=request.model or "toy")
 
     async def GetSession(self, request, context):
-        async with translated(context):
+        async with errors_as_status(context):
             turns = [answer for answer in self.answers if answer.session == request.session_id]
             if not turns or request.session_id in self.closed_sessions:
                 raise NotFound(f"no session {request.session_id}")
@@ -226,7 +226,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
         return pb.CloseSessionResponse()
 
     async def ListModels(self, request, context):
-        async with translated(context):
+        async with errors_as_status(context):
             if self.requests:
                 raise NotFound("no models any more")
             model = pb.Model(name="toy", context=64, vocabulary=9, tokenizer_digest=b"d", verifiers=1, drafters=2)

@@ -65,7 +65,7 @@ async def test_a_call_that_breaks_off_anywhere_goes_on_in_another(
 
 @pytest.mark.parametrize("after", [0, 3])
 async def test_what_somebody_cancelled_is_not_asked_for_again(router: ScriptedRouter, after: int) -> None:
-    router.faults = iter([Fault(after, errors.Cancelled("the generation was cancelled while it waited for a place"))])
+    router.faults = iter([Fault(after, errors.Cancelled("the generation was cancelled while it waited for a slot"))])
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Cancelled, match="while it waited"):
             await client.generate("hello", timeout=5)
@@ -100,7 +100,7 @@ async def test_a_call_that_breaks_after_every_chunk_comes_to_its_end(router: Scr
 
 
 async def test_only_calls_in_a_row_that_bring_nothing_count(router: ScriptedRouter) -> None:
-    fruitless = [Fault(1)] * (_stream.MOST_FAILURES - 1)
+    fruitless = [Fault(1)] * (_stream.MAX_FAILURES - 1)
     router.faults = itertools.cycle([Fault(2), *fruitless])
     tokens: list[int] = []
     async with outrider.AsyncClient(router.address) as client:
@@ -140,7 +140,7 @@ async def test_calls_that_bring_nothing_are_given_up_after_a_few(router: Scripte
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Unavailable, match="no verifier right now"):
             await client.generate("hello", timeout=5)
-    assert len(router.requests) + len(router.resumes) == _stream.MOST_FAILURES
+    assert len(router.requests) + len(router.resumes) == _stream.MAX_FAILURES
     assert router.cancelled_sessions == []  # it can still be resumed by hand
 
 
@@ -149,7 +149,7 @@ async def test_a_router_that_goes_down_in_order_is_no_failure_and_costs_no_pause
 ) -> None:
     monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)
     moved = errors.Moved("this router is going down")
-    more = _stream.MOST_FAILURES + 2
+    more = _stream.MAX_FAILURES + 2
     router.faults = iter([Fault(0, moved), Fault(3, moved), *[Fault(1, moved)] * more])
     async with outrider.AsyncClient(router.address) as client:
         chunks = await read(stream := client.stream("hello", timeout=5))
@@ -163,11 +163,11 @@ async def test_moving_without_end_is_given_up(router: ScriptedRouter, monkeypatc
     async with outrider.AsyncClient(router.address) as client:
         with pytest.raises(errors.Moved):
             await client.generate("hello", timeout=5)
-    assert len(router.requests) + len(router.resumes) == _stream.MOST_MOVES + 1
+    assert len(router.requests) + len(router.resumes) == _stream.MAX_MOVES + 1
 
 
 async def test_a_stream_that_gave_up_can_be_resumed_by_hand(router: ScriptedRouter) -> None:
-    router.faults = itertools.chain([Fault(3)], itertools.repeat(Fault(1), _stream.MOST_FAILURES))
+    router.faults = itertools.chain([Fault(3)], itertools.repeat(Fault(1), _stream.MAX_FAILURES))
     async with outrider.AsyncClient(router.address) as client:
         chunks = []
         stream = client.stream("hello", timeout=5)

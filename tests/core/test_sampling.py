@@ -12,11 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from outrider.core.contract import Contract
-from outrider.core.filters import best_of, keep_top_p
-from outrider.core.logprobs import pack
-from outrider.core.noise import Draw, generation_base, gumbel_row
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.filters import best_of, keep_top_p
+from outrider.core.sampling.logprobs import pack
+from outrider.core.sampling.noise import Draw, generation_base, gumbel_row
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.errors import InvalidRequest
 
 V = 24
@@ -210,7 +210,7 @@ def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[st
         replace(PLAIN, **change).check_vocabulary(V)
     replace(PLAIN, allowed_ids=(3,), stop_ids=(3,)).check_vocabulary(V)
     replace(PLAIN, allowed_ids=(V - 1, V - 2)).check_vocabulary(V, V - 1)
-    with pytest.raises(InvalidRequest, match="nothing to say"):
+    with pytest.raises(InvalidRequest, match="no token to choose"):
         replace(PLAIN, allowed_ids=(V - 1,)).check_vocabulary(V, V - 1)
 
 

@@ -12,13 +12,13 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
-from gateway.metrics import Metrics
 from outrider import errors
-from outrider.core.speculation import SpeculationReason
+from outrider.core.session.speculation_status import SpeculationReason
+from outrider.gateway.metrics import GatewayMetrics
 from outrider.store.registry import Role
 from outrider.telemetry.catalogue import METRICS
-from router.answer import Reason
-from router.fair_queue import Priority
+from router.scheduling.fair_queue import QueueClass
+from router.sessions.response import EndReason
 from tests.deploy.promql import SCRAPED, Checker, Series
 
 ROOT = Path(__file__).parents[2]
@@ -27,11 +27,11 @@ DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 
 _PARTS = {"_bucket": frozenset({"le"}), "_sum": frozenset(), "_count": frozenset()}  # of a histogram
 _VALUES = {
-    "outcome": {"", *(reason.value for reason in Reason)}
+    "outcome": {"", *(reason.value for reason in EndReason)}
     | {name for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.OutriderError)},
     "role": set(get_args(Role)),
     "reason": {reason.value for reason in SpeculationReason},
-    "priority": {priority.name.lower() for priority in Priority},
+    "priority": {priority.name.lower() for priority in QueueClass},
 }
 
 
@@ -84,7 +84,7 @@ def _told() -> dict[str, Series]:
 
 def _by_the_gateway() -> dict[str, Series]:
     """As it shows them after a request."""
-    metrics = Metrics()
+    metrics = GatewayMetrics()
 
     async def one_request() -> None:
         async def said(message: object) -> None: ...

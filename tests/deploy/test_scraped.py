@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 import outrider
-from gateway.serving import bound, server
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.errors import NotFound
 from outrider.fleet.local import LocalCluster
+from outrider.gateway.server import bound, server
 from tests.deploy.promql import SCRAPED
 from tests.deploy.shipped import checker, families, queries, rules
 from tests.e2e.conftest import MODELS

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.drawn import DrawnSession
-from drafter_svc.grower import Grower
-from drafter_svc.session import Snapshot
+from drafter_svc.mirror import MirrorSnapshot
+from drafter_svc.sampled_session import SampledSession
+from drafter_svc.scheduler import DraftScheduler
 from outrider.core.construction import CONSTRUCTIONS, Eagle2, KAry
-from outrider.core.contract import Contract, Plan
-from outrider.core.growth import Fits
-from outrider.core.shapes import depth_of, k_ary_shape
+from outrider.core.construction.expansion import DrafterFits
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.tree.static_trees import depth_of, k_ary_shape
 from outrider.errors import ConfigError
-from tests.drafter.test_drawn import Rig as DrawnRig
-from tests.drafter.test_drawn import shape_of
+from tests.drafter.test_sampled_session import Rig as DrawnRig
+from tests.drafter.test_sampled_session import shape_of
 from tests.drafter.test_session import MOVES, Rig, paths
 
 PLAN = Plan(depth=4, width=3, nodes=8)
@@ -52,7 +52,7 @@ def test_a_drawn_tree_takes_the_shape_of_its_construction() -> None:
     rig = DrawnRig()
     contract = Contract(seed=4, max_tokens=100, rule="recursive-rejection")
     plan = Plan(depth=3, width=2, nodes=9)
-    rig.session = DrawnSession(Snapshot((4, 9, 2), rig.upstream.digest, contract, plan, 1000), 0, 30, KAry())
+    rig.session = SampledSession(MirrorSnapshot((4, 9, 2), rig.upstream.digest, contract, plan, 1000), 0, 30, KAry())
     while rig.level():
         pass
     assert shape_of(rig.upstream) == k_ary_shape(2, nodes=9, depth=3)
@@ -63,7 +63,7 @@ def test_while_the_upstream_waits_a_drawn_tree_is_as_deep_as_pays() -> None:
     for time_price in (0.0, 30.0, 300.0):
         rig = DrawnRig()
         rig.session.time_price = time_price
-        chosen = rig.session.next_segment(Fits(), chunk=64, limit=8, context=500, rows=600, level_s=0.01)
+        chosen = rig.session.next_segment(DrafterFits(), chunk=64, limit=8, context=500, rows=600, level_s=0.01)
         assert chosen is None or chosen[1] == [rig.session.tree.root]
         depths.append(depth_of(rig.session._shapes[rig.session.tree.root]))
     assert depths[0] > depths[1] > depths[2]
@@ -71,4 +71,4 @@ def test_while_the_upstream_waits_a_drawn_tree_is_as_deep_as_pays() -> None:
 
 def test_a_construction_that_does_not_exist_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match="bonsai"):
-        Grower(None, level_nodes=8, prefill_chunk=8, send=print, resync=print, tree="bonsai")  # type: ignore[arg-type]
+        DraftScheduler(None, level_nodes=8, prefill_chunk=8, send=print, resync=print, tree="bonsai")  # type: ignore[arg-type]

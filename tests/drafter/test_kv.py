@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from drafter_svc.grower import Grower
-from drafter_svc.replica import Snapshot, Update
+from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.upstream import Attachment
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.engine import PAGE
 from outrider.engine.logits import HostLogits, Logits
@@ -34,7 +34,7 @@ class Engine(SimpleNamespace):
 
     def __init__(self, texts: Callable[[int], Sequence[int]], seed: int = 1) -> None:
         """`texts`: what is committed in a slot."""
-        super().__init__(slots=2, context=200, rows=300, sayable=VOCABULARY, fed=0, draws=False, beat_s=None)
+        super().__init__(slots=2, context=200, rows=300, sayable=VOCABULARY, fed_width=0, draws=False, heartbeat_s=None)
         self.passes = 0
         self.may_pass = threading.Event()
         self.may_pass.set()
@@ -109,7 +109,7 @@ class Rig:
         self.ended = 0  # how often it had nothing more to send
         self.lost = 0
         self.engine = self.make_engine()
-        self.grower = Grower(
+        self.scheduler = DraftScheduler(
             self.engine,  # type: ignore[arg-type]
             level_nodes=4,
             prefill_chunk=64,
@@ -123,15 +123,17 @@ class Rig:
 
     def session(self, slot: int) -> Any:
         return next(
-            member.session for member in self.grower.members.values() if member.session and member.place.slot == slot
+            member.session
+            for member in self.scheduler.members.values()
+            if member.session and member.kv_slot.slot == slot
         )
 
     def open(self, text: Sequence[int] = TEXT, key: Attachment = KEY) -> None:
         self.tokens = [*text]
-        self.grower.opened(key, Snapshot(tuple(text), extend(EMPTY, text), *TERMS))
+        self.scheduler.opened(key, MirrorSnapshot(tuple(text), extend(EMPTY, text), *TERMS))
 
     def commit(self, tokens: Sequence[int], credit: int = 4096) -> None:
-        update = Update(
+        update = MirrorUpdate(
             position=len(self.tokens),
             tokens=tuple(tokens),
             digest=extend(EMPTY, [*self.tokens, *tokens]),
@@ -143,7 +145,7 @@ class Rig:
             dropped=(),
         )
         self.tokens += tokens
-        self.grower.updated(KEY, update)
+        self.scheduler.updated(KEY, update)
 
     async def rest(self) -> None:
         """Until it has sent all that it will before the next commit."""
@@ -164,7 +166,7 @@ class Rig:
 
     def cached(self, key: Attachment = KEY) -> int:
         """Rows of a session that hold KV; -1: it has not begun."""
-        session = self.grower.members[key].session
+        session = self.scheduler.members[key].session
         return -1 if session is None else session.cached
 
     def _hear(self, key: Attachment, delta: Delta, version: int, exhausted: bool) -> None:
@@ -176,7 +178,7 @@ class Rig:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        self.running = asyncio.create_task(self.grower.run())
+        self.running = asyncio.create_task(self.scheduler.run())
         try:
             yield
         finally:
@@ -208,16 +210,16 @@ async def test_another_model_reads_texts_again_and_finds_nothing_of_the_one_befo
     with rig.at_work():
         rig.open(TEXT[::-1], key=other)
         await rig.rest()
-        rig.grower.closed(other)  # its KV stays in a free slot
+        rig.scheduler.closed(other)  # its KV stays in a free slot
         rig.open()
         await rig.rest()
-        rig.commit([*rig.session(rig.grower.members[KEY].place.slot).tree.root.children][:1])
+        rig.commit([*rig.session(rig.scheduler.members[KEY].kv_slot.slot).tree.root.children][:1])
         await rig.rest()
         engine = rig.make_engine()
-        rig.grower.renew(engine)
+        rig.scheduler.replace_engine(engine)
         rig.commit([7])
         await rig.rest()
-        rig.grower.closed(KEY)
+        rig.scheduler.closed(KEY)
         rig.open(TEXT[::-1], key=other)
         await rig.rest()
     assert engine.passes > 1
@@ -233,7 +235,7 @@ async def test_a_session_takes_the_text_that_it_shares_from_one_that_is_drafted_
         await rig.rest()
         rig.open([*TEXT, 2], key=keys[1])
         await rig.rest()
-    assert rig.grower.members[keys[1]].place.cached == len(TEXT)
+    assert rig.scheduler.members[keys[1]].kv_slot.cached == len(TEXT)
     with suppress(asyncio.CancelledError):
         await rig.running
 
@@ -251,7 +253,7 @@ async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent()
             while rig.engine.passes == passes:
                 await asyncio.sleep(0.001)
         rig.sent.clear()
-        rig.grower.closed(KEY)
+        rig.scheduler.closed(KEY)
         rig.open(TEXT[:9])
         rig.engine.may_pass.set()
         await rig.rest()
@@ -263,7 +265,7 @@ async def test_what_was_drafted_for_a_session_that_ended_meanwhile_is_not_sent()
 async def test_a_copy_that_is_another_one_is_not_drafted_for() -> None:
     rig = Rig()
     with rig.at_work():
-        rig.grower.opened(KEY, Snapshot(TEXT, extend(EMPTY, TEXT) ^ 1, *TERMS))
+        rig.scheduler.opened(KEY, MirrorSnapshot(TEXT, extend(EMPTY, TEXT) ^ 1, *TERMS))
         async with asyncio.timeout(10):
             while not rig.lost:
                 await asyncio.sleep(0.001)
@@ -295,7 +297,7 @@ async def test_sessions_that_there_is_too_little_memory_for_draft_one_after_the_
             rig.commit([token % 7])
         await asyncio.sleep(0.05)
         assert (rig.cached(other), rig.cached()) == (140, 0)
-        rig.grower.closed(other)
+        rig.scheduler.closed(other)
         await rig.until(lambda: rig.cached() == len(rig.tokens) == 170)
     assert rig.lost == 0
 
@@ -305,7 +307,7 @@ async def test_the_last_session_s_kv_goes_first_and_it_reads_again(monkeypatch: 
     rig, last = Rig(), Attachment("last", "", 2, b"", 1)
     rig.open([index % 7 for index in range(60)])
     rig.tokens, opened = [index % 5 for index in range(60)], rig.tokens
-    rig.grower.opened(last, Snapshot(tuple(rig.tokens), extend(EMPTY, rig.tokens), *TERMS))
+    rig.scheduler.opened(last, MirrorSnapshot(tuple(rig.tokens), extend(EMPTY, rig.tokens), *TERMS))
     rig.tokens = opened
     with rig.at_work():
         await rig.until(lambda: rig.ended == 2)
@@ -314,8 +316,8 @@ async def test_the_last_session_s_kv_goes_first_and_it_reads_again(monkeypatch: 
             rig.commit([1, 2, 3, 4])
             await rig.rest()
         assert rig.cached() == len(rig.tokens) == 180
-        assert rig.grower.preempted > 0
+        assert rig.scheduler.preempted > 0
         assert rig.cached(last) == 0
-        rig.grower.closed(KEY)
+        rig.scheduler.closed(KEY)
         await rig.until(lambda: rig.cached(last) == 60)
     assert rig.lost == 0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from drafter_svc.service import load_part, with_model, without_model
+from drafter_svc.servicer import load_part, with_model, without_model
 from outrider.config import DrafterConfig
+from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import ConfigError
-from outrider.sink.keyring import Keyring
 from tests.engine.families import CONTEXT, make_family
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
@@ -19,7 +19,7 @@ async def _no_key() -> bytes:
     return b""
 
 
-KEYS = Keyring(b"", _no_key)
+KEYS = TicketVerifier(b"", _no_key)
 
 
 def test_a_drafter_is_loaded_as_its_section_says() -> None:
@@ -33,17 +33,17 @@ def test_a_drafter_is_loaded_as_its_section_says() -> None:
 
 async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
     config = DrafterConfig(model=TARGET, layers=3)
-    roster, _ = with_model(config, "drafter-x", KEYS)
-    worker = roster.describe("127.0.0.1:1")
+    servicer, _ = with_model(config, "drafter-x", KEYS)
+    worker = servicer.describe("127.0.0.1:1")
     assert (worker.model, worker.parameters) == ("target", load_part(config).parameters)
-    roster, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
-    assert roster.describe("127.0.0.1:1").model == "half"
+    servicer, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
+    assert servicer.describe("127.0.0.1:1").model == "half"
 
 
 def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_would() -> None:
-    roster, finder = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
-    worker = roster.describe("127.0.0.1:1")
-    assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(finder.members))
+    servicer, scheduler = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
+    worker = servicer.describe("127.0.0.1:1")
+    assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(scheduler.members))
     engine = load_part(DrafterConfig(model=TARGET))
     assert (worker.vocabulary, worker.tokenizer_digest) == (engine.vocabulary, engine.tokenizer_digest)
 
@@ -55,7 +55,7 @@ def test_a_layer_that_the_checkpoint_does_not_have_is_a_mistake_in_the_configura
 
 def test_a_model_that_cannot_grow_a_tree_is_refused_with_the_reason(tmp_path: Path) -> None:
     config = DrafterConfig(model=make_family(tmp_path, "mamba"), dtype="float32")
-    with pytest.raises(ConfigError, match=r"model: .* cannot draft, for it cannot grow a tree: what it says over"):
+    with pytest.raises(ConfigError, match=r"model: .* cannot draft, for it cannot grow a tree: its logits over"):
         load_part(config)
 
 
@@ -67,6 +67,6 @@ def test_one_of_another_family_drafts(tmp_path: Path) -> None:
 def test_without_its_model_only_the_configuration_is_read(tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2")
     (folder / "model.safetensors").unlink()
-    roster, _ = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")
-    described = roster.describe("h:1")
+    servicer, _ = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")
+    described = servicer.describe("h:1")
     assert (described.vocabulary, described.context, described.parameters) == (131, CONTEXT, 0)

@@ -12,36 +12,38 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from drafter_svc.drawn import DrawnSession
-from drafter_svc.headed import HeadDrawnSession, HeadRankedSession
-from drafter_svc.ranked import RankedSession
-from drafter_svc.replica import Snapshot
+from drafter_svc.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.mirror import MirrorSnapshot
+from drafter_svc.sampled_session import SampledSession
 from drafter_svc.session import DraftSession
-from outrider.core.contract import RULES, Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import CANDIDATES, Fits
-from outrider.core.rules import Drawn, rule_of
-from outrider.core.tree import Delta, Hints
+from drafter_svc.topk_session import TopKSession
+from outrider.core.acceptance import ChildSampling, rule_of
+from outrider.core.construction.expansion import CANDIDATES, DrafterFits
+from outrider.core.session.contract import RULES, Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta, Hints
 from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import Best, HostLogits, Row, rows_of
+from outrider.engine.logits import Best, HostLogits, LogitsRow, logits_rows
 from tests.e2e.tiny import make_tiny
-from tests.engine.checkpoints import pad_vocabulary
 from tests.engine.device.taped import taped
+from tests.engine.small_checkpoints import pad_vocabulary
 
 SHARED = 100  # ids that both sides have
 PADDED = 130  # of the side that has more
 PROMPT = (3, 1, 4, 1, 5)
 PLAN = Plan(version=1, depth=5, width=3, nodes=12)
 LOUD = 40.0  # above all other logits
-DRAWN = [rule for rule in RULES if rule_of(Contract(seed=0, max_tokens=1, rule=rule)).drawn is Drawn.SAMPLED]
+DRAWN = [
+    rule for rule in RULES if rule_of(Contract(seed=0, max_tokens=1, rule=rule)).child_sampling is ChildSampling.SAMPLED
+]
 
 
 def begun(contract: Contract, *, drafter: int, target: int, heads: bool = False, prompt: Sequence[int] = PROMPT) -> Any:
     """A session of a drafter with so many ids for a target with so many."""
-    snapshot = Snapshot(tuple(prompt), extend(EMPTY, prompt), contract, PLAN, 10_000, sayable=target)
-    if rule_of(contract).drawn is Drawn.SAMPLED:
-        return (HeadDrawnSession if heads else DrawnSession)(snapshot, 0, drafter)
-    return (HeadRankedSession if heads else RankedSession)(snapshot, 0, drafter)
+    snapshot = MirrorSnapshot(tuple(prompt), extend(EMPTY, prompt), contract, PLAN, 10_000, sayable=target)
+    if rule_of(contract).child_sampling is ChildSampling.SAMPLED:
+        return (EagleSampledSession if heads else SampledSession)(snapshot, 0, drafter)
+    return (EagleTopKSession if heads else TopKSession)(snapshot, 0, drafter)
 
 
 def row(text: Sequence[int], ids: int) -> NDArray[np.float32]:
@@ -50,7 +52,7 @@ def row(text: Sequence[int], ids: int) -> NDArray[np.float32]:
     return np.concatenate([random.normal(0, 2, SHARED), np.full(ids - SHARED, LOUD)]).astype(np.float32)
 
 
-def levels(session: DraftSession, ids: int, fits: Fits, count: int = 8) -> list[Delta]:
+def levels(session: DraftSession, ids: int, fits: DrafterFits, count: int = 8) -> list[Delta]:
     """What the session sends, level by level; its model reads ids that it has."""
     told = []
     for _ in range(count):
@@ -61,13 +63,13 @@ def levels(session: DraftSession, ids: int, fits: Fits, count: int = 8) -> list[
         assert segment.tokens.max() < ids
         session.advance(segment, nodes)
         logits = np.array([row(session.tokens + session.tree.path(node), ids) for node in nodes])
-        told.append(session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), fits))
+        told.append(session.expand(nodes, logits_rows(HostLogits(logits), 0, len(nodes)), fits))
     return told
 
 
 def drafted(session: DraftSession, ids: int, commits: Sequence[Sequence[int]]) -> list[Delta]:
     """All that the session sends, before and after each commit."""
-    fits = Fits()
+    fits = DrafterFits()
     told = levels(session, ids, fits)
     for tokens in commits:
         session.commit(tokens)
@@ -156,13 +158,13 @@ def test_a_drafter_that_has_nothing_of_what_is_allowed_rests(rule: str) -> None:
         session = begun(Contract(seed=4, max_tokens=100, rule=rule, **terms), drafter=SHARED, target=PADDED)
         told = drafted(session, SHARED, [(FOREIGN[0],), (FOREIGN[1],)])
         assert not any(delta.tokens for delta in told)
-        assert session.next_segment(Fits(), chunk=64, limit=8, context=500, rows=600) is None
+        assert session.next_segment(DrafterFits(), chunk=64, limit=8, context=500, rows=600) is None
 
 
 def test_hints_of_ids_that_a_drafter_lacks_are_drafted_below() -> None:
     session = begun(Contract(seed=4, max_tokens=100, temperature=0.0), drafter=SHARED, target=PADDED)
     session.tree.hint(Hints(len(PROMPT) - 1, (-1, 0), (FOREIGN[1], FOREIGN[2]), (-0.0625, -0.0625)))
-    told = levels(session, SHARED, Fits())
+    told = levels(session, SHARED, DrafterFits())
     assert {FOREIGN[1], FOREIGN[2]} < {token for delta in told for token in delta.tokens}  # with their children
     hinted = session.tree.root.children[FOREIGN[1]].children[FOREIGN[2]]
     assert hinted.children
@@ -173,7 +175,7 @@ def test_what_repeats_is_guessed_up_to_what_the_drafter_lacks() -> None:
     prompt = (1, 2, 3, 4, FOREIGN[0], 6, 7, 1, 2)
     for drafter, expected in ((PADDED, [3, 4, FOREIGN[0], 6, 7]), (SHARED, [3, 4])):
         session = begun(Contract(seed=4, max_tokens=100), drafter=drafter, target=PADDED, prompt=prompt)
-        session.refill(Fits())
+        session.refill(DrafterFits())
         assert [node.token for _, node in session.tree.best_first(depth=9, width=9)] == expected
 
 
@@ -188,7 +190,7 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
     contract = Contract(seed=7, max_tokens=200, temperature=temperature)
     told: dict[bool, list[Delta]] = {False: [], True: []}
     for ranks in told:
-        session, fits = begun(contract, drafter=engine.sayable, target=target), Fits()
+        session, fits = begun(contract, drafter=engine.sayable, target=target), DrafterFits()
         for _ in range(5):  # bites: it ends before when everything is drafted
             chosen = session.next_segment(fits, chunk=64, limit=4, context=100, rows=120)
             if chosen is None:
@@ -198,7 +200,7 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
             said = (
                 engine.judge([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
             )
-            told[ranks].append(session.expand(nodes, rows_of(said, 0, len(nodes)), fits))
+            told[ranks].append(session.expand(nodes, logits_rows(said, 0, len(nodes)), fits))
     assert [delta.tokens for delta in told[True]] == [delta.tokens for delta in told[False]]
     tokens = [token for delta in told[True] for token in delta.tokens]
     assert len(tokens) > 8
@@ -221,7 +223,7 @@ def test_padding_among_the_best_is_left_out_without_the_row() -> None:
     said = Ranked(np.zeros((1, PADDED), np.float32))
     for leading, left, fetched in (([7, SHARED + 1, 5], [7, 5], 0), ([SHARED, SHARED + 2, SHARED + 1], None, 1)):
         Ranked.leading = leading
-        found = session._candidates(session.tree.root, Row(said, 0))
+        found = session._candidates(session.tree.root, LogitsRow(said, 0))
         assert (found.tokens < SHARED).all()
         assert left is None or found.tokens.tolist() == left
         assert Ranked.fetched == fetched

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.ranked import RankedSession
-from drafter_svc.replica import Snapshot
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import CANDIDATES, Fits
-from outrider.core.noise import Draw
+from drafter_svc.mirror import MirrorSnapshot
+from drafter_svc.topk_session import TopKSession
+from outrider.core.construction.expansion import CANDIDATES, DrafterFits
+from outrider.core.sampling.noise import Draw
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import HostLogits, Logits, rows_of
+from outrider.engine.logits import HostLogits, Logits, logits_rows
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.engine.device.taped import taped
 
@@ -44,8 +44,8 @@ class Asked(DeviceEngine):
 
 def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """What is told level by level, with commits between: tokens and edge scores."""
-    session = RankedSession(Snapshot(TEXT, extend(EMPTY, TEXT), contract, PLAN, 10_000), 0, VOCABULARY)
-    fits, told = Fits(), []
+    session = TopKSession(MirrorSnapshot(TEXT, extend(EMPTY, TEXT), contract, PLAN, 10_000), 0, VOCABULARY)
+    fits, told = DrafterFits(), []
     for level in range(12):
         chosen = session.next_segment(fits, chunk=64, limit=4, context=300, rows=400)
         if chosen is None:
@@ -53,7 +53,7 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
         segment, nodes = chosen
         session.advance(segment, nodes)
         said = engine.judge([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
-        delta = session.expand(nodes, rows_of(said, 0, len(nodes)), fits)
+        delta = session.expand(nodes, logits_rows(said, 0, len(nodes)), fits)
         told.append((delta.tokens, delta.edges))
         if level % 4 == 3:
             best = next(iter(session.tree.best_first(depth=9, width=9)))[1]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from drafter_svc import service
-from drafter_svc.refusals import LET_GO, MOST_SESSIONS, Refusals
-from drafter_svc.service import Capacity, Roster
+from drafter_svc import servicer
+from drafter_svc.refusals import MAX_SESSIONS, UPSTREAM_ENDED, Refusals
+from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.upstream import Attachment
 from outrider.config import DrafterConfig
-from outrider.core.speculation import MOST_DETAIL
+from outrider.core.session.speculation_status import MAX_DETAIL
 from outrider.errors import InternalError, TokenizerMismatch, Unavailable
-from outrider.rpc.liveness import Progress
+from outrider.rpc.liveness import WorkClock
 from outrider.v1 import drafter_pb2 as pb
 
 KEY = ("session", 1)
@@ -25,47 +25,49 @@ KEY = ("session", 1)
 def test_a_refusal_holds_until_the_session_is_served() -> None:
     refusals = Refusals()
     refusals.closed(KEY, "forged ticket")
-    assert refusals.answer(KEY).refused == "forged ticket"
-    assert refusals.answer(("other", 1)).refused == ""
-    assert refusals.answer(("session", 2)).refused == ""  # another epoch is another attempt
+    assert refusals.attach_response(KEY).refused == "forged ticket"
+    assert refusals.attach_response(("other", 1)).refused == ""
+    assert refusals.attach_response(("session", 2)).refused == ""  # another epoch is another attempt
     refusals.opened(KEY)
-    assert refusals.answer(KEY).refused == ""
+    assert refusals.attach_response(KEY).refused == ""
 
 
 def test_an_end_in_order_is_no_refusal() -> None:
     refusals = Refusals()
-    for reason in ("finished", "fenced", "fenced: the session is at epoch 3", LET_GO):
+    for reason in ("finished", "fenced", "fenced: the session is at epoch 3", UPSTREAM_ENDED):
         refusals.closed(KEY, reason)
-    assert refusals.answer(KEY).refused == ""
+    assert refusals.attach_response(KEY).refused == ""
 
 
 def test_an_upstream_that_serves_nobody_says_so_to_all() -> None:
     refusals = Refusals()
     refusals.closed(KEY, "features: this upstream gives none")
-    assert refusals.answer(("other", 1)).refused == "features: this upstream gives none"
+    assert refusals.attach_response(("other", 1)).refused == "features: this upstream gives none"
     refusals.welcomed()
     refusals.failed(TokenizerMismatch("uses another tokenizer"))
-    assert refusals.standing(attached=True) == refusals.answer(("other", 1)).refused == "uses another tokenizer"
+    assert refusals.reason(attached=True) == refusals.attach_response(("other", 1)).refused == "uses another tokenizer"
     refusals.failed(Unavailable("connection refused"))  # the latest holds
-    assert (refusals.standing(attached=True), refusals.answer(("other", 1)).unreachable) == ("connection refused",) * 2
-    assert refusals.answer(("other", 1)).refused == ""
+    assert (refusals.reason(attached=True), refusals.attach_response(("other", 1)).unreachable) == (
+        "connection refused",
+    ) * 2
+    assert refusals.attach_response(("other", 1)).refused == ""
     refusals.failed(TokenizerMismatch("uses another tokenizer"))
-    assert refusals.answer(("other", 1)).unreachable == ""
+    assert refusals.attach_response(("other", 1)).unreachable == ""
     refusals.failed(InternalError("Internal error from Core"))  # gRPC's own, where a write met the refusal
-    assert refusals.standing(attached=True) == "uses another tokenizer"
+    assert refusals.reason(attached=True) == "uses another tokenizer"
     refusals.welcomed()
     refusals.failed(InternalError("Internal error from Core"))
-    assert refusals.answer(("other", 1)).unreachable == "Internal error from Core"
+    assert refusals.attach_response(("other", 1)).unreachable == "Internal error from Core"
     refusals.welcomed()
-    assert refusals.standing(attached=True) == ""
+    assert refusals.reason(attached=True) == ""
 
 
 def test_an_upstream_that_nobody_tries_to_reach_is_not_named_as_unreachable() -> None:
     refusals = Refusals()
     refusals.failed(Unavailable("connection refused"))
-    assert refusals.standing(attached=False) == ""
+    assert refusals.reason(attached=False) == ""
     refusals.closed(KEY, "features: this upstream gives none")
-    assert refusals.standing(attached=False) == "features: this upstream gives none"
+    assert refusals.reason(attached=False) == "features: this upstream gives none"
 
 
 class Idle:
@@ -73,7 +75,7 @@ class Idle:
 
     def __init__(self) -> None:
         self.members: dict[Attachment, object] = {}
-        self.progress = Progress()
+        self.progress = WorkClock()
         self.nodes = 0
 
     def closed(self, key: Attachment) -> None:
@@ -88,48 +90,48 @@ class Call:
 
 
 @asynccontextmanager
-async def reaching_nobody() -> AsyncIterator[Roster]:
+async def reaching_nobody() -> AsyncIterator[DraftServicer]:
     """A drafter whose upstreams are ports of nobody."""
-    roster = Roster(DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, 4, 0))
-    roster.serve(Idle())  # type: ignore[arg-type]
+    drafter = DraftServicer(DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, 4, 0))
+    drafter.serve(Idle())  # type: ignore[arg-type]
     try:
-        yield roster
+        yield drafter
     finally:
-        await roster.close()
+        await drafter.close()
 
 
-async def attach(roster: Roster, upstream: str) -> pb.AttachResponse:
+async def attach(drafter: DraftServicer, upstream: str) -> pb.AttachResponse:
     call: Any = Call()
-    return await roster.Attach(pb.AttachRequest(session_id="session", epoch=1, upstream=upstream), call)
+    return await drafter.Attach(pb.AttachRequest(session_id="session", epoch=1, upstream=upstream), call)
 
 
 async def test_a_session_that_is_tried_again_is_refused_once() -> None:
-    async with reaching_nobody() as roster:
-        await attach(roster, "127.0.0.1:1")
-        upstream = roster._upstreams["127.0.0.1:1"]
+    async with reaching_nobody() as drafter:
+        await attach(drafter, "127.0.0.1:1")
+        upstream = drafter._upstreams["127.0.0.1:1"]
         upstream.refusals.closed(KEY, "unknown session")
         upstream._drop(upstream.attachments["session"])
-        assert (await attach(roster, "127.0.0.1:1")).refused == "unknown session"
-        assert (await attach(roster, "127.0.0.1:1")).refused == ""
+        assert (await attach(drafter, "127.0.0.1:1")).refused == "unknown session"
+        assert (await attach(drafter, "127.0.0.1:1")).refused == ""
 
 
 def test_refusals_are_cut_and_their_number_is_bounded() -> None:
     refusals = Refusals()
-    for number in range(10 * MOST_SESSIONS):
+    for number in range(10 * MAX_SESSIONS):
         refusals.closed((f"session {number}", 1), "x\n" * 10_000)
-    assert len(refusals._sessions) == MOST_SESSIONS
-    assert len(refusals.answer((f"session {10 * MOST_SESSIONS - 1}", 1)).refused) == MOST_DETAIL
+    assert len(refusals._sessions) == MAX_SESSIONS
+    assert len(refusals.attach_response((f"session {10 * MAX_SESSIONS - 1}", 1)).refused) == MAX_DETAIL
 
 
 async def test_a_stream_that_was_idle_for_long_is_used_again_and_others_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "IDLE_S", -1.0)  # all are
-    async with reaching_nobody() as roster:
-        await attach(roster, "127.0.0.1:1")
-        first = roster._upstreams["127.0.0.1:1"]
+    monkeypatch.setattr(servicer, "IDLE_S", -1.0)  # all are
+    async with reaching_nobody() as drafter:
+        await attach(drafter, "127.0.0.1:1")
+        first = drafter._upstreams["127.0.0.1:1"]
         first.detach(first.attachments["session"])
-        await attach(roster, "127.0.0.1:1")
-        assert [*roster._upstreams.values()] == [first]
-        await attach(roster, "127.0.0.1:2")
-        assert [*roster._upstreams] == ["127.0.0.1:2"]
+        await attach(drafter, "127.0.0.1:1")
+        assert [*drafter._upstreams.values()] == [first]
+        await attach(drafter, "127.0.0.1:2")
+        assert [*drafter._upstreams] == ["127.0.0.1:2"]

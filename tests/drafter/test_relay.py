@@ -9,19 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.ranked import RankedSession
+from drafter_svc.mirror import OWN, Mirror, MirrorSnapshot, MirrorUpdate
 from drafter_svc.relay import Relay
-from drafter_svc.replica import OWN, Replica, Snapshot, Update
+from drafter_svc.topk_session import TopKSession
 from drafter_svc.upstream import Attachment
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import WORTH_TELLING, Fits
-from outrider.core.tree import Delta, Hints, Node, TokenTree
-from outrider.engine.logits import HostLogits, rows_of
+from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
+from outrider.core.control.calibration import Calibration
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta, Hints, Node, TokenTree
+from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
+from outrider.engine.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
-from outrider.sink.drafted import Drafted, Subscription
-from outrider.sink.stream import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
 
 VOCABULARY = 12
@@ -38,16 +37,16 @@ class Three:
         """`target`: how many ids it has; the lower drafter has all of them."""
         self.random = np.random.default_rng(seed)
         self.target = target
-        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit, sayable=target)
-        self.session = RankedSession(snapshot, 0, VOCABULARY)
-        self.fits = Fits()
+        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit, sayable=target)
+        self.session = TopKSession(snapshot, 0, VOCABULARY)
+        self.fits = DrafterFits()
         self.upper = TokenTree(PROMPT)
         self.sent: list[str] = []  # origins of what went up
         self.relay = Relay(Attachment("s", "t", 1, b""), self.session, self, self._forward)
         self.stream = DraftStream("below", Heartbeat)
         self.subscription = self.relay.subscribe(self.stream, 1, Calibration())
-        self.lower = Replica(
-            Snapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
+        self.lower = Mirror(
+            MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, self.relay.grant(self.subscription))
         )
 
     def _forward(self, nodes: Sequence[Node], origin: str, span: bytes) -> None:
@@ -59,24 +58,24 @@ class Three:
         assert self.upper.graft(1, delta).dropped == []
         self.sent.append(delta.origin)
 
-    def publish(self, session: Drafted, position: int, tokens: Sequence[int]) -> None:
+    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
         credit = self.relay.grant(self.subscription)
-        update = Update(position, tuple(tokens), self.session.tree.digest, None, 0.0, 0.0, False, credit, ())
-        assert self.lower.follow(update)
+        update = MirrorUpdate(position, tuple(tokens), self.session.tree.digest, None, 0.0, 0.0, False, credit, ())
+        assert self.lower.apply_update(update)
 
-    def hint(self, session: Drafted, hints: Hints) -> None:
+    def hint(self, session: DraftedSession, hints: Hints) -> None:
         self.lower.tree.hint(hints)
 
-    def drop(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
-        self.lower.abandon(dropped.get(self.subscription, ()))
+    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        self.lower.remove_dropped(dropped.get(self.subscription, ()))
 
-    def renew(self, session: Drafted) -> None:
+    def resend_snapshots(self, session: DraftedSession) -> None:
         credit = self.relay.grant(self.subscription)
         digest = self.session.tree.digest
-        snapshot = Snapshot(tuple(self.session.tokens), digest, self.session.contract, PLAN, credit)
-        self.lower = Replica(snapshot, first_id=self.lower.next_id)
+        snapshot = MirrorSnapshot(tuple(self.session.tokens), digest, self.session.contract, PLAN, credit)
+        self.lower = Mirror(snapshot, first_id=self.lower.next_id)
 
-    def welcome_waiting(self, session: Drafted) -> None:
+    def subscribe_waiting(self, session: DraftedSession) -> None:
         pass
 
     def draft_below(self, count: int) -> None:
@@ -90,7 +89,7 @@ class Three:
                 added.append(self.lower.tree.add(parent, token, -int(self.random.integers(1, 40)) / 16))
                 nodes.append(added[-1])
         delta = self.lower.announce(added)
-        self.drop(self.relay.graft(self.subscription, delta, 0.0, passing=False))
+        self.report_dropped(self.relay.graft(self.subscription, delta, 0.0, passing=False))
         self.check()
 
     def judge(self) -> None:
@@ -102,7 +101,7 @@ class Three:
         assert segment.tokens.max() < VOCABULARY
         self.session.advance(segment, nodes)
         logits = self.random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
-        delta = self.session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), self.fits)
+        delta = self.session.expand(nodes, logits_rows(HostLogits(logits), 0, len(nodes)), self.fits)
         assert self.upper.graft(1, delta).dropped == []
         self.relay.hint(0.0)
         self.check()
@@ -110,7 +109,7 @@ class Three:
     def commit(self, tokens: list[int]) -> None:
         position = len(self.session.tokens)
         self.upper.commit(tokens)
-        self.relay.learn_from(tokens)
+        self.relay.calibrate_committed(tokens)
         self.session.commit(tokens)
         self._send_up([])
         self.relay.publish(position, tokens, 0.0)
@@ -124,7 +123,7 @@ class Three:
         node = nodes[self.random.integers(len(nodes))]
         dropped = [identity for _, identity in node.names]
         self.upper.remove(node)
-        self.drop(self.relay.owners(self.session.abandon(dropped)))
+        self.report_dropped(self.relay.owners(self.session.remove_dropped(dropped)))
         self.check()
 
     def check(self) -> None:
@@ -136,7 +135,7 @@ class Three:
         above = paths(self.upper)
         assert told.keys() == above.keys()
         for path, node in told.items():
-            assert abs(above[path].edge - node.edge) <= WORTH_TELLING
+            assert abs(above[path].edge - node.edge) <= RESEND_THRESHOLD
         sender = self.subscription.sender
         for path, node in paths(self.lower.tree).items():
             for own, identity in node.names:
@@ -172,11 +171,11 @@ def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: lis
                 three.drop_above()
             case "renew":
                 old = three.session
-                snapshot = Snapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, sayable=target)
-                three.session = RankedSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
+                snapshot = MirrorSnapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, sayable=target)
+                three.session = TopKSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
                 three.upper = TokenTree(old.tokens)
                 three.upper.resume(1, old.next_id - 1)
-                three.relay.renew(three.session)
+                three.relay.restart(three.session)
                 three.check()
 
 
@@ -209,7 +208,7 @@ def test_below_it_is_drafted_on_under_what_was_hinted() -> None:
     child = three.lower.tree.add(known[leaf], 11, -0.5)
     delta = three.lower.announce([child])
     assert delta.tokens == (*leaf, 11)
-    three.drop(three.relay.graft(three.subscription, delta, 0.0, passing=False))
+    three.report_dropped(three.relay.graft(three.subscription, delta, 0.0, passing=False))
     three.check()
     assert (*leaf, 11) in paths(three.upper)
 
@@ -224,10 +223,10 @@ def test_nothing_is_taken_that_the_upstream_has_no_room_for() -> None:
 def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> None:
     three = Three(5)
     three.commit([7])  # at second 0
-    assert three.relay.patience(0.0, 0.02) == pytest.approx(0.02)
-    assert three.relay.patience(0.03, 0.02) < 0
+    assert three.relay.hold_s(0.0, 0.02) == pytest.approx(0.02)
+    assert three.relay.hold_s(0.03, 0.02) < 0
     three.relay.exhaust(three.subscription, three.session.tree.root.position)
-    assert three.relay.patience(0.0, 0.02) == 0.0
+    assert three.relay.hold_s(0.0, 0.02) == 0.0
     three.judge()  # with what it hints, there may be more to draft
     assert three.relay.drafting
 
@@ -235,8 +234,8 @@ def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> Non
 def test_what_is_drawn_from_q_has_no_lower_tier() -> None:
     three = Three(6)
     drawn = Contract(seed=4, max_tokens=100, rule="recursive-rejection")
-    snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), drawn, PLAN, 400)
-    relay = Relay(Attachment("s", "t", 1, b""), RankedSession(snapshot, 0, VOCABULARY), three, three._forward)
+    snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), drawn, PLAN, 400)
+    relay = Relay(Attachment("s", "t", 1, b""), TopKSession(snapshot, 0, VOCABULARY), three, three._forward)
     with pytest.raises(Overloaded, match="at most 0"):
         relay.subscribe(three.stream, 2, Calibration())
 
@@ -252,12 +251,12 @@ def test_a_drafter_that_subscribes_again_and_again_is_forgotten_once_its_nodes_a
     for attachment in range(3, 1003):
         three.relay.subscribe(three.stream, attachment, Calibration())
     assert len(three.relay._claims) <= 3  # the last one's, that before it, and whose node stands
-    three.relay.hold([node], None)
+    three.relay.calibrate([node], None)
     assert claimed.corrected(0.0) < 0.0  # it answers for its node
     three.session.tree.remove(node)
     three.relay.subscribe(three.stream, 1003, Calibration())
     assert len(three.relay._claims) == 1
-    three.relay.hold([node], None)  # its pass had begun before it was removed
+    three.relay.calibrate([node], None)  # its pass had begun before it was removed
 
 
 def test_what_was_drafted_before_the_session_began_anew_is_a_replay() -> None:
@@ -265,8 +264,8 @@ def test_what_was_drafted_before_the_session_began_anew_is_a_replay() -> None:
     delta = three.lower.announce([three.lower.tree.add(three.lower.tree.root, token, -0.5) for token in (1, 2)])
     three.relay.graft(three.subscription, delta, 0.0, passing=False)
     assert three.session.tree.size == 2
-    three.session = RankedSession(three.session.snapshot(), 0, VOCABULARY, first_id=three.session.next_id)
-    three.relay.renew(three.session)
+    three.session = TopKSession(three.session.snapshot(), 0, VOCABULARY, first_id=three.session.next_id)
+    three.relay.restart(three.session)
     three.relay.graft(three.subscription, delta, 0.0, passing=False)
     assert three.session.tree.size == 0
     assert three.relay.grant(three.subscription) > delta.first_id + len(delta.tokens)

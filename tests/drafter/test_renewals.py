@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from drafter_svc import upstream as upstreams
-from drafter_svc.finder import Finder
-from drafter_svc.upstream import MOST_RENEWALS, Attachment, Upstream
-from outrider.core.contract import Contract, Plan
-from outrider.core.lookup import Lookups
+from drafter_svc.ngram_drafter import NgramScheduler
+from drafter_svc.upstream import MAX_RENEWALS, Attachment, Upstream
+from outrider.core.proposers.lookup import Lookups
+from outrider.core.session.contract import Contract, Plan
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import drafter_pb2 as pb
 
@@ -22,14 +22,14 @@ class Rig:
     def __init__(self) -> None:
         self.refused = 0
         self.attachment = Attachment("s", "", 1, b"")
-        self.finder = Finder(Lookups("suffix", None), slots=1, send=lambda *_: None, resync=self._resync)
-        self.upstream = Upstream("127.0.0.1:1", pb.Hello(), 16, self.finder, self._refuse)
+        self.scheduler = NgramScheduler(Lookups("suffix", None), slots=1, send=lambda *_: None, resync=self._resync)
+        self.upstream = Upstream("127.0.0.1:1", pb.Hello(), 16, self.scheduler, self._refuse)
         self.upstream._open = True
         self.upstream.attach(self.attachment)
 
     def drift(self) -> None:
         """A snapshot comes that is well formed, and whose digest is another text's."""
-        self.upstream._hear(
+        self.upstream._receive(
             pb.DraftDown(
                 snapshot=pb.Snapshot(
                     attachment=self.attachment.number,
@@ -42,15 +42,15 @@ class Rig:
                 )
             )
         )
-        self.finder._turn(self.attachment, self.finder.members[self.attachment])
+        self.scheduler._serve(self.attachment, self.scheduler.members[self.attachment])
 
     def lie(self) -> None:
         """A snapshot comes that has an id too many."""
         number = self.attachment.number
-        self.upstream._hear(pb.DraftDown(snapshot=pb.Snapshot(attachment=number, epoch=1, tokens=[16], last=True)))
+        self.upstream._receive(pb.DraftDown(snapshot=pb.Snapshot(attachment=number, epoch=1, tokens=[16], last=True)))
 
     def _resync(self, attachment: Attachment) -> None:
-        self.upstream.renew(attachment, "drifted")
+        self.upstream.resubscribe(attachment, "drifted")
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -61,24 +61,24 @@ async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
     what: Callable[[Rig], None], why: str
 ) -> None:
     rig = Rig()
-    for number in range(1, MOST_RENEWALS + 1):
+    for number in range(1, MAX_RENEWALS + 1):
         assert rig.attachment.number == number
         what(rig)
         assert rig.upstream.attachments
     what(rig)
     assert not rig.upstream.attachments
-    assert not rig.finder.members
-    assert rig.upstream.refusals.answer(rig.attachment.key).refused.startswith(why)
+    assert not rig.scheduler.members
+    assert rig.upstream.refusals.attach_response(rig.attachment.key).refused.startswith(why)
     frames = [rig.upstream._outgoing.get_nowait() for _ in range(rig.upstream._outgoing.qsize())]
-    assert [frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (MOST_RENEWALS + 1) + ["unsubscribe"]
+    assert [frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (MAX_RENEWALS + 1) + ["unsubscribe"]
     await rig.upstream.close()
 
 
 async def test_what_goes_wrong_now_and_then_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     monkeypatch.setattr(upstreams, "RENEWALS_S", -1.0)
-    for _ in range(3 * MOST_RENEWALS):
+    for _ in range(3 * MAX_RENEWALS):
         rig.lie()
-    assert rig.attachment.number == 3 * MOST_RENEWALS + 1
-    assert rig.refused == 3 * MOST_RENEWALS
+    assert rig.attachment.number == 3 * MAX_RENEWALS + 1
+    assert rig.refused == 3 * MAX_RENEWALS
     await rig.upstream.close()

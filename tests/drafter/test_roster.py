@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from drafter_svc.service import Capacity, Roster
+from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.upstream import Attachment
 from outrider.config import DrafterConfig
-from outrider.rpc.liveness import Progress
+from outrider.rpc.liveness import WorkClock
 from outrider.v1 import drafter_pb2 as pb
 
 UPSTREAM, OTHER = "127.0.0.1:1", "127.0.0.1:2"  # where nobody is
@@ -24,7 +24,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.members: dict[Attachment, object] = {}
-        self.progress = Progress()
+        self.progress = WorkClock()
         self.nodes = 0
         self.let_go: list[tuple[str, int]] = []
 
@@ -49,24 +49,26 @@ class Call:
 class Rig:
     def __init__(self) -> None:
         self.loop = Loop()
-        self.roster = Roster(DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, SLOTS, 0))
-        self.roster.serve(self.loop)  # type: ignore[arg-type]
+        self.servicer = DraftServicer(
+            DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, SLOTS, 0)
+        )
+        self.servicer.serve(self.loop)  # type: ignore[arg-type]
 
     async def attach(self, epoch: int, *, session: str = "s", upstream: str = UPSTREAM, ticket: bytes = b"") -> None:
         request = pb.AttachRequest(session_id=session, epoch=epoch, upstream=upstream, ticket=ticket)
         call: Any = Call()
-        await self.roster.Attach(request, call)
+        await self.servicer.Attach(request, call)
 
     async def detach(self, epoch: int) -> None:
         call: Any = Call()
-        await self.roster.Detach(pb.DetachRequest(session_id="s", epoch=epoch), call)
+        await self.servicer.Detach(pb.DetachRequest(session_id="s", epoch=epoch), call)
 
     @property
     def attached(self) -> list[tuple[str, str, int, bytes]]:
         """Where, for which session, under which epoch and ticket."""
         return [
             (upstream.address, attachment.session_id, attachment.epoch, attachment.ticket)
-            for upstream in self.roster._upstreams.values()
+            for upstream in self.servicer._upstreams.values()
             for attachment in upstream.attachments.values()
         ]
 
@@ -75,7 +77,7 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     yield rig
-    await rig.roster.close()
+    await rig.servicer.close()
 
 
 async def test_a_higher_epoch_replaces_and_an_older_one_changes_nothing(rig: Rig) -> None:
@@ -108,10 +110,10 @@ async def test_one_session_more_than_there_are_slots_is_refused(rig: Rig) -> Non
 
 async def test_a_drafter_that_goes_down_lets_all_go_and_takes_no_more(rig: Rig) -> None:
     await rig.attach(1)
-    rig.roster.leave()
+    rig.servicer.begin_drain()
     assert rig.attached == []
     assert rig.loop.let_go[-1] == ("s", 1)
-    assert rig.roster.describe("").draining
+    assert rig.servicer.describe("").draining
     with pytest.raises(Refused, match="this drafter is going down"):
         await rig.attach(2)
     assert rig.attached == []

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.ranked import AT_ONCE, RankedSession
-from drafter_svc.replica import Snapshot
+from drafter_svc.mirror import MirrorSnapshot
+from drafter_svc.topk_session import READ_AT_ONCE, TopKSession
 from outrider.core.construction import construction_of
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.growth import Fits
-from outrider.core.tree import Delta, Node, TokenTree
-from outrider.engine.logits import HostLogits, rows_of
+from outrider.core.construction.expansion import DrafterFits
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta, Node, TokenTree
+from outrider.engine.logits import HostLogits, logits_rows
 
 VOCABULARY = 12
 PROMPT = (3, 1, 4, 1, 5)
@@ -26,11 +26,11 @@ class Rig:
     def __init__(
         self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False, tree: str = "best-first"
     ) -> None:
-        snapshot = Snapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
-        self.session = RankedSession(snapshot, 0, VOCABULARY, construction_of(tree))
+        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
+        self.session = TopKSession(snapshot, 0, VOCABULARY, construction_of(tree))
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
-        self.fit = Fits()
+        self.fit = DrafterFits()
         self.largest_id = 0
         self._random = np.random.default_rng(seed)
 
@@ -39,7 +39,7 @@ class Rig:
         session = self.session
         chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=context, rows=300)
         if chosen is None:
-            self.deliver(session.rest(self.fit))
+            self.deliver(session.flush(self.fit))
             return False
         segment, nodes = chosen
         count = len(segment.tokens)
@@ -60,7 +60,7 @@ class Rig:
         session.advance(segment, nodes)
         if nodes:
             logits = self._random.normal(0, 1.5, (len(nodes), VOCABULARY)).astype(np.float32)
-            self.deliver(session.expand(nodes, rows_of(HostLogits(logits), 0, len(nodes)), self.fit))
+            self.deliver(session.expand(nodes, logits_rows(HostLogits(logits), 0, len(nodes)), self.fit))
         return True
 
     def deliver(self, delta: Delta) -> None:
@@ -191,7 +191,7 @@ def test_what_the_upstream_dropped_is_abandoned_with_all_below_it() -> None:
         rig.level()
     session = rig.session
     victim = next(node for node in session.scratch if session.tree.depth(node) == 1)
-    session.abandon([victim.names[0][1]])
+    session.remove_dropped([victim.names[0][1]])
     session.tree.check_integrity()
     assert victim.token not in session.tree.root.children
     session.plan = Plan(depth=6, width=1, nodes=30)  # nothing is proposed again
@@ -215,8 +215,8 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
 
 def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
-    session = rig.session = RankedSession(
-        Snapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12
+    session = rig.session = TopKSession(
+        MirrorSnapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12
     )
     rig.upstream = TokenTree(session.tokens)
     assert session.refill(rig.fit).tokens == ()
@@ -233,20 +233,20 @@ def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it()
 
 
 def test_a_long_text_is_read_in_pieces_and_looked_up_in_once_all_is_read() -> None:
-    def session(tokens: Sequence[int]) -> RankedSession:
-        return RankedSession(Snapshot(tuple(tokens), 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, VOCABULARY)
+    def session(tokens: Sequence[int]) -> TopKSession:
+        return TopKSession(MirrorSnapshot(tuple(tokens), 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, VOCABULARY)
 
-    short, long = session((1, 2, 3) * 4), session((1, 2, 3) * AT_ONCE)
+    short, long = session((1, 2, 3) * 4), session((1, 2, 3) * READ_AT_ONCE)
     assert (short.behind, long.behind) == (False, True)
     long.commit([1])  # waits with the rest
-    assert long.repeats.length == AT_ONCE
-    long.refill(Fits())
+    assert long.repeats.length == READ_AT_ONCE
+    long.refill(DrafterFits())
     assert long.tree.size == 0, "what follows the end is not known yet"
     while long.behind:
         assert 0 < long.read_on(700) <= 700
-    long.refill(Fits())
+    long.refill(DrafterFits())
     short.commit([1])
-    short.refill(Fits())
+    short.refill(DrafterFits())
     assert [node.token for _, node in long.tree.best_first(depth=9, width=9)] == [
         node.token for _, node in short.tree.best_first(depth=9, width=9)
     ]

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from drafter_svc.replica import Snapshot, Update
+from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.translation import (
     BROKEN,
     CONTEXT,
-    MOST_OPEN,
+    MAX_OPEN,
     OPEN,
     PIECE,
     Translation,
@@ -27,9 +27,9 @@ from drafter_svc.translation import (
 )
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta, TokenTree, settled
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta, TokenTree, settled_prefix
 from tests.drafter.other_tokenizer import MODELS, make_other
 from tests.loops import no_stall
 
@@ -55,7 +55,7 @@ def test_the_text_is_the_same_in_both_vocabularies_however_it_comes(own: Tokeniz
     for cut in [*cuts, len(tokens)]:
         translation.extend(tokens[done : done + cut])
         done = min(len(tokens), done + cut)
-        assert own.decode(translation.own_tokens) == TARGET.decode(tokens[:done])
+        assert own.decode(translation.draft_tokens) == TARGET.decode(tokens[:done])
 
 
 class Reference(Translation):
@@ -65,8 +65,8 @@ class Reference(Translation):
         self._tokens.extend(tokens)
         while True:
             text = text_after(TARGET, self._tokens[: self._settled], self._tokens[self._settled :])
-            before = self._own.decode(self.own_tokens[max(0, self.settled - CONTEXT) : self.settled])
-            self.own_tokens[self.settled :] = tokens_after(self._own, before, text)
+            before = self._draft_tokenizer.decode(self.draft_tokens[max(0, self.settled - CONTEXT) : self.settled])
+            self.draft_tokens[self.settled :] = tokens_after(self._draft_tokenizer, before, text)
             if len(self._tokens) - self._settled <= OPEN or not self._settle():
                 return 0
 
@@ -78,15 +78,15 @@ def test_it_is_as_the_reference_has_it_and_tells_what_has_stayed(own: Tokenizer,
     tokens = TARGET.encode(LONG[start : start + 3000]).ids
     translation, reference, done = Translation(TARGET, own), Reference(TARGET, own), 0
     for cut in [*cuts, len(tokens)]:
-        part, before = tokens[done : done + cut], list(translation.own_tokens)
+        part, before = tokens[done : done + cut], list(translation.draft_tokens)
         same = translation.extend(part)
         for first in range(0, len(part), PIECE):
             reference.extend(part[first : first + PIECE])
         done += len(part)
-        assert translation.own_tokens == reference.own_tokens
+        assert translation.draft_tokens == reference.draft_tokens
         assert (translation.settled, translation._settled) == (reference.settled, reference._settled)
-        assert translation.own_tokens[:same] == before[:same]
-        assert same >= min(len(before), translation.settled) or before[same] != translation.own_tokens[same]
+        assert translation.draft_tokens[:same] == before[:same]
+        assert same >= min(len(before), translation.settled) or before[same] != translation.draft_tokens[same]
 
 
 def test_the_time_of_a_long_text_is_in_proportion_to_its_length(own: Tokenizer) -> None:
@@ -101,7 +101,7 @@ def test_the_time_of_a_long_text_is_in_proportion_to_its_length(own: Tokenizer) 
         whole = Translation(TARGET, own)
         whole.extend(tokens[:length])
         looked_at[length] = time.thread_time() - began
-        assert own.decode(whole.own_tokens) == TARGET.decode(tokens[:length])
+        assert own.decode(whole.draft_tokens) == TARGET.decode(tokens[:length])
     assert looked_at[4000] < 8 * looked_at[1000], looked_at  # of the square it would be 16 times as long
 
 
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer
     for start in range(0, 1000, 20):
         translation.extend([alone[(start + place) % len(alone)] for place in range(20)])
         longest = max(longest, len(translation._tokens) - translation._settled)
-    assert longest <= MOST_OPEN
+    assert longest <= MAX_OPEN
 
 
 @given(st.integers(0, len(LONG) - 300), st.integers(1, 30))
@@ -121,7 +121,7 @@ def test_what_is_proposed_says_the_path_s_text(own: Tokenizer, start: int, count
     translation.extend(TARGET.encode(LONG[start : start + 200]).ids)
     path = own.encode(LONG[start + 200 : start + 300]).ids[:count]
     proposed = translation.propose(path)
-    text = text_after(own, translation.own_tokens, path)
+    text = text_after(own, translation.draft_tokens, path)
     assert TARGET.decode(proposed) == text or text.endswith("\N{REPLACEMENT CHARACTER}")
 
 
@@ -133,21 +133,21 @@ def test_tokens_behind_a_text_are_those_of_the_whole_where_it_has_a_boundary() -
 
 
 class Loop:
-    """Stands where the grower does: notes what it is told, and drafts what it is bidden to."""
+    """Stands in for the scheduler: records the calls, and drafts the given tokens."""
 
     def __init__(self, translator: Translator) -> None:
         self.translator = translator
-        self.told: list[Snapshot | Update] = []
+        self.told: list[MirrorSnapshot | MirrorUpdate] = []
         self.tokens: list[int] = []
         self.next_id = 1
         self.closings = 0
         translator.serve(self)  # type: ignore[arg-type]
 
-    def opened(self, key: Attachment, snapshot: Snapshot) -> None:
+    def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
         self.told.append(snapshot)
         self.tokens = list(snapshot.tokens)
 
-    def updated(self, key: Attachment, update: Update) -> None:
+    def updated(self, key: Attachment, update: MirrorUpdate) -> None:
         self.told.append(update)
         assert update.position == len(self.tokens)
         self.tokens += update.tokens
@@ -162,7 +162,7 @@ class Loop:
         root = len(self.tokens) - 1, extend(EMPTY, self.tokens)
         delta = Delta(*root, self.next_id, parents, tuple(path), (-0.125,) * len(path))
         self.next_id += len(path)
-        self.translator.take(key, delta, 1, False)
+        self.translator.on_delta(key, delta, 1, False)
 
 
 def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafter_s(own: Tokenizer) -> None:
@@ -175,7 +175,7 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
     upstream = TokenTree(committed)
     plan = Plan(version=1, depth=8, width=4, nodes=16)
     contract = Contract(seed=1, max_tokens=99, banned_ids=(7,), stop_ids=(0,))
-    translator.opened(key, Snapshot(tuple(committed), upstream.digest, contract, plan, 300))
+    translator.opened(key, MirrorSnapshot(tuple(committed), upstream.digest, contract, plan, 300))
     accepted = 0
     for _ in range(40):
         behind = TARGET.decode(text)[len(TARGET.decode(committed)) :]
@@ -189,7 +189,9 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
         accepted += len(said)
         said.append(text[len(committed) + len(said)])
         upstream.commit(said)
-        translator.updated(key, Update(len(committed), tuple(said), upstream.digest, None, 0.0, 0.0, False, 3000, ()))
+        translator.updated(
+            key, MirrorUpdate(len(committed), tuple(said), upstream.digest, None, 0.0, 0.0, False, 3000, ())
+        )
         committed = committed + said
         assert own.decode(loop.tokens) == TARGET.decode(committed)
         if len(committed) > len(text) - 20:
@@ -197,9 +199,9 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
     assert accepted > 40
     assert not lost
     first = loop.told[0]
-    assert isinstance(first, Snapshot)
+    assert isinstance(first, MirrorSnapshot)
     assert (first.contract.banned_ids, first.contract.stop_ids, first.contract.rule) == ((), (), "target-match")
-    translator.updated(key, Update(3, (), 0, None, 0.0, 0.0, False, 1, ()))
+    translator.updated(key, MirrorUpdate(3, (), 0, None, 0.0, 0.0, False, 1, ()))
     assert lost == [key]
     assert not translator.members
 
@@ -211,11 +213,11 @@ def prepared(own: Tokenizer) -> tuple[Translator, Loop, Attachment, list[Delta],
     return translator, Loop(translator), Attachment("s", "", 1, b""), sent, lost
 
 
-def a_snapshot(tokens: Sequence[int]) -> Snapshot:
+def a_snapshot(tokens: Sequence[int]) -> MirrorSnapshot:
     plan = Plan(version=1, depth=8, width=4, nodes=16)
-    known = settled(tokens)
+    known = settled_prefix(tokens)
     digest = extend(known.digest, tokens[known.length :])
-    return Snapshot(tuple(tokens), digest, Contract(seed=1, max_tokens=99), plan, 300, known=known)
+    return MirrorSnapshot(tuple(tokens), digest, Contract(seed=1, max_tokens=99), plan, 300, known=known)
 
 
 async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is_kept_in_order(own: Tokenizer) -> None:
@@ -226,7 +228,7 @@ async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is
         translator.opened(key, begin)
         assert not loop.told, "nothing is drafted before it is translated"
         for at in range(32_000, 32_100):
-            update = Update(
+            update = MirrorUpdate(
                 at, (text[at],), extend(begin.digest, text[32_000 : at + 1]), None, 0.0, 0.0, False, 300, ()
             )
             translator.updated(key, update)
@@ -272,7 +274,7 @@ def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_pass
     for at in range(100, len(text)):
         before = list(loop.tokens)
         digest = extend(digest, (text[at],))
-        translator.updated(key, Update(at, (text[at],), digest, None, 0.0, 0.0, False, 300, ()))
+        translator.updated(key, MirrorUpdate(at, (text[at],), digest, None, 0.0, 0.0, False, 300, ()))
         if loop.tokens[: len(before)] != before:
             changes += 1
             after, loop.tokens = loop.tokens, before
@@ -290,9 +292,9 @@ def test_that_all_is_drafted_goes_up_even_where_the_text_has_become_other_tokens
     loop, key = Loop(translator), Attachment("s", "", 1, b"")
     translator.opened(key, a_snapshot(TARGET.encode(LONG[:200]).ids))
     drifted = Delta(len(loop.tokens) - 1, 12345, 1, (0,), (7,), (-0.125,))
-    translator.take(key, drifted, 1, False)
+    translator.on_delta(key, drifted, 1, False)
     assert not said
-    translator.take(key, drifted, 1, True)
+    translator.on_delta(key, drifted, 1, True)
     ((delta, done),) = said
     assert (delta.tokens, done) == ((), True)
 
@@ -313,7 +315,7 @@ class Proposing:
         self._sent.clear()
         key, contract = Attachment("s", "", 1, b""), Contract(seed=1, max_tokens=99)
         digest, plan = extend(EMPTY, self.committed), Plan(version=1, depth=depth, width=4, nodes=16)
-        self._translator.opened(key, Snapshot(tuple(self.committed), digest, contract, plan, 300, **more))
+        self._translator.opened(key, MirrorSnapshot(tuple(self.committed), digest, contract, plan, 300, **more))
         self._loop.draft(key, self._drafted)
         self._translator.closed(key)
         return self._sent

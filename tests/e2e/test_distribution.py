@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import LOSSY, RULES, SHARED_NOISE, Contract, Overlap, Plan
-from outrider.engine.padding import pad_checkpoint
+from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.errors import InvalidRequest
 from outrider.fleet.local import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values

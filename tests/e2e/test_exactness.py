@@ -9,7 +9,7 @@ from os import kill
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.core.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.fleet.local import LocalCluster
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config

@@ -93,13 +93,13 @@ async def test_a_mamba_is_served_plainly_beside_a_drafter_and_says_why(tmp_path:
             assert len(first.token_ids) == 60
             assert first.usage.accepted == first.usage.verified == 0
             assert first.usage.speculation.reason is SpeculationReason.TREELESS
-            assert "what it says over several sessions' rows is not" in first.usage.speculation.detail
+            assert "its logits over rows of several sessions differ" in first.usage.speculation.detail
         facts = dict(await _server(cluster.processes["verifier-0"].address, None))
         drafter = dict(await _server(cluster.processes["drafter-0"].address, None))
         (misfit,) = await cluster.misfits()
     assert misfit.startswith("drafter-0 drafts for nobody: the target cannot verify trees (")
-    assert facts["speculation"].startswith("none: what it says over several sessions' rows is not")
+    assert facts["speculation"].startswith("none: its logits over rows of several sessions differ")
     assert facts["draft streams"] == "0"
     assert drafter["sessions"] == "0 of 2"
     assert drafter["nodes sent"] == "0"
-    assert sum("is served without speculation: what it says" in line for line in lines) == 1
+    assert sum("is served without speculation: its logits" in line for line in lines) == 1

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 import outrider
 from bench.faults import FaultProxy
 from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import OFF, Contract
+from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.local import LocalCluster
 from outrider.store.embedded import find_server
 from tests.e2e.conftest import MODELS

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider.client import AsyncClient, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.digest import tokenizer_digest
-from outrider.engine.card import weights_digest
+from outrider.core.session.digest import tokenizer_digest
+from outrider.engine.checkpoints.model_card import weights_digest
 from outrider.fleet.local import LocalCluster
 from outrider.store.client import connect
 from outrider.store.versions import Version, Versions
@@ -129,7 +129,7 @@ async def test_what_is_no_version_of_the_drafter_is_refused_and_said_why(tmp_pat
     async with served() as cluster:
         await cluster.publish(1, shorter)
         await cluster.heard("version 1 is not used: ")
-        assert any("its context is another one" in line for line in cluster.said)
+        assert any("its context differs" in line for line in cluster.said)
         assert await cluster.versions.publish(Version(2, str(tmp_path / "nowhere"), "", "target", "", DIGEST))
         await cluster.heard("version 2 is not used: ")
         await cluster.all_of(prompts[:2])

@@ -16,28 +16,28 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from drafter_svc.service import run as run_drafter
+from drafter_svc.servicer import run as run_drafter
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
-from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
+from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.rpc.channels import open_channel
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
-from outrider.store.records import Turn
+from outrider.store.records import SessionTurn
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router.service import run as run_router
+from router.api.servicer import run as run_router
 from tests.e2e.conftest import MODELS
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.hostile.rig import serving
 from tests.loops import no_stall
 from tests.router.rig import collect
-from verifier_svc.service import run as run_verifier
+from verifier_svc.server import run as run_verifier
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,7 +113,9 @@ async def test_a_resume_of_a_long_answer_stalls_no_loop(cluster: Running) -> Non
     contract = Contract(seed=1, max_tokens=30_008, temperature=0.0)
     await sessions.create(session, "", "tiny", cluster.digest)
     prompt, answer = TEXT[:2000], TEXT[2000:]
-    owned = await sessions.begin(session, 0, "it", Turn(contract, (), 2000, None), 0, prompt, extend(EMPTY, prompt))
+    owned = await sessions.begin(
+        session, 0, "it", SessionTurn(contract, (), 2000, None), 0, prompt, extend(EMPTY, prompt)
+    )
     for at in range(0, len(answer), 6000):
         end = 2000 + at + 6000
         await owned.append(2000 + at, answer[at : at + 6000], extend(EMPTY, TEXT[:end]))

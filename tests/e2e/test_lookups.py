@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from outrider.client import AsyncClient, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.datastore import write_datastore
-from outrider.core.digest import tokenizer_digest
+from outrider.core.proposers.datastore import write_datastore
+from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import ConfigError, TokenizerMismatch
 from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.config import DrafterConfig
-from outrider.core.datastore import write_datastore
-from outrider.core.digest import tokenizer_digest
+from outrider.core.proposers.datastore import write_datastore
+from outrider.core.session.digest import tokenizer_digest
 from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS, cluster_config
 

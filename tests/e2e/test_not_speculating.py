@@ -18,7 +18,7 @@ import pytest_asyncio
 import outrider
 from outrider import SpeculationReason, SpeculationStatus
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.engine.card import Card, write_card
+from outrider.engine.checkpoints.model_card import ModelCard, write_card
 from outrider.fleet.local import LocalCluster
 from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (MODELS / "drafter").iterdir():
         (folder / file.name).symlink_to(file)
     digests = {"target_digest": "0" * 32, "tokenizer_digest": ""}
-    write_card(folder, Card("drafter", "mid", objective="agreement", tokens=1, seconds=1.0, **digests))
+    write_card(folder, ModelCard("drafter", "mid", objective="agreement", tokens=1, seconds=1.0, **digests))
     return folder
 
 
@@ -249,5 +249,5 @@ async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_nobody(tmp_
         up.terminate()
         await up.wait()
     (line,) = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert line.startswith("warning: drafter-0 drafts for nobody: its heads go on from the target's hidden states")
+    assert line.startswith("warning: drafter-0 drafts for nobody: its heads need the target's hidden states")
     assert f'set features = "{tmp_path / "heads"}"' in line

@@ -17,16 +17,16 @@ import torch
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import OFF, Contract, Overlap, Plan
-from outrider.engine.checkpoint import SAYABLE
-from outrider.engine.heads.folder import load_network, save_network
+from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.engine.checkpoints.checkpoint import SAYABLE
+from outrider.engine.heads.checkpoint_io import load_network, save_network
 from outrider.fleet.local import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import SPECULATE, Answer, decode, detach, trust
 from tests.e2e.test_distribution import RARELY, SEED, law
 from tests.e2e.test_tiers import attach_below
 from tests.e2e.tiny import VOCABULARY, make_tiny
-from tests.engine.checkpoints import pad_vocabulary
+from tests.engine.small_checkpoints import pad_vocabulary
 from tests.engine.taught import greedy, taught_heads
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -254,7 +254,7 @@ async def test_what_the_target_has_and_cannot_say_is_not_drafted(cluster: LocalC
         plain, drafts = await pair(cluster, "masked", "padded", terms)
         assert drafts.tokens == plain == small
         assert drafts.accepted > 5
-    with pytest.raises(grpc.aio.AioRpcError, match="nothing to say"):
+    with pytest.raises(grpc.aio.AioRpcError, match="no token to choose"):
         await pair(cluster, "masked", "padded", {"allowed_ids": (VOCABULARY, PADDED - 1)})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import outrider
 from outrider.config import RouterConfig, VerifierConfig
-from outrider.core.prefixes import LENGTHS, unpacked
+from outrider.core.session.prefix_keys import LENGTHS, unpack_keys
 from outrider.fleet.process import Process
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
@@ -45,7 +45,7 @@ async def test_prompts_that_begin_alike_are_read_where_the_first_one_was(prompts
 
                 first, firsts, there = await begin(SYSTEM + prompts[0])
                 async with asyncio.timeout(10):
-                    while not any(len(unpacked(it.prefixes)) >= KEYS for it in await Registry(client).workers()):
+                    while not any(len(unpack_keys(it.prefixes)) >= KEYS for it in await Registry(client).workers()):
                         await asyncio.sleep(0.02)
                 second, seconds, place = await begin(SYSTEM + prompts[1])
                 other, others, elsewhere = await begin(prompts[2])

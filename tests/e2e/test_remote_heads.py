@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from drafter_svc.service import load_part as load_drafter_part
-from drafter_svc.settings import check_settings
+from drafter_svc.exclusive_settings import check_settings
+from drafter_svc.servicer import load_part as load_drafter_part
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.errors import ConfigError
 from outrider.fleet.local import LocalCluster
 from outrider.fleet.process import Process
@@ -26,7 +26,7 @@ from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import Answer, attach, decode, trust
 from tests.e2e.test_lookups import TARGET, TOKENS, both, served
 from tests.engine.taught import DEPTH, greedy, random_heads, taught_heads
-from verifier_svc.service import load_part as load_verifier_part
+from verifier_svc.server import load_part as load_verifier_part
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from outrider.cli.compare import TOLERANCE, Verdict, difference
 from outrider.cli.reference import Reference
 from outrider.client import AsyncClient, FinishReason, Generation
-from outrider.core.contract import Contract
+from outrider.core.session.contract import Contract
 from outrider.errors import InvalidRequest
 from outrider.fleet.local import LocalCluster
 from tests.e2e.conftest import MODELS, cluster_config

@@ -84,7 +84,7 @@ async def test_others_are_shut_out_and_hear_why(secured: Secured, tmp_path: Path
         with pytest.raises(Unavailable, match="one CA"):
             await client.models()
     async with outrider.AsyncClient(address) as client:
-        with pytest.raises(Unavailable, match="it wants TLS"):
+        with pytest.raises(Unavailable, match="it requires TLS"):
             await client.models()
 
 

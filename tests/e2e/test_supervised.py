@@ -13,8 +13,8 @@ import pytest
 
 import outrider
 from outrider.config import load_cluster
-from outrider.fleet.keeper import Keeper
 from outrider.fleet.local import LocalCluster
+from outrider.fleet.supervisor import ClusterSupervisor
 from outrider.rpc.lifecycle import FAIL_ONCE
 from tests.e2e.conftest import MODELS
 from tests.loops import stalls
@@ -72,7 +72,7 @@ async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
 
     async with LocalCluster(config, forward=lambda name, line: lines.append((name, line))) as cluster:
         monkeypatch.delenv(FAIL_ONCE)  # what is started again does not fail
-        keeping = asyncio.create_task(Keeper(cluster, file, config, reports.append).run())
+        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, reports.append).run())
         pages = {name: line.rpartition(" ")[2] for name, line in lines if ": metrics at " in line}
         texts: set[str] = set()
         async with outrider.AsyncClient(cluster.router_address) as client:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.core.contract import OFF, Contract
+from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.local import LocalCluster, Process
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tickets import Permit, sign

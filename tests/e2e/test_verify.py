@@ -11,8 +11,8 @@ import pytest
 
 from outrider.cli.compare import TOLERANCE, Verdict
 from outrider.cli.reference import Reference
-from outrider.cli.verification import Case, Prompt, compare, plan, read_prompts
 from outrider.cli.verify import last_line
+from outrider.cli.verify_cases import VerifyCase, VerifyPrompt, compare, plan, read_prompts
 from outrider.client import AsyncClient, Generation
 from outrider.client._wire import Options
 from outrider.errors import TokenizerMismatch
@@ -54,7 +54,7 @@ class Warmer(AsyncClient):
 
 
 @pytest.fixture(scope="module")
-def chosen(prompts: list[str]) -> list[Prompt]:
+def chosen(prompts: list[str]) -> list[VerifyPrompt]:
     return read_prompts(MODELS / "target", None, prompts[:1], 1)
 
 
@@ -63,14 +63,14 @@ def judge() -> Reference:
     return Reference(MODELS / "target")
 
 
-async def cases(client: AsyncClient, chosen: list[Prompt], judge: Reference | None) -> list[Case]:
+async def cases(client: AsyncClient, chosen: list[VerifyPrompt], judge: Reference | None) -> list[VerifyCase]:
     work = plan(chosen, [0.0, 0.8], 1)
     tolerance = TOLERANCE["float32"]
     return [case async for case in compare(client, work, judge, tolerance=tolerance, max_tokens=24, timeout=60)]
 
 
 async def test_a_cluster_that_is_right_has_no_bugs(
-    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+    cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with AsyncClient(cluster.router_address) as client:
         found = await cases(client, chosen, judge)
@@ -80,22 +80,22 @@ async def test_a_cluster_that_is_right_has_no_bugs(
 
 
 async def test_a_lie_about_speculation_shows_in_both_comparisons(
-    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+    cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Liar(cluster.router_address, "fixed") as client:
         found = await cases(client, chosen, judge)
     for case in found:
         assert (case.verdict, case.reference_verdict) == (Verdict.BUG, Verdict.BUG)
-        assert case.parted is not None
-        assert case.parted.position == LIE_AT
-        assert case.parted.gap == min(case.plain.gaps[LIE_AT], case.speculative.gaps[LIE_AT])
-        assert case.reference_parted is not None
-        assert case.reference_parted.position == LIE_AT
-        assert case.reference_parted.gap > 0.9 * case.plain.gaps[LIE_AT]  # it is over the lie, not the runner-up
+        assert case.difference is not None
+        assert case.difference.position == LIE_AT
+        assert case.difference.gap == min(case.plain.gaps[LIE_AT], case.speculative.gaps[LIE_AT])
+        assert case.reference_difference is not None
+        assert case.reference_difference.position == LIE_AT
+        assert case.reference_difference.gap > 0.9 * case.plain.gaps[LIE_AT]  # it is over the lie, not the runner-up
 
 
 async def test_a_lie_told_both_ways_is_found_by_the_reference_alone(
-    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+    cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Liar(cluster.router_address, "off", "fixed") as client:
         found = await cases(client, chosen, judge)
@@ -103,14 +103,14 @@ async def test_a_lie_told_both_ways_is_found_by_the_reference_alone(
         assert [case.verdict for case in await cases(client, chosen, None)] == [Verdict.IDENTICAL] * 2
 
 
-async def draws(client: AsyncClient, chosen: list[Prompt], judge: Reference) -> list[Case]:
+async def draws(client: AsyncClient, chosen: list[VerifyPrompt], judge: Reference) -> list[VerifyCase]:
     work = plan(chosen, [0.0, 1.0], 12)
     terms: Any = {"tolerance": TOLERANCE["float32"], "rule": "recursive-rejection", "timeout": 60}
     return [case async for case in compare(client, work, judge, **terms)]
 
 
 async def test_under_a_rule_of_draws_greedy_texts_are_the_same_and_others_follow_the_law(
-    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+    cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with AsyncClient(cluster.router_address) as client:
         found = await draws(client, chosen, judge)
@@ -119,7 +119,7 @@ async def test_under_a_rule_of_draws_greedy_texts_are_the_same_and_others_follow
 
 
 async def test_draws_that_do_not_follow_the_law_are_found_out(
-    cluster: LocalCluster, chosen: list[Prompt], judge: Reference
+    cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Warmer(cluster.router_address) as client:
         found = await draws(client, chosen, judge)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.engine.card import Card, weights_digest, write_card
+from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.errors import ConfigError
 from outrider.fleet.local import LocalCluster
 from tests.drafter.other_tokenizer import make_other
@@ -56,7 +56,7 @@ async def test_one_that_was_trained_for_another_target_is_refused_at_start(tmp_p
     trained = tmp_path / "trained"
     shutil.copytree(MODELS / "drafter", trained)
     digests = {"target_digest": weights_digest(MODELS / "mid"), "tokenizer_digest": ""}
-    write_card(trained, Card("drafter", "mid", objective="agreement", tokens=1, seconds=1.0, **digests))
+    write_card(trained, ModelCard("drafter", "mid", objective="agreement", tokens=1, seconds=1.0, **digests))
     with pytest.raises(ConfigError, match=r"trained: was trained for mid, whose weights are others than those of "):
         LocalCluster(config(DrafterConfig(model=trained)))
     LocalCluster(config(DrafterConfig(model=trained, any_target=True)))

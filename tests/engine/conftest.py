@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.native import NativeEngine
-from tests.engine.checkpoints import MODELS, Reference, make_checkpoint
+from outrider.engine.eager.engine import NativeEngine
+from tests.engine.small_checkpoints import MODELS, Reference, make_checkpoint
 
 SLOTS = 8
 EngineClass = type[CpuEngine] | type[NativeEngine]

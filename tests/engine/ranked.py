@@ -18,21 +18,21 @@ import torch
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.engine import Engine
-from outrider.engine.group import ALONE, Group, RankLost
 from outrider.engine.loading import load_engine
-from outrider.engine.process_group import Ranks
-from outrider.engine.ranks import follow, lead
-from outrider.engine.socket_group import SocketGroup
+from outrider.engine.ranks.group import ALONE, Group, RankLost
+from outrider.engine.ranks.leader import follow, lead
+from outrider.engine.ranks.process_group import TorchRanks
+from outrider.engine.ranks.socket_group import SocketGroup
 
 Connected = Literal["sockets", "torch"]  # ranks of compiled engines, or of those on torch
 LOADING = {"dtype": "float32", "slots": 8, "threads": 1}
 
 
-def connect(by: Connected, rank: int, of: int, meeting: str, timeout_s: float) -> SocketGroup | Ranks:
+def connect(by: Connected, rank: int, of: int, meeting: str, timeout_s: float) -> SocketGroup | TorchRanks:
     """This rank's end of the group."""
     if by == "sockets":
-        return SocketGroup(rank, of, meeting, timeout_s=timeout_s, meeting_s=30.0)
-    return Ranks(rank, of, meeting.partition("#")[0], timeout_s=timeout_s)
+        return SocketGroup(rank, of, meeting, timeout_s=timeout_s, rendezvous_s=30.0)
+    return TorchRanks(rank, of, meeting.partition("#")[0], timeout_s=timeout_s)
 
 
 def meeting_point() -> str:
@@ -45,7 +45,7 @@ def load(folder: Path, group: Group, loading: dict[str, Any]) -> Engine:
     """A rank's engine: the device's where `loading` names one."""
     if "device" not in loading:
         return load_engine(folder, group=group, **loading)
-    assert isinstance(group, Ranks)
+    assert isinstance(group, TorchRanks)
     return DeviceEngine.load(folder, group=group, **{key: value for key, value in loading.items() if key != "threads"})
 
 
@@ -67,7 +67,7 @@ def follow_along(
 class Ranked:
     """A group as its rank 0 sees it."""
 
-    group: SocketGroup | Ranks
+    group: SocketGroup | TorchRanks
     loading: dict[str, Any]
     others: list[BaseProcess]
 
@@ -113,7 +113,7 @@ def grown(folder: Path, rank: int, of: int, meeting: str, answer: Connection) ->
     group: Group = connect("sockets", rank, of, meeting, 30.0) if of > 1 else ALONE
     before = _most_memory()
     engine = load(folder, group, LOADING)
-    group.gather()
+    group.barrier()
     engine.forward([Segment(0, 0, np.arange(64), np.arange(64))])
     answer.send(_most_memory() - before)
 

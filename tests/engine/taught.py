@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from outrider.engine.checkpoint import read_config
+from outrider.engine.checkpoints.checkpoint import read_config
+from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.eager.weights import complex_rotations
 from outrider.engine.features import Features
+from outrider.engine.heads.checkpoint_io import Network, make_network, save_network
+from outrider.engine.heads.config import HeadsConfig, Kind, make_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
-from outrider.engine.heads.ends import Ends, read_ends
-from outrider.engine.heads.folder import Network, make_network, save_network
+from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from outrider.engine.heads.shape import Kind, Shape, shape_for
-from outrider.engine.native import NativeEngine
-from outrider.engine.rope import Rope
-from outrider.engine.weights import complex_turns
-from tests.engine.checkpoints import prompt
+from tests.engine.small_checkpoints import prompt
 
 DEPTH = 4
 
 
-def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> tuple[Shape, Network]:
+def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> tuple[HeadsConfig, Network]:
     """Of no use, and saved in `folder`; as large as what they are added to."""
-    shape = shape_for(kind, read_config(target), depth=DEPTH, own_head=own_head)
+    shape = make_heads_config(kind, read_config(target), depth=DEPTH, own_head=own_head)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(11)
         network = make_network(shape)
@@ -59,13 +59,13 @@ def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor
 
 def taught_heads(kind: Kind, target: Path, folder: Path, text: Sequence[int]) -> None:
     """Heads in `folder` that know how that text goes on, wherever one is in it."""
-    shape = shape_for(kind, read_config(target), depth=DEPTH, own_head=kind == "medusa")
+    shape = make_heads_config(kind, read_config(target), depth=DEPTH, own_head=kind == "medusa")
     with torch.random.fork_rng():
         torch.manual_seed(11)
         network = make_network(shape)
         features, ends, tokens = (
             features_of(target, shape.features, text),
-            read_ends(target, torch.float32, training=True),
+            read_target_embeddings(target, torch.float32, training=True),
             [*text],
         )
         match network:
@@ -88,7 +88,7 @@ def _fit_medusa(network: Medusa, features: Tensor, tokens: Tensor) -> None:
         head.weight.data = _solve(features[: len(following)], following)
 
 
-def _fit_eagle(network: Eagle, features: Tensor, ends: Ends, tokens: Tensor) -> None:
+def _fit_eagle(network: Eagle, features: Tensor, ends: TargetEmbeddings, tokens: Tensor) -> None:
     """Likewise: the layer adds nothing to what joins token and feature."""
     network.layer.output.weight.data.zero_()
     network.layer.down.weight.data.zero_()
@@ -101,7 +101,7 @@ def _solve(inputs: Tensor, outputs: Tensor) -> Tensor:
     return torch.linalg.lstsq(inputs.double(), outputs.double(), driver="gelsd").solution.T.float().contiguous()
 
 
-def _mlp_loss(network: MlpSpeculator, features: Tensor, ends: Ends, tokens: Tensor) -> Tensor:
+def _mlp_loss(network: MlpSpeculator, features: Tensor, ends: TargetEmbeddings, tokens: Tensor) -> Tensor:
     count = len(tokens) - DEPTH - 1
     states, loss = features[:count], torch.zeros(())
     for level in range(DEPTH):
@@ -110,8 +110,10 @@ def _mlp_loss(network: MlpSpeculator, features: Tensor, ends: Ends, tokens: Tens
     return loss
 
 
-def _eagle_loss(network: Eagle3, shape: Shape, features: Tensor, ends: Ends, tokens: Tensor) -> Tensor:
-    turns = complex_turns(Rope(shape.theta, None), len(tokens) - 2, shape.head_dim)
+def _eagle_loss(
+    network: Eagle3, shape: HeadsConfig, features: Tensor, ends: TargetEmbeddings, tokens: Tensor
+) -> Tensor:
+    turns = complex_rotations(Rope(shape.theta, None), len(tokens) - 2, shape.head_dim)
     given = network(ends.embed(tokens[1:-1]), network.enter(features[:-2]), turns, attend_causally)
     return cross_entropy(network.logits(given, ends.unembed), tokens[2:])
 

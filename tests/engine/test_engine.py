@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.core.digest import tokenizer_digest
+from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.batch import Segment
-from outrider.engine.cache import KVCache
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.native import NativeEngine
-from tests.engine.checkpoints import MODELS, prompt, random_tokens
+from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.eager.kv_cache import KVCache
 from tests.engine.conftest import Pair
+from tests.engine.small_checkpoints import MODELS, prompt, random_tokens
 
 GOOD = prompt(0, np.array([1, 2, 3]))
 

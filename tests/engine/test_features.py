@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from outrider.engine.batch import Segment
+from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.engine.features import Features
 from outrider.engine.loading import load_engine
-from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
-from tests.engine.checkpoints import MODELS, Reference, Tree, prompt
 from tests.engine.conftest import EngineClass
 from tests.engine.ranked import ranked
+from tests.engine.small_checkpoints import MODELS, Reference, Tree, prompt
 
 TARGET = MODELS / "target"
-HEAD, ALL, LAYERS = Features(), Features(every=True), Features((2, 5, 2), every=True)
+HEAD, ALL, LAYERS = Features(), Features(all_rows=True), Features((2, 5, 2), all_rows=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_features_are_the_hidden_states_of_transformers(
     segments, chains = mixed(engine, texts, Tree.random(engine, random, 9))
     logits = engine.forward(segments)
     kept = [
-        rows if features.every else rows[len(rows) - it.outputs :] for it, rows in zip(segments, chains, strict=True)
+        rows if features.all_rows else rows[len(rows) - it.outputs :] for it, rows in zip(segments, chains, strict=True)
     ]
     expected = np.stack([hidden_states(reference, features, text)[-1] for rows in kept for text in rows])
     assert np.abs(engine.hidden().numpy() - expected).max() < 1e-4 * np.abs(expected).max()
@@ -82,7 +82,7 @@ def test_rank_0_of_two_gives_the_features_of_one() -> None:
 
 def test_what_an_engine_cannot_give_is_refused(engine_class: EngineClass) -> None:
     with pytest.raises(ConfigError, match="output of layer 6, and the target's layers below its last one are 1 to 5"):
-        engine_of(engine_class, Features((2, 6), every=True))
+        engine_of(engine_class, Features((2, 6), all_rows=True))
     for options in ({"backend": "transformers"}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="only the native backend on a CPU"):
             load_engine(TARGET, dtype="float32", slots=1, features=HEAD, **options)  # type: ignore[arg-type]

@@ -15,23 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.engine.card import Card, weights_digest, write_card
-from outrider.engine.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import read_config, read_tokenizer_digest
+from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
+from outrider.engine.checkpoints.rope import Rope
+from outrider.engine.eager.weights import complex_rotations
+from outrider.engine.heads.checkpoint_io import Network, load_network, save_network
+from outrider.engine.heads.config import KINDS, HeadsConfig, Kind, low_middle_high, make_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3, attend_causally
 from outrider.engine.heads.eagle_drafts import CHUNK, EagleDrafts
 from outrider.engine.heads.eagle_engine import EagleEngine
-from outrider.engine.heads.ends import Ends, read_ends
-from outrider.engine.heads.folder import Network, load_network, save_network
+from outrider.engine.heads.embeddings import TargetEmbeddings, read_target_embeddings
 from outrider.engine.heads.loading import MOST_PADDING, check_heads, load_speculator
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from outrider.engine.heads.shape import KINDS, Kind, Shape, low_middle_high, shape_for
-from outrider.engine.heads.speculator import Drafted, Root, Speculator
-from outrider.engine.rope import Rope
-from outrider.engine.weights import complex_turns
+from outrider.engine.heads.speculator import HeadNodes, HeadRoot, Speculator
 from outrider.errors import CheckpointError, ConfigError
-from tests.engine.checkpoints import MODELS, make_checkpoint
 from tests.engine.families import make_family
+from tests.engine.small_checkpoints import MODELS, make_checkpoint
 from tests.engine.taught import random_heads
 
 TARGET = MODELS / "target"
@@ -43,7 +43,7 @@ class Case:
 
     def __init__(self, kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> None:
         self.shape, self.network = random_heads(kind, target, folder, own_head=own_head)
-        self.ends: Ends = read_ends(target, torch.float32)
+        self.ends: TargetEmbeddings = read_target_embeddings(target, torch.float32)
         self.speculator: Speculator = load_speculator(folder, target, precise=True, slots=4, context=CONTEXT)
         self.random = np.random.default_rng(5)
 
@@ -60,7 +60,12 @@ class Case:
 
 
 def said(
-    shape: Shape, network: Network, ends: Ends, tokens: Sequence[int], features: Tensor, path: Sequence[int]
+    shape: HeadsConfig,
+    network: Network,
+    ends: TargetEmbeddings,
+    tokens: Sequence[int],
+    features: Tensor,
+    path: Sequence[int],
 ) -> Tensor:
     latest = features[len(tokens) - 2 : len(tokens) - 1]
     match network:
@@ -74,7 +79,7 @@ def said(
         case Eagle() | Eagle3():
             states, whole = network.enter(features[: len(tokens) - 1]), [*tokens[1:], *path]
             for count in range(len(tokens) - 1, len(whole) + 1):
-                turns = complex_turns(Rope(shape.theta, None), count, shape.head_dim)
+                turns = complex_rotations(Rope(shape.theta, None), count, shape.head_dim)
                 embedded = ends.embed(torch.tensor(whole[:count]))
                 given = network(embedded, states[:count], turns, attend_causally)
                 states = torch.cat([states, given[-1:]])
@@ -83,7 +88,7 @@ def said(
 
 def draft_trees(case: Case, texts: dict[int, tuple[list[int], Tensor]], levels: int) -> None:
     """A round over all slots, in which every level expands nodes of the ones before; all as the reference."""
-    rows = case.speculator.begin([Root(slot, tokens) for slot, (tokens, _) in texts.items()])
+    rows = case.speculator.begin([HeadRoot(slot, tokens) for slot, (tokens, _) in texts.items()])
     known: list[tuple[int, tuple[int, ...]]] = [(slot, ()) for slot in texts]
     for (slot, path), row in zip(known, rows, strict=True):
         assert row is not None
@@ -91,7 +96,7 @@ def draft_trees(case: Case, texts: dict[int, tuple[list[int], Tensor]], levels: 
     for level in range(levels):
         lately = [number for number, (_, path) in enumerate(known) if len(path) <= level]
         parents = case.random.choice(lately, 5).tolist()
-        nodes = [Drafted(parent, int(case.random.integers(case.shape.vocabulary))) for parent in parents]
+        nodes = [HeadNodes(parent, int(case.random.integers(case.shape.vocabulary))) for parent in parents]
         new = [(known[node.parent][0], (*known[node.parent][1], node.token)) for node in nodes]
         for (slot, path), row in zip(new, case.speculator.expand(nodes), strict=True):
             check(case, texts[slot], path, row)
@@ -116,13 +121,13 @@ def test_trees_of_several_sessions_are_drafted_as_one_path_at_a_time(
     case = Case(kind, small, tmp_path, own_head=own_head)
     texts = {slot: case.text(size) for slot, size in ((2, 17), (0, 40), (3, 2))}
     for slot, (_, features) in texts.items():
-        case.speculator.take(slot, None, 0)
-        case.speculator.keep(slot, 0, features[:-1])
+        case.speculator.open_slot(slot, None, 0)
+        case.speculator.add_features(slot, 0, features[:-1])
     draft_trees(case, texts, levels=case.speculator.depth - 1)
     for slot, (tokens, features) in texts.items():  # commits, of which nothing that was drafted is left
         more, true = case.text(3)
         texts[slot] = [*tokens, *more], torch.cat([features, true])
-        case.speculator.keep(slot, len(tokens) - 1, texts[slot][1][len(tokens) - 1 : -1])
+        case.speculator.add_features(slot, len(tokens) - 1, texts[slot][1][len(tokens) - 1 : -1])
     draft_trees(case, texts, levels=case.speculator.depth - 1)
 
 
@@ -131,14 +136,14 @@ def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(kind: Kind, small:
     """In the same slot, behind a part of it, and in another that was copied from: the rest is another text."""
     case = Case(kind, small, tmp_path)
     tokens, features = case.text(30)
-    case.speculator.take(0, None, 0)
-    case.speculator.keep(0, 0, features[:-1])
+    case.speculator.open_slot(0, None, 0)
+    case.speculator.add_features(0, 0, features[:-1])
     draft_trees(case, {0: (tokens, features)}, levels=2)
     for slot, source in ((1, 0), (0, None)):
         other, true = case.text(9)
         text = [*tokens[:20], *other], torch.cat([features[:20], true])
-        case.speculator.take(slot, source, 20)
-        case.speculator.keep(slot, 20, text[1][20:-1])
+        case.speculator.open_slot(slot, source, 20)
+        case.speculator.add_features(slot, 20, text[1][20:-1])
         draft_trees(case, {slot: text}, levels=2)
     assert isinstance(case.speculator, EagleDrafts)
 
@@ -146,15 +151,15 @@ def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(kind: Kind, small:
 def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None:
     """Also where the session did not draft while the text was said."""
     shape, network = random_heads("eagle", TARGET, tmp_path)
-    ends = read_ends(TARGET, torch.float32)
+    ends = read_target_embeddings(TARGET, torch.float32)
     speculator = load_speculator(tmp_path, TARGET, precise=True, slots=2, context=2 * CHUNK)
     random = np.random.default_rng(1)
     texts = [random.integers(0, 4096, size).tolist() for size in (CHUNK + 20, 9)]
     features = [torch.from_numpy(random.normal(size=(len(text), 256)).astype(np.float32)) for text in texts]
     for slot in (0, 1):
-        speculator.take(slot, None, 0)
-        speculator.keep(slot, 0, features[slot][:-1])
-    roots = [Root(slot, text) for slot, text in enumerate(texts)]
+        speculator.open_slot(slot, None, 0)
+        speculator.add_features(slot, 0, features[slot][:-1])
+    roots = [HeadRoot(slot, text) for slot, text in enumerate(texts)]
     first, second = speculator.begin(roots)
     assert first is None
     assert second is not None
@@ -175,12 +180,12 @@ def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
     for kind in KINDS:
         case = Case(kind, target, tmp_path / kind)  # type: ignore[arg-type]
         tokens, features = case.text(5)
-        case.speculator.take(0, None, 0)
-        case.speculator.keep(0, 0, features[:-1])
-        (row,) = case.speculator.begin([Root(0, tokens)])
+        case.speculator.open_slot(0, None, 0)
+        case.speculator.add_features(0, 0, features[:-1])
+        (row,) = case.speculator.begin([HeadRoot(0, tokens)])
         assert row is not None
         assert np.isneginf(row[100:]).all()
-        assert np.isneginf(case.speculator.expand([Drafted(0, 3)])[:, 100:]).all()
+        assert np.isneginf(case.speculator.expand([HeadNodes(0, 3)])[:, 100:]).all()
         assert np.isfinite(row[:100]).all()
 
 
@@ -194,10 +199,10 @@ def test_heads_with_another_padding_than_the_target_draft_what_both_have(kind: K
     for folder in (tmp_path / "heads", repadded(tmp_path / "heads", tmp_path / "padded", rows)):
         speculator = load_speculator(folder, target, precise=True, slots=1, context=CONTEXT)
         tokens, features = [1, 2, 3], torch.ones(3, shape.width * shape.features.parts)
-        speculator.take(0, None, 0)
-        speculator.keep(0, 0, features[:-1])
-        (root,) = speculator.begin([Root(0, tokens)])
-        texts[folder] = np.stack([root, *speculator.expand([Drafted(0, 5), Drafted(0, 4000)])])  # type: ignore[list-item]
+        speculator.open_slot(0, None, 0)
+        speculator.add_features(0, 0, features[:-1])
+        (root,) = speculator.begin([HeadRoot(0, tokens)])
+        texts[folder] = np.stack([root, *speculator.expand([HeadNodes(0, 5), HeadNodes(0, 4000)])])  # type: ignore[list-item]
     own, padded = texts.values()
     both = min(rows, 4096)
     assert padded.shape == own.shape == (3, 4096)
@@ -242,8 +247,8 @@ def repadded(source: Path, folder: Path, rows: int) -> Path:
 
 
 def test_medusa_begins_as_the_target_s_own_head_and_its_file_is_small(tmp_path: Path) -> None:
-    shape = shape_for("medusa", read_config(TARGET), depth=3)
-    network, ends = Medusa(shape), read_ends(TARGET, torch.float32)
+    shape = make_heads_config("medusa", read_config(TARGET), depth=3)
+    network, ends = Medusa(shape), read_target_embeddings(TARGET, torch.float32)
     features = torch.randn(2, 256)
     assert torch.allclose(network(features, ends.unembed), ends.unembed(features)[:, None].expand(-1, 3, -1), atol=1e-5)
     save_network(tmp_path, shape, network)
@@ -276,7 +281,7 @@ def test_heads_of_another_target_are_refused(small: Path, tmp_path: Path) -> Non
     save_network(tmp_path, shape, network)
     with pytest.raises(ConfigError, match="runs through transformers"):
         check_heads(tmp_path, make_family(tmp_path / "gpt2", "gpt2"))
-    card = Card("medusa", "other", "0" * 32, read_tokenizer_digest(TARGET).hex(), "text", 1, 1.0)
+    card = ModelCard("medusa", "other", "0" * 32, read_tokenizer_digest(TARGET).hex(), "text", 1, 1.0)
     write_card(tmp_path, card)
     with pytest.raises(ConfigError, match=r"heads: .* was made for other, whose weights are others"):
         check_heads(tmp_path, TARGET)

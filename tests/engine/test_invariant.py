@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.native import NativeEngine
-from tests.engine.checkpoints import (
+from outrider.engine.eager.engine import NativeEngine
+from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
     Reference,

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from outrider.engine.cpu.engine import CpuEngine
-from outrider.engine.hugging_face import TransformersEngine
+from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.hugging_face.engine import TransformersEngine
+from outrider.engine.hugging_face.treeless import TreelessEngine
 from outrider.engine.loading import chosen_backend, load_engine, outline
-from outrider.engine.native import NativeEngine
-from outrider.engine.plain import PlainEngine
 from outrider.errors import CheckpointError, ConfigError
-from tests.engine.checkpoints import make_checkpoint
 from tests.engine.families import CONTEXT, WINDOW, make_family
+from tests.engine.small_checkpoints import make_checkpoint
 
 
 def load(folder: Path, **changes: Any) -> Any:
@@ -31,7 +31,7 @@ def test_a_family_that_the_native_engine_knows_gets_it_unless_told_otherwise(tmp
     assert type(load(native)) is CpuEngine
     assert type(load(native, backend="transformers")) is TransformersEngine
     assert type(load(other)) is TransformersEngine
-    assert type(load(make_family(tmp_path / "mamba", "mamba"))) is PlainEngine
+    assert type(load(make_family(tmp_path / "mamba", "mamba"))) is TreelessEngine
     with pytest.raises(CheckpointError, match="model_type is 'gpt2', must be one of llama"):
         load(other, backend="native")
 
@@ -179,7 +179,7 @@ def test_ids_that_must_not_be_said_need_the_backend_that_keeps_to_that(tmp_path:
     folder = make_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"outrider_sayable": 100}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="must not be said"):
+    with pytest.raises(CheckpointError, match="must never choose"):
         load_engine(folder, backend="transformers", dtype="float32", slots=1)
     with pytest.raises(ConfigError, match="device: cuda is for the native backend"):
         load_engine(folder, backend="transformers", dtype="float32", slots=1, device="cuda")

@@ -15,7 +15,7 @@ import pytest
 from outrider.config import DrafterConfig
 from outrider.fleet.children import Child, start_child
 from outrider.fleet.process import Process
-from outrider.rpc.lifecycle import MISTAKE, PARENT
+from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
 from tests.fleet.conftest import DRAFTER, ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
@@ -133,9 +133,9 @@ async def test_what_forks_has_one_thread_and_nothing_open() -> None:
     ("arguments", "environment", "status"),
     [
         (["--help"], {}, 0),
-        (["drafter", "--nonsense"], {}, MISTAKE),
-        (["drafter", "--model", "nowhere/at-all"], {}, MISTAKE),
-        (["router", "--model", f"target={DRAFTER}", "--depth", "99"], {}, MISTAKE),
+        (["drafter", "--nonsense"], {}, USER_ERROR_STATUS),
+        (["drafter", "--model", "nowhere/at-all"], {}, USER_ERROR_STATUS),
+        (["router", "--model", f"target={DRAFTER}", "--depth", "99"], {}, USER_ERROR_STATUS),
         (["drafter", "--model", str(DRAFTER)], {PARENT: "1"}, 1),
     ],
 )

@@ -21,7 +21,7 @@ from outrider.config import DrafterConfig
 from outrider.errors import CheckpointError, ConfigError, OutriderError, Unavailable
 from outrider.fleet import ranks
 from outrider.fleet.local import LocalCluster
-from outrider.fleet.on_ray import RayCluster
+from outrider.fleet.ray_cluster import RayCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import NOT_SERVING, SERVING
 from outrider.v1.types_pb2 import DescribeRequest

@@ -20,9 +20,9 @@ from outrider.cli.compare import TOLERANCE, Verdict, verdict
 from outrider.config import ClusterConfig, load_cluster
 from outrider.errors import Unavailable
 from outrider.fleet.cluster import Cluster
-from outrider.fleet.keeper import Keeper
 from outrider.fleet.local import LocalCluster
-from outrider.fleet.on_ray import RayCluster
+from outrider.fleet.ray_cluster import RayCluster
+from outrider.fleet.supervisor import ClusterSupervisor
 from tests.fleet.conftest import DRAFTER, ROOT, TARGET, assert_same, say
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -64,7 +64,7 @@ async def kept(make: Make, file: Path) -> AsyncIterator[tuple[Cluster[Any], list
     config = load_cluster(file)
     told: list[str] = []
     async with make(config) as cluster:
-        keeping = asyncio.create_task(Keeper(cluster, file, config, told.append).run())
+        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, told.append).run())
         try:
             yield cluster, told
         finally:
@@ -171,7 +171,7 @@ async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:
     file.write_text(FILE, encoding="utf-8")
     config = load_cluster(file)
     async with LocalCluster(config) as cluster:
-        keeping = asyncio.create_task(Keeper(cluster, file, config, lambda said: None).run())
+        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, lambda said: None).run())
         os.kill(cluster.processes["router"].pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="the router has ended"):
             await asyncio.wait_for(keeping, 10)

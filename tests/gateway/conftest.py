@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.serving import bound, server
 from outrider.config import GatewayConfig
+from outrider.gateway.server import bound, server
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import FOLDER, MODEL, SCRIPT, Rig, running_router
 

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from gateway.serving import bound, server
 from outrider.config import GatewayConfig
+from outrider.gateway.server import bound, server
 from tests.gateway.conftest import Front, fronted
 from tests.router.fakes import CONTEXT, FakeVerifier
 from tests.router.rig import MODEL, SAID, SCRIPT, finished_reason, until
@@ -42,7 +42,7 @@ async def test_a_completion_says_what_the_router_says_and_what_it_cost(front: Fr
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 4 * len(SCRIPT))
     why = (usage.model_extra or {})["outrider"]
     assert why["speculation"] == "rejected"
-    assert why["explanation"].startswith("drafts were verified, and none was what the target said; ")
+    assert why["explanation"].startswith("drafts were verified, and the target chose none of them; ")
     start = front.verifier.starts[0]
     assert (start.contract.seed, start.contract.max_tokens) == (3, len(SCRIPT))
 
@@ -123,12 +123,17 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
             "Unrecognized request argument supplied: outrider.gamma",
         ),
         ({"extra_body": {"outrider": {"depth": 99}}}, 400, "depth", "1 to 64"),
-        ({"n": 2, "extra_body": {"outrider": {"session": "s"}}}, 400, "session", "is for one answer, and 2"),
+        (
+            {"n": 2, "extra_body": {"outrider": {"session": "s"}}},
+            400,
+            "session",
+            "applies to a single answer, but the request is for 2",
+        ),
         (
             {"prompt": ["x", "y"], "extra_body": {"outrider": {"idempotency_key": "k"}}},
             400,
             "idempotency_key",
-            "is for one answer, and 2",
+            "applies to a single answer, but the request is for 2",
         ),
     ],
 )

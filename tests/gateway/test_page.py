@@ -10,8 +10,8 @@ from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 from pydantic import ValidationError
 
-from gateway.schema import UNSUPPORTED, Chat, Completion, Sampled
-from outrider.core.contract import PolicyName
+from outrider.core.session.contract import PolicyName
+from outrider.gateway.schema import UNSUPPORTED, Chat, Completion, Sampled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
 MINIMAL: dict[type[Sampled], dict[str, Any]] = {

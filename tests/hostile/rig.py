@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import DrafterConfig, VerifierConfig
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.engine.checkpoint import read_tokenizer_digest
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import verifier_pb2
 

@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from outrider.client import _wire
-from outrider.core.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan
 from outrider.errors import Forbidden, InternalError, InvalidRequest, OutriderError, Unauthenticated
 from outrider.rpc import codec, liveness, status, tickets
-from outrider.rpc.roles import names
+from outrider.rpc.authorization import certificate_names
 from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY
-from outrider.store import keys, lessons, records, registry
-from outrider.store.client import loads
+from outrider.store import acceptance_priors, keys, records, registry
+from outrider.store.client import load_object
 from outrider.v1 import drafter_pb2
-from router.callers import Keyholders
-from router.usage import Figures
+from router.api.auth import ApiKeyAuthenticator
+from router.reporting.usage_stats import UsageStats
 from tests.hostile import frames
 from tests.hostile.rig import VOCABULARY, resident_bytes
 
@@ -58,7 +58,7 @@ def nearly(good: dict[str, Any]) -> st.SearchStrategy[bytes]:
     return st.one_of(blobs, st.builds(mangled, broken, gone))
 
 
-TURN = records.Turn(Contract(seed=1, max_tokens=9), ("x",), answer_position=4, deadline=None)
+TURN = records.SessionTurn(Contract(seed=1, max_tokens=9), ("x",), answer_position=4, deadline=None)
 RECORD = records.SessionRecord("s", "t", "m", b"d", generation=1, turn=TURN, plan=Plan(depth=4))
 WORKER = registry.Worker("v1", "verifier", "127.0.0.1:1", "m", b"d", 9, 9, 8, 0, 1)
 FIELDS = {name: value.encode() if isinstance(value, str) else value for name, value in records.dump(RECORD).items()}
@@ -129,13 +129,13 @@ class Known(keys.Keys):
 def called(metadata: Any) -> None:
     """Runs the coroutine, which waits for nobody."""
     try:
-        Keyholders(Known()).tenant(Peer(metadata)).send(None)  # type: ignore[arg-type]
+        ApiKeyAuthenticator(Known()).tenant(Peer(metadata)).send(None)  # type: ignore[arg-type]
     except StopIteration:
         raise AssertionError("somebody without a key was let in") from None
 
 
 def taught(blob: bytes) -> None:
-    counts, times = lessons._load("x", blob)
+    counts, times = acceptance_priors._load("x", blob)
     assert counts.steps >= 0.0
     assert all(seconds >= 0.0 for seconds in times.values())
 
@@ -143,17 +143,21 @@ def taught(blob: bytes) -> None:
 DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple[type[Exception], ...]]] = {
     "contracts": (frames.contracts, codec.contract_from_pb, (InvalidRequest,)),
     "plans": (frames.plans, codec.plan_from_pb, (InvalidRequest,)),
-    "reports": (frames.reports, lambda report: Figures().observe(codec.report_from_pb(report), 1), (InvalidRequest,)),
+    "reports": (
+        frames.reports,
+        lambda report: UsageStats().observe(codec.report_from_pb(report), 1),
+        (InvalidRequest,),
+    ),
     "deltas": (frames.deltas(), lambda delta: codec.delta_from_pb(delta, VOCABULARY), (InvalidRequest,)),
     "hints": (hints, lambda message: codec.hints_from_pb(message, VOCABULARY), (InvalidRequest,)),
     "features": (st.binary(max_size=24), lambda data: codec.features_from_pb(data, 2), (InvalidRequest,)),
-    "heartbeats": (frames.heartbeats, lambda beat: liveness.check(beat, "x"), ()),
+    "heartbeats": (frames.heartbeats, lambda beat: liveness.check_heartbeat(beat, "x"), ()),
     "tickets": (
         st.one_of(st.binary(max_size=80), signed),
         lambda blob: tickets.check(b"k" * 32, blob, PERMIT),
         (Forbidden,),
     ),
-    "certificates": (st.lists(st.binary(max_size=20), max_size=3), lambda said: names(Peer(said)), ()),  # type: ignore[arg-type]
+    "certificates": (st.lists(st.binary(max_size=20), max_size=3), lambda said: certificate_names(Peer(said)), ()),  # type: ignore[arg-type]
     "authorization": (
         st.lists(
             st.tuples(st.sampled_from(["authorization", "x"]), st.one_of(headers, headers.map("Bearer {}".format))),
@@ -181,18 +185,22 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
     "turns": (turns, records.load_turn, (InternalError,)),
     "log entries": (blobs, records.unpack, (InternalError,)),
     "usages": (
-        nearly(json.loads(Figures().dump())).map(lambda blob: blob.decode(errors="replace")),
-        Figures,
+        nearly(json.loads(UsageStats().dump())).map(lambda blob: blob.decode(errors="replace")),
+        UsageStats,
         (InternalError,),
     ),
     "workers": (nearly(json.loads(registry._dump(WORKER, 3.0))), registry._load, ()),
     "api keys": (
         nearly({"key_id": "k", "tenant": "t", "name": "n", "created": 1.0, "expires": None}),
-        lambda blob: keys._loaded(blob).expired,
+        lambda blob: keys._load(blob).expired,
         (InternalError,),
     ),
     "lessons": (nearly({"counts": [0.0] * 144, "times": {"step": 0.1}}), taught, ()),
-    "claims": (nearly({"session_id": "s/1", "fingerprint": "00"}), lambda blob: loads(blob, "x"), (InternalError,)),
+    "claims": (
+        nearly({"session_id": "s/1", "fingerprint": "00"}),
+        lambda blob: load_object(blob, "x"),
+        (InternalError,),
+    ),
 }
 
 

@@ -76,7 +76,7 @@ async def seen(rig: Rig, method: str, session_id: str, metadata: Metadata) -> tu
     try:
         answer = await drain(call) if hasattr(call, "read") else await call
     except grpc.aio.AioRpcError as error:
-        details = (error.details() or "").replace(f"session {session_id}:", "session ID:")
+        details = (error.details() or "").replace(f"session {session_id} ", "session ID ")
         return error.code().name, details, tuple(error.trailing_metadata() or ())
     return "OK", str(answer), tuple(await call.trailing_metadata())
 

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import outrider
-from drafter_svc.service import run as run_drafter
-from outrider.core.digest import EMPTY, extend
-from outrider.engine.checkpoint import read_tokenizer_digest
+from drafter_svc.servicer import run as run_drafter
+from outrider.core.session.digest import EMPTY, extend
+from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
@@ -37,7 +37,7 @@ from outrider.v1.drafter_pb2_grpc import (
 )
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, VerifierStub, add_VerifierServicer_to_server
-from tests.engine.checkpoints import make_checkpoint
+from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
 from tests.hostile import frames
 from tests.hostile.rig import (
@@ -52,7 +52,7 @@ from tests.hostile.rig import (
 )
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, running_router
-from verifier_svc.service import run as run_verifier
+from verifier_svc.server import run as run_verifier
 
 BATCH = 40  # frames sent at a time, on one stream
 RUN = 5_000  # frames of one run of hypothesis
@@ -348,7 +348,7 @@ class LyingVerifier(VerifierServicer):
 @pytest.mark.parametrize("count", COUNTS)
 async def test_commits_of_a_verifier(redis_url: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     liar = LyingVerifier()
-    monkeypatch.setattr("router.fleet._SUSPECTED_S", 0.0)
+    monkeypatch.setattr("router.scheduling.workers._SUSPECTED_S", 0.0)
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(liar, server)

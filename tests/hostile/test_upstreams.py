@@ -12,15 +12,15 @@ import grpc
 import grpc.aio
 import pytest
 
-from drafter_svc import service, upstream
-from drafter_svc.service import run as run_drafter
+from drafter_svc import servicer, upstream
+from drafter_svc.servicer import run as run_drafter
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub, add_TreeSinkServicer_to_server
 from tests.e2e.protocol.upstreams import RawUpstream
-from tests.engine.checkpoints import make_checkpoint
+from tests.engine.small_checkpoints import make_checkpoint
 from tests.hostile.rig import PROMPT, drafter_config, serving
 
 GARBAGE = b"\xff\xff\xff\xff"
@@ -109,7 +109,7 @@ async def test_attachments_that_come_at_once_while_an_idle_stream_ends_are_one(
         await close(one)
 
     monkeypatch.setattr(upstream.Upstream, "close", slowly)
-    monkeypatch.setattr(service, "IDLE_S", 0.0)
+    monkeypatch.setattr(servicer, "IDLE_S", 0.0)
     first, second = RawUpstream(), RawUpstream()
 
     def of(one: RawUpstream) -> Callable[[grpc.aio.Server], list[str]]:
@@ -179,7 +179,7 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
                     one.detach(attachment)
                 assert one._outgoing.qsize() <= 8
                 await asyncio.sleep(0.005)
-        why = one.refusals.answer(kept.key)
+        why = one.refusals.attach_response(kept.key)
         await one.close()
     assert why.refused.startswith("does not read what it is sent")
     assert nobody.closed_ >= 2

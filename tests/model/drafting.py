@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafter_svc.ranked import RankedSession
-from drafter_svc.replica import Snapshot
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import extend
-from outrider.core.tree import Delta, Node
+from drafter_svc.mirror import MirrorSnapshot
+from drafter_svc.topk_session import TopKSession
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import extend
+from outrider.core.tree.token_tree import Delta, Node
 from outrider.v1 import drafter_pb2 as pb
 from tests.model.language import VOCABULARY, WORDS, choice
 from tests.model.routing import Note
@@ -55,7 +55,7 @@ class _Attachment:
     upstream: str
     number: int = 0
     parts: list[int] = field(default_factory=list)
-    draft: RankedSession | None = None
+    draft: TopKSession | None = None
 
 
 class Drafter:
@@ -179,19 +179,19 @@ class Drafter:
         at.parts.extend(part.tokens)
         if part.last:
             first = at.draft.next_id if at.draft is not None else 1
-            snapshot = Snapshot(tuple(at.parts), part.digest, _CONTRACT, PLAN, part.credit)
+            snapshot = MirrorSnapshot(tuple(at.parts), part.digest, _CONTRACT, PLAN, part.credit)
             at.parts.clear()
-            at.draft = RankedSession(snapshot, 0, VOCABULARY, first_id=first)
+            at.draft = TopKSession(snapshot, 0, VOCABULARY, first_id=first)
             if at.draft.tree.digest != part.digest:
                 self._subscribe(at)
 
-    def _apply(self, draft: RankedSession, commit: pb.Commit) -> bool:
+    def _apply(self, draft: TopKSession, commit: pb.Commit) -> bool:
         if commit.position != len(draft.tokens):
             return False
         if commit.tokens:
             draft.commit(commit.tokens)
         draft.credit = commit.credit
-        draft.abandon(commit.dropped)
+        draft.remove_dropped(commit.dropped)
         draft.tree.check_integrity()
         return draft.tree.digest == commit.digest
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from outrider.core.digest import EMPTY, extend, mix64
-from router.models import ServedModel, load_model
-from router.text import AnswerText, Detokenizer
+from outrider.core.session.digest import EMPTY, extend, mix64
+from router.api.served_models import ServedModel, load_model
+from router.text.detokenizer import AnswerText, Detokenizer
 
 _LOADED = load_model("target", Path(__file__).parents[2] / "models" / "target")
 STOP_ID = 0

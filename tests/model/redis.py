@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from outrider.core.contract import OFF, Plan
+from outrider.core.session.contract import OFF, Plan
 from outrider.errors import Conflict, NotFound, OutriderError, Unavailable
-from outrider.store.records import Log, SessionRecord, Turn
-from outrider.store.restoring import restored
+from outrider.store.log_recovery import restored_record
+from outrider.store.records import SessionLog, SessionRecord, SessionTurn
 from tests.model.loop import Clock, HandLoop
 from tests.store import reference
 
@@ -184,7 +184,7 @@ class Sessions:
         session_id: str,
         expected: int,
         owner: str,
-        turn: Turn,
+        turn: SessionTurn,
         start: int,
         tokens: Sequence[int],
         digest: int,
@@ -205,7 +205,7 @@ class Sessions:
     async def get(self, session_id: str, tenant: str | None = None) -> SessionRecord:
         return await self.ask("get", session_id, lambda: self.redis.store.get(session_id, tenant))
 
-    async def read(self, session_id: str, start: int = 0) -> Log:
+    async def read(self, session_id: str, start: int = 0) -> SessionLog:
         return await self.ask("read", session_id, lambda: self.redis.store.read(session_id, start))
 
     async def claim(self, tenant: str, key: str, fingerprint: bytes, place: str) -> str:
@@ -251,7 +251,7 @@ class Owned:
                     seen = await self._sessions.get(self.session_id)
                 except NotFound:
                     seen = None
-                after = restored(seen, record, self.epoch, self.owner, text)
+                after = restored_record(seen, record, self.epoch, self.owner, text)
                 owned = self._now()
 
                 def swap(

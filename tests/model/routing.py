@@ -15,25 +15,25 @@ import pytest
 
 from outrider import errors
 from outrider.config import RouterConfig
-from outrider.core.contract import Plan
-from outrider.core.goodput import Lessons
-from outrider.core.speculation import SpeculationStatus
-from outrider.core.tiers import TierChoice
+from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.session.contract import Plan
+from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
-from router.admission import Admission
-from router.background import Background
-from router.callers import Anybody
-from router.decoding import Commit, End, Idle, Start
-from router.drafting import Post
-from router.lessons import Lessonbook
-from router.models import ServedModel
-from router.opening import Cluster
-from router.service import Inference
-from router.teaching import Teaching
-from router.telling import Metrics
+from router.api.auth import NoAuthentication
+from router.api.served_models import ServedModel
+from router.api.servicer import GenerateServicer
+from router.background import BackgroundTasks
+from router.reporting.request_metrics import RouterMetrics
+from router.scheduling.admission import Admission
+from router.scheduling.drafter_assignment import DraftAssignment
+from router.sessions.session_open import RouterContext
+from router.sessions.verifier_client import DecodeEnd, DecodeIdle, DecodeStart, ReceivedCommit
+from router.speculation.sample_writer import SampleWriter
+from router.speculation.warm_start import WarmStart
 from tests.model.loop import Clock, HandLoop
 from tests.model.redis import Redis, Sessions, Violation
 from tests.model.wires import BROKEN, Ended, Link
@@ -59,12 +59,12 @@ class Started:
 class Note:
     """To a drafter, from a router: draft here, or stop."""
 
-    post: Post
+    post: DraftAssignment
     attach: bool
 
 
 class Call:
-    """A client's call as a handler sees it: what `Inference` uses of a ServicerContext."""
+    """A client's call as a handler sees it: what `GenerateServicer` uses of a ServicerContext."""
 
     def __init__(self, link: Link, loop: HandLoop) -> None:
         self._link = link
@@ -96,9 +96,9 @@ class Call:
 
 
 class Decoding:
-    """What a router has for `router.decoding.DecodeStream`; `dial` is the fleet's channel."""
+    """What a router has for `router.sessions.verifier_client.DecodeStream`; `dial` is the fleet's channel."""
 
-    def __init__(self, worker: Worker, dial: Dial, start: Start) -> None:
+    def __init__(self, worker: Worker, dial: Dial, start: DecodeStart) -> None:
         self.worker = worker
         self.opened = self.over = False
         self.cached = 0
@@ -116,11 +116,11 @@ class Decoding:
             raise Violation("a verifier did not begin with DecodeStarted")
         self.opened = True
 
-    async def next(self) -> Commit | End | Idle:
+    async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:
         event = await self._read()
-        assert isinstance(event, Commit | End | Idle)
-        self.over = isinstance(event, End)
-        if isinstance(event, Commit) and event.epoch != self._start.epoch:
+        assert isinstance(event, ReceivedCommit | DecodeEnd | DecodeIdle)
+        self.over = isinstance(event, DecodeEnd)
+        if isinstance(event, ReceivedCommit) and event.epoch != self._start.epoch:
             raise Violation(f"epoch {event.epoch} on a stream of epoch {self._start.epoch}")
         return event
 
@@ -162,24 +162,24 @@ class Decoding:
 
 
 class Attaching:
-    """What a router has for `router.drafting.Drafters`: tells them, and does not wait."""
+    """What a router has for `router.scheduling.drafter_assignment.DrafterSet`: tells them, and does not wait."""
 
-    names: tuple[str, ...] = ()
-    hindrance: SpeculationStatus | None = None
+    drafter_ids: tuple[str, ...] = ()
+    obstacle: SpeculationStatus | None = None
 
-    def __init__(self, fleet: Fleet, background: Background, post: Post, *terms: Any) -> None:
+    def __init__(self, fleet: Fleet, background: BackgroundTasks, post: DraftAssignment, *terms: Any) -> None:
         self._fleet, self._post = fleet, post
         fleet.tell(Note(post, attach=True))
 
-    def observe(self, tokens: int, subscribed: int, owed: tuple[Any, ...] = ()) -> None:
+    def observe(self, tokens: int, subscribed: int, drafter_credits: tuple[Any, ...] = ()) -> None:
         pass
 
-    def dismiss(self) -> None:
+    def detach_all(self) -> None:
         self._fleet.tell(Note(self._post, attach=False))
 
 
 class Fleet:
-    """What a router has for `router.fleet.Fleet`: all workers are listed, dead or alive."""
+    """What a router has for `router.scheduling.workers.WorkerPool`: all workers are listed, dead or alive."""
 
     def __init__(self, workers: Iterable[Worker], dial: Dial, tell: Callable[[Note], None]) -> None:
         self._workers = list(workers)
@@ -193,26 +193,26 @@ class Fleet:
     def channel(self, worker: Worker) -> Dial:
         return self._dial
 
-    def take(self, worker: Worker) -> None:
+    def add_session(self, worker: Worker) -> None:
         self._suspects.discard(worker.worker_id)
 
-    def release(self, worker: Worker, stayed_s: float = 0.0) -> None:
+    def remove_session(self, worker: Worker, stayed_s: float = 0.0) -> None:
         pass
 
     def suspected(self, worker: Worker) -> bool:
         return worker.worker_id in self._suspects
 
-    def failed(self, worker: Worker, error: OutriderError) -> None:
+    def on_failure(self, worker: Worker, error: OutriderError) -> None:
         self._suspects = {worker.worker_id}
 
-    def places(self, model: str) -> int | None:
+    def capacity(self, model: str) -> int | None:
         return None
 
-    def best_first(self, workers: list[Worker], holder: str, tokens: list[int], tenant: str) -> list[Worker]:
+    def rank_verifiers(self, workers: list[Worker], holder: str, tokens: list[int], tenant: str) -> list[Worker]:
         return sorted(workers, key=lambda worker: self.suspected(worker) or worker.worker_id != holder)
 
 
-class _Background(Background):
+class _Background(BackgroundTasks):
     """Notes what is a bug."""
 
     def __init__(self, trouble: list[str]) -> None:
@@ -236,22 +236,22 @@ class Router:
         self.trouble: list[str] = []
         self.loop = HandLoop(clock, self._failed)
         self._fleet = fleet
-        self.inference = Inference(
-            Cluster(
+        self.inference = GenerateServicer(
+            RouterContext(
                 router_id=name,
                 config=config,
                 models={model.name: model},
-                fleet=fleet,  # type: ignore[arg-type]
+                worker_pool=fleet,  # type: ignore[arg-type]
                 sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
                 background=_Background(self.trouble),
-                admission=Admission(config, fleet.places, clock=lambda: clock.now),
-                tiers=TierChoice(),
+                admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
+                tiers=TierSwitch(),
                 ticket_key=_no_key,
-                metrics=Metrics(),
-                lessons=Lessonbook(_nobody, lambda _: ()),
-                teaching=Teaching(redis, ()),  # type: ignore[arg-type]
+                metrics=RouterMetrics(),
+                warm_start=WarmStart(_nobody, lambda _: ()),
+                sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
             ),
-            Anybody(),
+            NoAuthentication(),
         )
         self._calls: dict[Link, asyncio.Task[Any]] = {}
 
@@ -299,7 +299,7 @@ def error_of(ended: Ended) -> OutriderError:
     return kind(ended.details) if kind is not errors.InvalidRequest else kind("request", ended.details)
 
 
-async def _nobody(name: str, lessons: Lessons) -> None:
+async def _nobody(name: str, priors: AcceptancePriors) -> None:
     """Shares nothing."""
 
 
@@ -310,11 +310,17 @@ async def _no_key() -> bytes:
 def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Puts the stand-ins where the router's modules look for the real ones; time and names are the model's own."""
     clock = SimpleNamespace(time=lambda: _loop().clock.now, monotonic=lambda: _loop().clock.now)
-    for module in ("opening", "generation", "ledger", "service", "usage"):
+    for module in (
+        "sessions.session_open",
+        "sessions.generation",
+        "sessions.token_log",
+        "api.servicer",
+        "reporting.usage_stats",
+    ):
         patch.setattr(f"router.{module}.time", clock)
-    patch.setattr("router.opening.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
-    patch.setattr("router.generation.DecodeStream", Decoding)
-    patch.setattr("router.generation.Drafters", Attaching)
+    patch.setattr("router.sessions.session_open.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
+    patch.setattr("router.sessions.generation.DecodeStream", Decoding)
+    patch.setattr("router.sessions.generation.DrafterSet", Attaching)
 
 
 def _loop() -> HandLoop:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-import router.ledger
-import router.opening
+import router.sessions.session_open
+import router.sessions.token_log
 import verifier_svc.session
-from outrider.core.tree import TokenTree
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import Conflict, NotFound
 from tests.model import redis
 from tests.model.life import Life
@@ -42,7 +42,7 @@ ENOUGH = settings(
 
 
 def a_token_is_sent_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
-    append = router.ledger.Ledger.append
+    append = router.sessions.token_log.TokenLog.append
 
     async def eager(self: Any, *arguments: Any, **more: Any) -> None:
         writing = asyncio.ensure_future(append(self, *arguments, **more))
@@ -50,7 +50,7 @@ def a_token_is_sent_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
         if writing.done():
             writing.result()
 
-    patch.setattr(router.ledger.Ledger, "append", eager)
+    patch.setattr(router.sessions.token_log.TokenLog, "append", eager)
 
 
 def an_append_ignores_who_owns(patch: pytest.MonkeyPatch) -> None:
@@ -99,19 +99,25 @@ def an_epoch_is_given_out_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_resume_begins_one_token_early(patch: pytest.MonkeyPatch) -> None:
-    after = router.opening.after
-    patch.setattr(router.opening, "after", lambda parts, position, offset: after(parts, max(0, position - 1), offset))
+    unsent_parts = router.sessions.session_open.unsent_parts
+    patch.setattr(
+        router.sessions.session_open,
+        "unsent_parts",
+        lambda parts, position, offset: unsent_parts(parts, max(0, position - 1), offset),
+    )
 
 
 def a_resume_begins_one_character_late(patch: pytest.MonkeyPatch) -> None:
-    after = router.opening.after
+    unsent_parts = router.sessions.session_open.unsent_parts
     patch.setattr(
-        router.opening, "after", lambda parts, position, offset: after(parts, position, offset + bool(offset))
+        router.sessions.session_open,
+        "unsent_parts",
+        lambda parts, position, offset: unsent_parts(parts, position, offset + bool(offset)),
     )
 
 
 def a_verifier_ignores_the_window(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verifier_svc.session.Session, "room", property(lambda self: self.end - len(self.tokens)))
+    patch.setattr(verifier_svc.session.VerifierSession, "room", property(lambda self: self.end - len(self.tokens)))
 
 
 def a_verifier_ignores_the_epoch(patch: pytest.MonkeyPatch) -> None:
@@ -133,14 +139,14 @@ def an_owner_never_tries_again(patch: pytest.MonkeyPatch) -> None:
     async def once(self: Any, write: Any) -> Any:
         return await write()
 
-    patch.setattr(router.ledger.Ledger, "_insist", once)
+    patch.setattr(router.sessions.token_log.TokenLog, "_retry_until_durable", once)
 
 
 def a_cancel_that_does_nothing_is_confirmed(patch: pytest.MonkeyPatch) -> None:
     async def nothing(*arguments: Any) -> None:
         pass
 
-    patch.setattr(router.opening, "end", nothing)
+    patch.setattr(router.sessions.session_open, "end", nothing)
 
 
 def a_tree_forgets_to_let_go(patch: pytest.MonkeyPatch) -> None:

@@ -7,26 +7,25 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Plan, StepReport
-from outrider.core.digest import EMPTY, extend
-from outrider.core.sampler import Choice
-from outrider.core.tree import Delta, Drifted, Node
-from outrider.core.waiting import Patterns
-from outrider.engine.slots import Taken
+from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.calibration import Calibration
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import Plan, StepReport
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta, Drifted, Node
+from outrider.draft_server.draft_session import DraftStream, Subscription
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.errors import OutriderError
-from outrider.sink.drafted import Subscription
-from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from router.decoding import Commit, End, Idle, Start
+from router.sessions.verifier_client import DecodeEnd, DecodeIdle, DecodeStart, ReceivedCommit
 from tests.model.drafting import Graft, Subscribe, Unsubscribe
 from tests.model.language import VOCABULARY
 from tests.model.redis import Violation
 from tests.model.routing import Durable, Started
 from tests.model.wires import Ended, Link
-from verifier_svc.session import Session
-from verifier_svc.session import Start as Opening
+from verifier_svc.session import SessionStart as Opening
+from verifier_svc.session import VerifierSession
 
 PART = 5  # tokens of a snapshot's part
 ROOM = 2  # frames that are written ahead to a drafter that does not read
@@ -39,10 +38,10 @@ class Verifier:
 
     def __init__(self, name: str, choose: Choose) -> None:
         self.name = name
-        self.sessions: dict[str, Session] = {}
-        self.passing: list[tuple[Session, list[Node]]] = []  # what the step that runs does
+        self.sessions: dict[str, VerifierSession] = {}
+        self.passing: list[tuple[VerifierSession, list[Node]]] = []  # what the step that runs does
         self._choose = choose
-        self._routers: dict[Session, Link] = {}
+        self._routers: dict[VerifierSession, Link] = {}
         self._streams: dict[Link, DraftStream] = {}
         self._links: dict[DraftStream, Link] = {}
         self._waiting: dict[tuple[DraftStream, int], Subscribe] = {}
@@ -73,7 +72,7 @@ class Verifier:
 
     def hear_router(self, link: Link, message: Any) -> None:
         """One message of a Decode call."""
-        if isinstance(message, Start):
+        if isinstance(message, DecodeStart):
             self._open(link, message)
         else:
             session = next((session for session, at in self._routers.items() if at is link), None)
@@ -119,7 +118,7 @@ class Verifier:
                 self._graft(stream, frame)
         self._pump()
 
-    def give_up(self, session: Session) -> None:
+    def give_up(self, session: VerifierSession) -> None:
         """The router has been silent for a lease."""
         self._routers[session].end(Ended("Unavailable", "the router has been silent"))
         self._close(session)
@@ -135,9 +134,9 @@ class Verifier:
     def beat(self) -> None:
         """Says on every call that it is alive."""
         for link in self._routers.values():
-            link.back.put(Idle())
+            link.back.put(DecodeIdle())
 
-    def _open(self, link: Link, start: Start) -> None:
+    def _open(self, link: Link, start: DecodeStart) -> None:
         said = len(start.tokens) - start.answer_position
         if said >= start.contract.max_tokens or (said and start.tokens[-1] in start.contract.stop_ids):
             raise Violation(f"a start of {said} tokens of an answer that has ended")
@@ -163,7 +162,7 @@ class Verifier:
             start.plan,
             start.window,
         )
-        session = Session(opening, Taken(0, 0, None), VOCABULARY, Patterns.unknown())
+        session = VerifierSession(opening, AcquiredSlot(0, 0, None), VOCABULARY, ArrivalPatterns.unknown())
         self.sessions[session.id] = session
         self._routers[session] = link
         link.back.put(Started())
@@ -172,10 +171,10 @@ class Verifier:
                 del self._waiting[stream, attachment]
                 self._subscribe(stream, subscribe)
 
-    def _refuses(self, start: Start, present: Session) -> bool:
+    def _refuses(self, start: DecodeStart, present: VerifierSession) -> bool:
         return start.epoch <= present.epoch
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: VerifierSession) -> None:
         del self._routers[session]
         session.finished = True
         if self.sessions.get(session.id) is session:
@@ -184,7 +183,7 @@ class Verifier:
             session.unsubscribe(stream)
             stream.close(subscription.attachment, "fenced" if session.fenced else "finished")
 
-    def _commit(self, session: Session, nodes: list[Node]) -> None:
+    def _commit(self, session: VerifierSession, nodes: list[Node]) -> None:
         taken, root = set(nodes), session.tree.root
         digest, node, choices = session.tree.digest, root, list[Choice]()
         while True:
@@ -204,9 +203,9 @@ class Verifier:
             raise Violation("a tree's digest is not that of its tokens")
         link = self._routers[session]
         gaps = (1.0,) * len(tokens)
-        link.back.put(Commit(session.epoch, commit.position, tokens, gaps, b"", digest, report))
+        link.back.put(ReceivedCommit(session.epoch, commit.position, tokens, gaps, b"", digest, report))
         if commit.last:
-            link.back.put(End(tokens[-1] in session.contract.stop_ids))
+            link.back.put(DecodeEnd(tokens[-1] in session.contract.stop_ids))
         for subscription in session.subscriptions.values():
             self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
 
@@ -223,7 +222,7 @@ class Verifier:
         else:
             stream.close(subscribe.attachment, "fenced")
 
-    def _admits(self, subscribe: Subscribe, session: Session) -> bool:
+    def _admits(self, subscribe: Subscribe, session: VerifierSession) -> bool:
         return subscribe.epoch == session.epoch
 
     def _graft(self, stream: DraftStream, graft: Graft) -> None:

@@ -48,6 +48,10 @@ class Kinds:
     drafter: type[Drafter] = Drafter
 
 
+# What a client is told whose session has a later generation.
+MOVED_ON = ("only the latest", "a later generation has begun", "an earlier generation")
+
+
 class World:
     """Two routers, the log, two verifiers, two drafters, and whoever asks.
 
@@ -328,7 +332,7 @@ class World:
             "Busy": client.wish is not None and bool(client.wish.session),
             "NotFound": session in self.lapsed or session in self.redis.hurt or not session,
             "Conflict": session in self.redis.hurt or (not session and bool(self.redis.hurt)),
-            "InvalidRequest": "only the latest" in client.details or "has gone on" in client.details,
+            "InvalidRequest": any(words in client.details for words in MOVED_ON),
         }
         if not fine.get(why, False):
             raise Violation(f"a client of session {session} was told {why} ({client.details})")
@@ -374,9 +378,9 @@ class World:
     def _owned_by(self, name: str, router: Router) -> bool:
         """Whether a router owns a session, and has all of it in its memory."""
         generation = router.inference.running.get(name)
-        ledger = generation._opened.ledger if generation is not None else None
+        token_log = generation._opened.token_log if generation is not None else None
         record = self.redis.store.sessions[name].record if name in self.redis.store.sessions else None
-        return ledger is not None and record is not None and record.running and ledger.epoch == record.epoch
+        return token_log is not None and record is not None and record.running and token_log.epoch == record.epoch
 
     # Where everything is.
 

@@ -18,7 +18,7 @@ from tests.mutants.listing import ROOT, Mutant
 
 LIMIT_S = 120.0  # for the tests of one mutant; one that hangs is found out
 TEST_LIMIT_S = 60  # for one test: those of the lists take a few seconds
-PACKAGES = ("outrider", "router", "verifier_svc", "drafter_svc", "gateway", "tests")
+PACKAGES = ("outrider", "router", "verifier_svc", "drafter_svc", "tests")
 FIRST_CHANGE_S = 1_000_000_000  # modification time of the first mutated file
 
 # Pytest's exit statuses: https://docs.pytest.org/en/stable/reference/exit-codes.html

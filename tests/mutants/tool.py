@@ -6,7 +6,7 @@ there that run the changed function. One that hangs or crashes is found out like
 `equivalent.toml` lists mutants that no test can find out, because nothing that is promised changes:
 
     [[equivalent]]
-    function = "outrider.core.tree.TokenTree.graft"
+    function = "outrider.core.tree.token_tree.TokenTree.graft"
     before = "the changed line or lines, without what surrounds them"
     after = ["the same with the change"]  # one text for each such mutant
     reason = "Why nobody can tell."

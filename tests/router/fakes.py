@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.core.digest import extend
+from outrider.core.session.digest import extend
 from outrider.errors import Overloaded, Unavailable
 from outrider.rpc.server import serving
-from outrider.rpc.status import translated
+from outrider.rpc.status import errors_as_status
 from outrider.store.registry import Registry, Role, Worker
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
@@ -56,7 +56,7 @@ class FakeVerifier(VerifierServicer):
     async def Decode(
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        async with translated(context):
+        async with errors_as_status(context):
             first = await anext(requests, None)
             if first is None:  # the call was broken off before it said anything
                 return

@@ -18,7 +18,7 @@ from outrider.errors import NotFound
 from outrider.rpc.status import from_rpc_error
 from outrider.store.embedded import EmbeddedRedis
 from outrider.v1 import inference_pb2 as pb
-from router import chores
+from router.sessions import maintenance
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, drain, running_router
 
@@ -96,7 +96,7 @@ async def batch(rig: Rig, verifier: FakeVerifier, drafter: FakeDrafter, count: i
 
 async def main(ways: range, count: int, batches: int) -> None:
     """Prints the bytes in use after each batch."""
-    chores.SWEEP_S, chores.BREATH_S = 0.2, 0.0
+    maintenance.SWEEP_S, maintenance.SWEEP_PAUSE_S = 0.2, 0.0
     verifier, drafter = FakeVerifier(SCRIPT), FakeDrafter()
     with EmbeddedRedis() as redis:
         async with (

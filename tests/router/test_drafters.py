@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from router import drafting
+from router.scheduling import drafter_assignment
 from tests.router.fakes import FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (
     MODEL,
@@ -23,8 +23,8 @@ from tests.router.rig import (
 async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafting, "ANSWER_S", 1.0)
-    monkeypatch.setattr(drafting, "SHORT_S", 0.1)
+    monkeypatch.setattr(drafter_assignment, "RPC_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(drafter_assignment, "REPLACE_AFTER_S", 0.1)
     verifier, frozen, good = FakeVerifier(SCRIPT, pace_s=0.1), FakeDrafter(frozen=True), FakeDrafter()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_router(redis_url))
@@ -46,7 +46,7 @@ async def test_a_frozen_drafter_costs_nothing_and_another_takes_its_place(
 
 
 async def test_a_drafter_that_never_subscribes_is_replaced(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "SHORT_S", 0.05)
+    monkeypatch.setattr(drafter_assignment, "REPLACE_AFTER_S", 0.05)
     verifier, first, second = FakeVerifier(SCRIPT, pace_s=0.05), FakeDrafter(), FakeDrafter()
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(running_router(redis_url))

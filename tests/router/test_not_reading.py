@@ -15,7 +15,7 @@ from outrider.errors import Moved
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router import outbox
+from router.sessions import outbox
 from tests.http2 import Http2Client
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier, announced

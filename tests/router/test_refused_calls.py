@@ -16,7 +16,7 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-from router.outbox import FLUSH_S
+from router.sessions.outbox import FLUSH_S
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier
 from tests.router.rig import SCRIPT, Rig, ask, collect, drain
@@ -145,10 +145,10 @@ async def test_a_resume_that_takes_over_ends_the_call_before_at_once(redis_url: 
 async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whoever_comes_last(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router import opening
+    from router.sessions import session_open
 
     verifier = FakeVerifier(SCRIPT, pace_s=0.2)
-    real, first = opening.take, True
+    real, first = session_open.take, True
 
     async def slowly(*arguments: Any) -> Any:
         nonlocal first
@@ -161,7 +161,7 @@ async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whoever_comes
         call = rig.stub.Generate(ask(max_tokens=8), metadata=mine)
         session = (await call.read()).started.session_id
         call.cancel()
-        monkeypatch.setattr(opening, "take", slowly)
+        monkeypatch.setattr(session_open, "take", slowly)
         early = asyncio.create_task(drain(rig.stub.Resume(resume(session), metadata=mine)))
         await asyncio.sleep(0.2)
         said = [

@@ -11,13 +11,13 @@ import grpc.aio
 import pytest
 
 from outrider.config import RouterConfig
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import NotFound, Unavailable
-from outrider.store.sessions import Sessions, Turn
+from outrider.store.sessions import Sessions, SessionTurn
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
-from router.requests import parse
+from router.api.requests import parse
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import FOLDER, MODEL, SAID, SCRIPT, Rig, ask, collect, drain, released, running_router, until
 
@@ -312,13 +312,14 @@ async def test_log_probabilities_stand_in_the_log_and_come_again(redis_url: str)
 async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from router import outbox, service
+    from router.api import servicer
+    from router.sessions import outbox
 
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.3)
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url, window=1) as rig, announced(verifier, rig.registry, MODEL.digest):
         # gRPC buffers small messages well, so the reader is slow in the router's own eyes: its writes are held back.
-        real, writes = service._send, 0
+        real, writes = servicer._send, 0
 
         async def slowly(*arguments: Any) -> None:
             nonlocal writes
@@ -327,7 +328,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
                 await asyncio.sleep(60)
             await real(*arguments)
 
-        monkeypatch.setattr(service, "_send", slowly)
+        monkeypatch.setattr(servicer, "_send", slowly)
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
         session = (await call.read()).started.session_id
         events: list[pb.GenerateResponse] = []
@@ -337,7 +338,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
         await released(rig, session)
         await until(lambda: verifier.open == 0)
         assert len(events) == 2
-        monkeypatch.setattr(service, "_send", real)
+        monkeypatch.setattr(servicer, "_send", real)
         last = events[-1].chunk
         text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
         assert SAID[: last.text_offset] + text == SAID
@@ -351,7 +352,7 @@ async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
     acquire = Sessions.acquire
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         await rig.sessions.create("s", "", "target", MODEL.digest)
-        terms = Turn(Contract(seed=1, max_tokens=len(SCRIPT)), (), len(prompt), None)
+        terms = SessionTurn(Contract(seed=1, max_tokens=len(SCRIPT)), (), len(prompt), None)
         owned = await rig.sessions.begin("s", 0, "owner", terms, 0, prompt, extend(EMPTY, prompt))
         await owned.append(len(prompt), SCRIPT[:2], extend(EMPTY, prompt + SCRIPT[:2]))
 

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router import outbox
+from router.sessions import outbox
 from tests.hostile.rig import resident_bytes
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier, announced

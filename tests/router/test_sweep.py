@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.store.records import SessionRecord, dump
-from outrider.store.sessions import Sessions, Turn
-from router import chores
+from outrider.store.sessions import Sessions, SessionTurn
+from router.sessions import maintenance
 
 INDEX = "outrider:{leases}"
 IDLE = 10_000
-TURN = Turn(Contract(seed=1, max_tokens=9), (), answer_position=2, deadline=None)
+TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), answer_position=2, deadline=None)
 
 
 @pytest.fixture
 def sessions(client: Redis, monkeypatch: pytest.MonkeyPatch) -> Sessions:
-    monkeypatch.setattr(chores, "BREATH_S", 0.0)
+    monkeypatch.setattr(maintenance, "SWEEP_PAUSE_S", 0.0)
     return Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
 
 
@@ -43,14 +43,14 @@ async def keep_idle(client: Redis, count: int) -> None:
 async def cost(client: Redis, sessions: Sessions, before: frozenset[str]) -> tuple[frozenset[str], int]:
     """A sweep, and the commands that Redis ran for it, those inside scripts included."""
     await client.config_resetstat()
-    found = await chores.sweep_once(sessions, before)
+    found = await maintenance.sweep_once(sessions, before)
     stats = await client.info("commandstats")
     assert "cmdstat_scan" not in stats
     return found, sum(figures["calls"] for figures in stats.values())
 
 
 async def test_a_sweep_costs_what_is_due_however_many_sessions_there_are(client: Redis, sessions: Sessions) -> None:
-    await chores.sweep_once(sessions, ())  # the first of a cluster scans
+    await maintenance.sweep_once(sessions, ())  # the first of a cluster scans
     nothing, idle = await cost(client, sessions, frozenset())
     await keep_idle(client, IDLE)
     assert await cost(client, sessions, nothing) == (frozenset(), idle)
@@ -70,16 +70,16 @@ async def test_an_index_that_was_lost_is_written_anew_and_no_orphan_with_it(clie
     await keep_idle(client, 50)
     await leave_behind(client, sessions, "s1")
     await client.delete(INDEX, f"{INDEX}:scanned")
-    found = await chores.sweep_once(sessions, ())
+    found = await maintenance.sweep_once(sessions, ())
     assert found == {"s1"}
-    assert not await chores.sweep_once(sessions, found)
+    assert not await maintenance.sweep_once(sessions, found)
     assert (await sessions.get("s1")).finished == "abandoned"
 
 
 async def test_an_entry_that_was_never_written_is_found_by_the_next_scan(client: Redis, sessions: Sessions) -> None:
-    await chores.sweep_once(sessions, ())
+    await maintenance.sweep_once(sessions, ())
     await leave_behind(client, sessions, "s1")
     await client.zrem(INDEX, "s1")  # its router died between the two writes
-    assert not await chores.sweep_once(sessions, ())
+    assert not await maintenance.sweep_once(sessions, ())
     await client.delete(f"{INDEX}:scanned")  # an hour later
-    assert await chores.sweep_once(sessions, ()) == {"s1"}
+    assert await maintenance.sweep_once(sessions, ()) == {"s1"}

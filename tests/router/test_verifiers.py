@@ -13,7 +13,7 @@ import pytest
 
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import verifier_pb2
-from router.chores import WATCH_S
+from router.sessions.maintenance import REFRESH_S
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import (
     MODEL,
@@ -125,7 +125,7 @@ async def test_a_verifier_that_has_lost_redis_alone_is_there_as_long_as_it_serve
         first = rig.stub.Generate(ask(max_tokens=40))
         await first.read()
         await rig.registry.withdraw(worker.worker_id)  # as when its entry expires
-        await asyncio.sleep(2 * WATCH_S)
+        await asyncio.sleep(2 * REFRESH_S)
         await collect(rig.stub.Generate(ask(max_tokens=3)))
         await drain(first)
         with pytest.raises(grpc.aio.AioRpcError, match="no verifier serves"):

@@ -22,7 +22,7 @@ from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router import chores, opening
+from router.sessions import maintenance, session_open
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SAID, SCRIPT, Rig, ask, collect, drain, finished_reason, running_router, until
 
@@ -86,14 +86,14 @@ async def test_a_cancel_in_the_moment_in_which_a_generation_begins_ends_it(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beginning, go_on = asyncio.Event(), asyncio.Event()
-    real = opening.begin
+    real = session_open.begin
 
-    async def held_up(*arguments: Any) -> opening.Opened:
+    async def held_up(*arguments: Any) -> session_open.OpenedGeneration:
         beginning.set()
         await go_on.wait()
         return await real(*arguments)
 
-    monkeypatch.setattr(opening, "begin", held_up)
+    monkeypatch.setattr(session_open, "begin", held_up)
     verifier = FakeVerifier(SCRIPT)
     async with (
         running_router(redis_url) as rig,
@@ -263,7 +263,7 @@ async def test_what_begins_in_the_moment_in_which_its_router_goes_down_moves_too
 async def test_what_was_left_behind_is_swept_by_any_router_and_nothing_else_is(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chores, "SWEEP_S", 0.2)
+    monkeypatch.setattr(maintenance, "SWEEP_S", 0.2)
     verifier = FakeVerifier(SCRIPT, pace_s=0.05)
     async with (
         running_router(redis_url, lease_s=0.5, resume_ttl_s=0.3) as rig,
@@ -293,10 +293,10 @@ async def test_an_owner_that_could_not_reach_redis_for_long_is_not_swept(redis_u
         key = f"outrider:{{{session_id}}}:session"
         await rig.client.hset(key, mapping={"lease": 1, "resumable": 1})  # as after a long outage
         await rig.client.zadd("outrider:{leases}", {session_id: 1})
-        seen = await chores.sweep_once(rig.sessions, ())
+        seen = await maintenance.sweep_once(rig.sessions, ())
         assert seen == {session_id}
         await call.read()
-        assert not await chores.sweep_once(rig.sessions, seen)
+        assert not await maintenance.sweep_once(rig.sessions, seen)
         assert (await drain(call))[-1].finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 

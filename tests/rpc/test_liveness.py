@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from outrider.errors import Unavailable
-from outrider.rpc.liveness import HEARTBEAT_S, STUCK_S, check, heard
+from outrider.rpc.liveness import HEARTBEAT_S, STUCK_S, check_heartbeat, monitored
 from outrider.v1 import types_pb2
 
 WITHIN_S = 0.2
@@ -22,7 +22,7 @@ async def arriving(queue: asyncio.Queue[str]) -> AsyncIterator[str]:
 
 async def test_a_silent_peer_is_taken_for_dead_and_one_that_ends_is_not() -> None:
     queue: asyncio.Queue[str] = asyncio.Queue()
-    messages = heard(arriving(queue), "it", WITHIN_S)
+    messages = monitored(arriving(queue), "it", WITHIN_S)
     queue.put_nowait("a")
     assert await anext(messages) == "a"
     began = time.monotonic()
@@ -30,12 +30,12 @@ async def test_a_silent_peer_is_taken_for_dead_and_one_that_ends_is_not() -> Non
         await anext(messages)
     assert WITHIN_S - 0.01 < time.monotonic() - began < WITHIN_S + HEARTBEAT_S
     queue.put_nowait("end")
-    assert [message async for message in heard(arriving(queue), "it", WITHIN_S)] == []
+    assert [message async for message in monitored(arriving(queue), "it", WITHIN_S)] == []
 
 
 async def test_whoever_stood_still_itself_listens_once_more_and_no_more_than_that() -> None:
     queue: asyncio.Queue[str] = asyncio.Queue()
-    messages = heard(arriving(queue), "it", WITHIN_S)
+    messages = monitored(arriving(queue), "it", WITHIN_S)
     listening = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
     time.sleep(WITHIN_S + 2 * HEARTBEAT_S)  # noqa: ASYNC251 - the process is stopped, and goes on
@@ -53,7 +53,7 @@ async def test_bytes_that_are_no_message_are_the_end_of_a_peer() -> None:
         yield "a"
         yield None  # what gRPC gives for them
 
-    messages = heard(broken(), "it", WITHIN_S)
+    messages = monitored(broken(), "it", WITHIN_S)
     assert await anext(messages) == "a"
     with pytest.raises(Unavailable, match="it has sent bytes that are no message"):
         await anext(messages)
@@ -61,6 +61,6 @@ async def test_bytes_that_are_no_message_are_the_end_of_a_peer() -> None:
 
 def test_a_peer_is_stuck_that_is_in_one_step_for_half_a_minute() -> None:
     most = round(STUCK_S * 1000)
-    check(types_pb2.Heartbeat(steps=3, running_ms=most), "it")
+    check_heartbeat(types_pb2.Heartbeat(steps=3, running_ms=most), "it")
     with pytest.raises(Unavailable, match="it has been in one step for 30 s"):
-        check(types_pb2.Heartbeat(steps=3, running_ms=most + 1), "it")
+        check_heartbeat(types_pb2.Heartbeat(steps=3, running_ms=most + 1), "it")

@@ -15,7 +15,7 @@ from outrider import errors
 from outrider.rpc import status
 from outrider.rpc.channels import MESSAGE_BYTES, open_channel
 from outrider.rpc.server import serving
-from outrider.rpc.status import from_rpc_error, translated
+from outrider.rpc.status import errors_as_status, from_rpc_error
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import inference_pb2_grpc
 
@@ -29,12 +29,12 @@ class Scripted(inference_pb2_grpc.InferenceServicer):
         self.behaviour = behaviour
 
     async def Cancel(self, request, context):
-        async with translated(context):
+        async with errors_as_status(context):
             self.behaviour()
             return pb.CancelResponse()
 
     async def Generate(self, request, context):
-        async with translated(context):
+        async with errors_as_status(context):
             yield pb.GenerateResponse(started=pb.Started(seed=1))
             self.behaviour()
 
@@ -148,5 +148,5 @@ async def test_cancellation_passes_through_untouched() -> None:
             raise AssertionError("a cancelled handler must not abort")
 
     with pytest.raises(asyncio.CancelledError):
-        async with translated(Context()):  # type: ignore[arg-type]
+        async with errors_as_status(Context()):  # type: ignore[arg-type]
             raise asyncio.CancelledError

@@ -11,13 +11,13 @@ import pytest
 from outrider.errors import InternalError
 from outrider.rpc import supervision
 from outrider.rpc.lifecycle import FAIL_ONCE
-from outrider.rpc.supervision import InjectedFault, kept, needed, supervising
+from outrider.rpc.supervision import InjectedFault, keep_running, run_required, supervising
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(supervision, "LAST_PAUSE_S", 0.02)
+    monkeypatch.setattr(supervision, "MIN_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervision, "MAX_BACKOFF_S", 0.02)
     monkeypatch.setattr(supervision, "_ends", supervision.Counter())
 
 
@@ -39,7 +39,7 @@ async def test_what_fails_or_ends_is_run_again(caplog: pytest.LogCaptureFixture)
         await asyncio.Event().wait()
 
     with caplog.at_level(logging.ERROR):
-        task = asyncio.create_task(kept("chore", work))
+        task = asyncio.create_task(keep_running("chore", work))
         async with asyncio.timeout(5):
             await goes_on.wait()
         task.cancel()
@@ -66,7 +66,7 @@ async def test_somebody_else_s_cancellation_does_not_end_it_silently() -> None:
         asyncio.get_running_loop().call_soon((never := asyncio.get_running_loop().create_future()).cancel)
         await never
 
-    task = asyncio.create_task(kept("chore", work))
+    task = asyncio.create_task(keep_running("chore", work))
     async with asyncio.timeout(5):
         await goes_on.wait()
     assert ends("chore") == 1
@@ -83,7 +83,7 @@ async def test_the_end_of_what_is_needed_ends_the_server(fails: bool) -> None:
 
     async def server() -> None:
         async with supervising() as tasks:
-            tasks.need("heart", work)
+            tasks.run_required("heart", work)
             await asyncio.Event().wait()
 
     with pytest.raises(ZeroDivisionError if fails else InternalError):
@@ -95,8 +95,8 @@ async def test_the_end_of_what_is_needed_ends_the_server(fails: bool) -> None:
 async def test_a_server_that_is_cancelled_leaves_no_task_and_counts_none() -> None:
     async def server() -> None:
         async with supervising() as tasks:
-            tasks.keep("chore", asyncio.Event().wait)
-            tasks.need("heart", asyncio.Event().wait)
+            tasks.keep_running("chore", asyncio.Event().wait)
+            tasks.run_required("heart", asyncio.Event().wait)
             await asyncio.Event().wait()
 
     before = asyncio.all_tasks()
@@ -130,11 +130,11 @@ async def test_a_fault_is_injected_once_in_the_midst_of_the_work(
             raise
 
     with pytest.raises(InjectedFault):
-        await needed("a chore", work)
+        await run_required("a chore", work)
     assert cleaned == ["a chore"]
     assert 1 <= rounds <= 20
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await needed("a chore", work)
+            await run_required("a chore", work)
     assert supervision._faults() == {"other": str(file)}
     supervision._faults.cache_clear()

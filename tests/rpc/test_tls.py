@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
+from outrider.rpc.authorization import ALLOWED_ROLES
 from outrider.rpc.certificates import make
 from outrider.rpc.channels import open_channel
-from outrider.rpc.roles import CALLERS
 from outrider.rpc.server import METADATA_BYTES, serving
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import NAMES, SERVER, VERIFIER, Tls
@@ -87,18 +87,18 @@ async def greeted(address: str, tls: Tls | None, server_name: str = "") -> None:
 
 
 def test_the_table_has_every_method_between_parts_and_none_of_clients() -> None:
-    assert set(CALLERS) == set(METHODS)
-    assert not any(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name in path for path in CALLERS)
+    assert set(ALLOWED_ROLES) == set(METHODS)
+    assert not any(inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name in path for path in ALLOWED_ROLES)
 
 
-@pytest.mark.parametrize("path", CALLERS)
+@pytest.mark.parametrize("path", ALLOWED_ROLES)
 async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path], path: str) -> None:
     ours = folders["ours"]
     async with parts(certificate(ours, "verifier")) as address:
         for role in ROLES:
             async with open_channel(address, certificate(ours, role), VERIFIER) as channel:
                 error = await call(channel, path)
-            allowed = NAMES[role][0] in CALLERS[path]
+            allowed = NAMES[role][0] in ALLOWED_ROLES[path]
             assert (error.code() is UNAUTHORIZED) is not allowed, role
             if not allowed:
                 assert "another role" in (error.details() or "")
@@ -108,7 +108,7 @@ async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path],
 async def test_a_method_that_is_not_in_the_table_is_nobodys(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(CALLERS, "/outrider.v1.Verifier/Describe")
+    monkeypatch.delitem(ALLOWED_ROLES, "/outrider.v1.Verifier/Describe")
     ours = folders["ours"]
     async with (
         parts(certificate(ours, "verifier")) as address,
@@ -131,7 +131,7 @@ async def test_a_probe_without_a_certificate_hears_the_health_where_nothing_else
     async with parts(certificate(folders["ours"], "verifier"), probes=probes):
         await greeted(probes, None)
         async with open_channel(probes) as channel:
-            for path in CALLERS:
+            for path in ALLOWED_ROLES:
                 error = await call(channel, path)
                 assert (error.code(), error.details()) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!"), path
     with pytest.raises(Unavailable):
@@ -148,7 +148,7 @@ async def test_a_caller_without_a_good_certificate_hears_what_is_wrong(folders: 
         "plain text": None,
     }[who]
     async with parts(certificate(ours, "verifier", believed)) as address:
-        with pytest.raises(Unavailable, match=r"it wants TLS, or it refuses this side's certificate"):
+        with pytest.raises(Unavailable, match=r"it requires TLS, or it refuses this side's certificate"):
             await greeted(address, tls, VERIFIER)
 
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.simulate import simulated
+from outrider.cli.simulate import simulated_phases
 from outrider.config import load_section
-from outrider.core.contract import OFF, Plan
-from outrider.core.control import GammaPolicy, policy
+from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.session.contract import OFF, Plan
 from outrider.errors import ConfigError
-from outrider.simulation.cluster import Cluster
-from outrider.simulation.deployment import Deployment, Kind, Outcome, Phase, Scenario, together
+from outrider.simulation.cluster import SimulatedCluster
+from outrider.simulation.deployment import Deployment, DrafterKind, Outcome, Scenario, TrafficPhase, sum_outcomes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulations" / "shifting_load.toml"
 FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, level_more_ms=0.0)
@@ -19,14 +19,14 @@ FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, l
 def run(
     name: str, agreement: float, *, deployment: Deployment = FLAT, callers: int = 1, trip: float = 0.0, depth: int = 8
 ) -> Outcome:
-    kind = Kind(name="text", agreement=agreement, ranks=(1.0,), prompt=1, answer=256)
-    phase = Phase(seconds=30, kinds=("text",), callers=callers, round_trip_ms=trip)
+    kind = DrafterKind(name="text", agreement=agreement, ranks=(1.0,), prompt=1, answer=256)
+    phase = TrafficPhase(seconds=30, kinds=("text",), callers=callers, round_trip_ms=trip)
     ceilings = Plan(depth=depth, width=1, nodes=depth) if depth else OFF
 
-    def make(_: Kind) -> GammaPolicy:
+    def make(_: DrafterKind) -> GammaPolicy:
         return policy(name, ceilings)
 
-    return next(iter(Cluster(Scenario(deployment=deployment, kind=[kind], phase=[phase]), make, 1).run()))
+    return next(iter(SimulatedCluster(Scenario(deployment=deployment, kind=[kind], phase=[phase]), make, 1).run()))
 
 
 def test_plain_decode_commits_a_token_a_pass() -> None:
@@ -69,8 +69,8 @@ def test_goodput_is_ahead_of_every_fixed_gamma_in_rounds_and_never_behind_plain_
     """The whole of it is `outrider simulate examples/simulations/shifting_load.toml`."""
     scenario = load_section(Scenario, EXAMPLE)
     rows = ("off", "rounds:1", "rounds:2", "rounds:4", "goodput")
-    outcomes = {name: list(simulated(scenario, name, 24, 0)) for name in rows}
-    speeds = {name: together(phases).goodput for name, phases in outcomes.items()}
+    outcomes = {name: list(simulated_phases(scenario, name, 24, 0)) for name in rows}
+    speeds = {name: sum_outcomes(phases).goodput for name, phases in outcomes.items()}
     assert speeds["goodput"] > 1.12 * max(speed for name, speed in speeds.items() if name.startswith("rounds:"))
     for ours, plain in zip(outcomes["goodput"], outcomes["off"], strict=True):
         assert ours.goodput > 0.98 * plain.goodput

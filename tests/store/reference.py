@@ -10,10 +10,10 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.core.contract import OFF, Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import OFF, Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded
-from outrider.store.records import Log, SessionRecord, Turn
+from outrider.store.records import SessionLog, SessionRecord, SessionTurn
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Store:
         session_id: str,
         expected: int,
         owner: str,
-        turn: Turn,
+        turn: SessionTurn,
         start: int,
         tokens: Sequence[int],
         digest: int,
@@ -122,12 +122,12 @@ class Store:
             raise NotFound(session_id)
         return session.record
 
-    def read(self, session_id: str, start: int = 0) -> Log:
+    def read(self, session_id: str, start: int = 0) -> SessionLog:
         session = self._open(session_id)
         turn = session.record.turn
         answer = turn.answer_position if turn is not None else session.record.length
         logprobs = b"".join(session.logprobs[max(start, answer) :])
-        return Log(start, tuple(session.tokens[start:]), logprobs, session.record.finished)
+        return SessionLog(start, tuple(session.tokens[start:]), logprobs, session.record.finished)
 
     def close(self, session_id: str) -> None:
         session = self.find(session_id)

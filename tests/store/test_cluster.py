@@ -8,17 +8,17 @@ import pytest
 import redis
 from redis.asyncio import RedisCluster
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, Superseded, Unavailable
-from outrider.store.client import address, connect, ping
+from outrider.store.client import address_of, connect, ping
 from outrider.store.registry import Registry, Worker
-from outrider.store.sessions import Log, Sessions, Turn
+from outrider.store.sessions import SessionLog, Sessions, SessionTurn
 from outrider.store.tickets import ticket_key
 from tests.store.cluster import redis_cluster
 
 TOKENS = [5, 6, 7, 8, 1, 2]
-TURN = Turn(Contract(seed=1, max_tokens=9, logprobs=0), (), answer_position=4, deadline=None)
+TURN = SessionTurn(Contract(seed=1, max_tokens=9, logprobs=0), (), answer_position=4, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ async def client(ports: list[int]) -> AsyncIterator[RedisCluster]:
     await client.aclose()
 
 
-async def _live(sessions: Sessions, session_id: str) -> Log:
+async def _live(sessions: Sessions, session_id: str) -> SessionLog:
     """The whole life of a session, its loss by Redis included."""
     await sessions.create(session_id, "tenant", "target", b"digest")  # False where the first reply was lost
     owned = await sessions.begin(session_id, 0, "r1", TURN, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]))
@@ -59,11 +59,11 @@ async def _live(sessions: Sessions, session_id: str) -> Log:
 
 async def test_sessions_live_on_all_nodes(ports: list[int], client: RedisCluster) -> None:
     await ping(client)
-    assert address(client) == f"127.0.0.1:{ports[0]}"
+    assert address_of(client) == f"127.0.0.1:{ports[0]}"
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     names = [f"s{index}" for index in range(24)]
     logs = await asyncio.gather(*(_live(sessions, name) for name in names))
-    assert logs == [Log(0, tuple(TOKENS), b"ab", "stop")] * len(names)
+    assert logs == [SessionLog(0, tuple(TOKENS), b"ab", "stop")] * len(names)
     keys = 0
     for port in ports:
         with redis.Redis(port=port) as node:

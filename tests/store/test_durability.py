@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, Unavailable
 from outrider.store.client import connect
 from outrider.store.embedded import EmbeddedRedis
-from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, Turn
+from outrider.store.sessions import OwnedSession, SessionRecord, Sessions, SessionTurn
 from tests.disks import small_disk
 
-TURN = Turn(Contract(seed=1, max_tokens=9), (), answer_position=4, deadline=None)
+TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), answer_position=4, deadline=None)
 PIECE = 512  # tokens
 
 

@@ -3,13 +3,13 @@
 import pytest
 from redis.asyncio import Redis
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import InternalError
-from outrider.store.sessions import OwnedSession, Sessions, Turn
+from outrider.store.sessions import OwnedSession, Sessions, SessionTurn
 
 INDEX = "outrider:{leases}"
-TURN = Turn(Contract(seed=1, max_tokens=9), (), answer_position=2, deadline=None)
+TURN = SessionTurn(Contract(seed=1, max_tokens=9), (), answer_position=2, deadline=None)
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import NotFound, OutriderError
 from outrider.store.client import connect
-from outrider.store.records import SessionRecord, Turn, load
+from outrider.store.records import SessionRecord, SessionTurn, load
 from outrider.store.sessions import OwnedSession, Sessions
 from tests.store.reference import Owned, State, Store
 
@@ -138,7 +138,7 @@ class Agreement(RuleBasedStateMachine):
         contract = Contract(
             seed=2**64 - 1, max_tokens=99, temperature=0.1 + 0.2, stop_ids=(0, 3), logprobs=alternatives
         )
-        turn = Turn(contract, ("stop", "\0ü"), answer, 1_800_000_000.123456 if alternatives else None)
+        turn = SessionTurn(contract, ("stop", "\0ü"), answer, 1_800_000_000.123456 if alternatives else None)
         arguments = (ID, held.epoch - stale, name, turn, start, text(start, answer), extend(EMPTY, text(0, answer)))
         options: dict[str, Any] = {"plan": Plan(version=1, depth=3), "verifier": verifier}
         self.remember(

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from outrider.core.contract import OFF, Contract, Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import (
     Busy,
     ConfigError,
@@ -20,14 +20,14 @@ from outrider.errors import (
     Superseded,
     Unavailable,
 )
-from outrider.store.client import address, connect, shown
+from outrider.store.client import address_of, connect, redacted
 from outrider.store.leases import Lease
-from outrider.store.sessions import Log, OwnedSession, SessionRecord, Sessions, Turn
+from outrider.store.sessions import OwnedSession, SessionLog, SessionRecord, Sessions, SessionTurn
 from outrider.store.tickets import ticket_key
 
 PROMPT = [5, 6, 7, 8]
 CONTRACT = Contract(seed=2**64 - 1, max_tokens=9, temperature=0.1 + 0.2, stop_ids=(0, 3), logprobs=1)
-TURN = Turn(CONTRACT, ("\n\n", "ü\0"), answer_position=4, deadline=1_800_000_000.123456)
+TURN = SessionTurn(CONTRACT, ("\n\n", "ü\0"), answer_position=4, deadline=1_800_000_000.123456)
 PLAN = Plan(version=1, depth=6)
 NEW = SessionRecord("s1", "tenant", "target", bytes(range(240, 256)))
 
@@ -121,7 +121,7 @@ async def test_begin_fixes_the_turn_and_makes_its_caller_the_owner(client: Redis
     assert record.lease - (seconds + micros / 1e6) == pytest.approx(5, abs=1)
     assert record.resumable == pytest.approx(record.lease + 20, abs=0.002)
     assert owned.epoch == 1
-    assert await sessions.read("s1") == Log(0, tuple(PROMPT), b"", "")
+    assert await sessions.read("s1") == SessionLog(0, tuple(PROMPT), b"", "")
 
 
 async def test_of_many_that_begin_or_acquire_one_succeeds(sessions: Sessions) -> None:
@@ -156,9 +156,9 @@ async def test_turns_follow_one_another_each_under_its_own_epoch(client: Redis, 
     assert (record.turn, record.plan, record.verifier, record.drafters) == (turn, OFF, "v1", ())
     await second.finish("length", "usage 2")
     third = await sessions.begin("s1", 2, "r3", replace(TURN, answer_position=7), 7, [], 0)
-    assert await sessions.read("s1") == Log(0, (*PROMPT, 1, 2, 3), b"", "")
+    assert await sessions.read("s1") == SessionLog(0, (*PROMPT, 1, 2, 3), b"", "")
     await third.finish("stop", "")
-    assert (await sessions.read("s1", 5)) == Log(5, (2, 3), b"", "stop")
+    assert (await sessions.read("s1", 5)) == SessionLog(5, (2, 3), b"", "stop")
     ids = [name for name, _ in await client.xrange("outrider:{s1}:log")]
     assert ids == [b"1-0", b"5-0", b"6-1", b"7-0", b"7-2", b"7-3"]
 
@@ -265,8 +265,8 @@ async def test_log_probabilities_come_back_beside_their_tokens(sessions: Session
     owned = await _begin(sessions)
     await owned.append(4, [1, 2], 1, logprobs=b"aaabbb")
     await owned.append(5, [2, 3, 4], 1, logprobs=b"bbbcccddd")  # one of them is new only in part
-    assert await sessions.read("s1") == Log(0, (*PROMPT, 1, 2, 3, 4), b"aaabbbcccddd", "")
-    assert await sessions.read("s1", 6) == Log(6, (3, 4), b"cccddd", "")
+    assert await sessions.read("s1") == SessionLog(0, (*PROMPT, 1, 2, 3, 4), b"aaabbbcccddd", "")
+    assert await sessions.read("s1", 6) == SessionLog(6, (3, 4), b"cccddd", "")
     await owned.finish("stop", "")
     await sessions.begin("s1", 1, "r2", replace(TURN, answer_position=8), 8, [], 1)
     assert (await sessions.read("s1", 4)).logprobs == b""  # an earlier answer's are not the latest one's
@@ -289,8 +289,8 @@ async def test_a_long_log_is_read_in_pages_as_it_was_at_one_moment(sessions: Ses
         return await page(*arguments, **options)
 
     client.xrange = slow
-    assert await sessions.read("s1", 5) == Log(5, tuple(range(5, 2500)), b"", "")
-    assert await sessions.read("s1", 2400) == Log(2400, (*range(2400, 2500), 0), b"", "length")
+    assert await sessions.read("s1", 5) == SessionLog(5, tuple(range(5, 2500)), b"", "")
+    assert await sessions.read("s1", 2400) == SessionLog(2400, (*range(2400, 2500), 0), b"", "length")
 
 
 async def test_a_log_that_goes_away_while_it_is_read_is_not_taken_for_a_short_one(
@@ -429,7 +429,7 @@ async def test_an_unreachable_redis_is_named_without_its_password() -> None:
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 cannot be .*REDIS_URL") as caught:
             await Sessions(client, ttl_s=1, lease_s=1, resume_ttl_s=1).get("s1")
         assert "hunter2" not in str(caught.value)
-        assert address(client) == "127.0.0.1:1"
+        assert address_of(client) == "127.0.0.1:1"
         await client.aclose()
 
 
@@ -444,5 +444,5 @@ def test_a_url_that_is_none_is_a_config_error() -> None:
     for url in ("localhost", "redis+cluster://h:1/2", "redis+cluster:///path", "unix+cluster:///path"):
         with pytest.raises(ConfigError, match="REDIS_URL"):
             connect(url)
-    assert shown("redis://u:secret@h:1/2?password=secret") == "redis://h:1/2"
-    assert shown("rediss+cluster://u:secret@h:1") == "rediss+cluster://h:1"
+    assert redacted("redis://u:secret@h:1/2?password=secret") == "redis://h:1/2"
+    assert redacted("rediss+cluster://u:secret@h:1") == "rediss+cluster://h:1"

@@ -19,11 +19,11 @@ async def test_the_latest_that_was_not_withdrawn_is_the_good_one(client: Redis) 
     assert not (await versions.read()).known
     assert await versions.publish(ONE)
     assert await versions.publish(TWO)
-    assert (await versions.read()).good == [TWO, ONE]
+    assert (await versions.read()).usable == [TWO, ONE]
     assert await versions.withdraw(2, "worse")
     assert not await versions.withdraw(2, "again")
     published = await versions.read()
-    assert (published.good, published.latest, published.withdrawn) == ([ONE], 2, {2: "worse"})
+    assert (published.usable, published.latest, published.withdrawn) == ([ONE], 2, {2: "worse"})
     assert 0 < await client.ttl("outrider:{versions}:drafter") <= KEPT_S
 
 
@@ -32,7 +32,7 @@ async def test_a_number_is_given_once_and_publishing_may_be_repeated(client: Red
     assert await versions.publish(ONE)
     assert await versions.publish(ONE)
     assert not await versions.publish(replace(ONE, folder="/elsewhere"))
-    assert (await versions.read()).good == [ONE]
+    assert (await versions.read()).usable == [ONE]
 
 
 async def test_a_doubt_is_open_until_somebody_decides(client: Redis) -> None:
@@ -54,7 +54,7 @@ async def test_what_is_forgotten_leaves_its_number_taken(client: Redis) -> None:
     await versions.forget(1)
     await versions.forget(2)
     published = await versions.read()
-    assert (published.good, published.latest) == ([], 2)
+    assert (published.usable, published.latest) == ([], 2)
     assert published.known  # so that drafters go back to what they began with
 
 

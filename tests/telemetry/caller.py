@@ -10,7 +10,7 @@ from opentelemetry import trace
 
 import outrider
 from outrider.errors import OutriderError
-from outrider.telemetry.process import telling
+from outrider.telemetry.process import exporting_telemetry
 
 PROMPT = "    def winnow_quietly(self, barley"
 
@@ -27,7 +27,7 @@ async def main(router: str, tokens: int, timeout: float | None) -> None:
 
 
 if __name__ == "__main__":
-    with telling("caller", "caller-1"):
+    with exporting_telemetry("caller", "caller-1"):
         try:
             asyncio.run(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else None))
         except OutriderError as error:

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
 TELLING = [
     "outrider/client/_stream.py",
-    "outrider/rpc/spans.py",
-    "router/telling.py",
-    "verifier_svc/traced.py",
-    "drafter_svc/traced.py",
+    "outrider/rpc/tracing.py",
+    "router/reporting/request_metrics.py",
+    "verifier_svc/tracing.py",
+    "drafter_svc/tracing.py",
 ]
 ATTRIBUTE = r"(?:gen_ai|outrider|rpc|error)(?:\.[a-z_]+)+"
 

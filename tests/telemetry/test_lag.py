@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from _pytest.outcomes import Failed
 
-from outrider.telemetry.lag import LONG_S, STALL_S, LoopLag
+from outrider.telemetry.lag import LONG_STALL_S, STALL_S, LoopLag
 from tests.loops import no_stall
 
 on_linux = pytest.mark.skipif(
@@ -41,7 +41,7 @@ async def test_a_callback_that_takes_long_is_a_stall(caplog: pytest.LogCaptureFi
     assert max(recorded) >= 0.25
     assert not caplog.text, "a short one is a figure, and no line in a user's terminal"
     with caplog.at_level(logging.INFO):
-        keep_busy(LONG_S + 0.1)
+        keep_busy(LONG_STALL_S + 0.1)
         await asyncio.sleep(0.05)
     measuring.cancel()
     assert "the event loop stood still for" in caplog.text

@@ -18,13 +18,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
-    logs.to_stderr("json")
+    logs.log_to_stderr("json")
     return stream
 
 
 def test_a_line_has_the_trace_the_span_and_the_session_that_it_is_about(said: io.StringIO) -> None:
     tracer = TracerProvider().get_tracer("test")
-    with tracer.start_as_current_span("request") as span, logs.about("session-7"):
+    with tracer.start_as_current_span("request") as span, logs.session_context("session-7"):
         logging.getLogger("router").warning("moves: %d\nlines", 3)
     logging.getLogger("router").info("on its own")
     first, second = map(json.loads, said.getvalue().splitlines())

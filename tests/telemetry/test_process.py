@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from outrider.errors import ConfigError
-from outrider.telemetry.process import _sampler, telling
+from outrider.telemetry.process import _sampler, exporting_telemetry
 from tests.fleet.conftest import free_port
 
 
@@ -58,5 +58,8 @@ def test_one_request_in_twenty_is_traced_unless_its_caller_or_the_environment_de
 def test_a_page_that_cannot_be_had_is_the_users_mistake() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"metrics: cannot bind {address}"), telling("test", "test-1", address):
+        with (
+            pytest.raises(ConfigError, match=f"metrics: cannot bind {address}"),
+            exporting_telemetry("test", "test-1", address),
+        ):
             pass

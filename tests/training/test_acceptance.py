@@ -12,11 +12,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.core.contract import Contract
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
-from outrider.engine.native import NativeEngine
-from outrider.training.acceptance import Said, acceptance_length, in_turn, of_model, say
+from outrider.engine.eager.engine import NativeEngine
+from outrider.training.acceptance import (
+    TargetTexts,
+    acceptance_length,
+    chain_acceptance_length,
+    chains_along,
+    generate_texts,
+)
 
 PROMPT, ANSWER, GAMMA = 24, 40, 4
 
@@ -33,8 +39,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0])
-def said(request: pytest.FixtureRequest, prompts: list[list[int]]) -> Said:
-    return say(load("target", len(prompts)), prompts, temperature=request.param, tokens=ANSWER, seed=7)
+def said(request: pytest.FixtureRequest, prompts: list[list[int]]) -> TargetTexts:
+    return generate_texts(load("target", len(prompts)), prompts, temperature=request.param, tokens=ANSWER, seed=7)
 
 
 def after(engine: NativeEngine) -> Callable[[Tensor], Tensor]:
@@ -48,15 +54,15 @@ def after(engine: NativeEngine) -> Callable[[Tensor], Tensor]:
 def test_a_walk_counts_what_agrees_and_one_more() -> None:
     agreed = np.array([[1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1]], np.bool_)
     # From 0: two, and one more. From 3: four. From 8: none. From 9 a chain of four no longer fits the text.
-    assert in_turn(agreed, 4).shape == (1, 8, 4)
-    assert acceptance_length(in_turn(agreed, 4)) == (3 + 5) / 2
-    assert acceptance_length(in_turn(~np.zeros((2, 20), np.bool_), 4)) == 5.0
-    assert acceptance_length(in_turn(np.zeros((2, 20), np.bool_), 4)) == 1.0
+    assert chains_along(agreed, 4).shape == (1, 8, 4)
+    assert acceptance_length(chains_along(agreed, 4)) == (3 + 5) / 2
+    assert acceptance_length(chains_along(~np.zeros((2, 20), np.bool_), 4)) == 5.0
+    assert acceptance_length(chains_along(np.zeros((2, 20), np.bool_), 4)) == 1.0
     with pytest.raises(ValueError, match="take longer ones"):
         acceptance_length(np.zeros((1, 0, 4), np.bool_))
 
 
-def test_the_target_says_what_it_says_alone(said: Said, prompts: list[list[int]]) -> None:
+def test_the_target_says_what_it_says_alone(said: TargetTexts, prompts: list[list[int]]) -> None:
     for prompt, tokens, seed in zip(prompts, said.tokens, said.seeds, strict=True):
         engine = load("target", 1)
         contract = Contract(seed=seed, max_tokens=ANSWER, temperature=said.temperature)
@@ -72,17 +78,17 @@ def test_the_target_says_what_it_says_alone(said: Said, prompts: list[list[int]]
         assert text == tokens.tolist()
 
 
-def test_whoever_says_what_the_target_says_is_always_right(said: Said) -> None:
-    assert of_model(after(load("target", 1)), said, GAMMA) == GAMMA + 1
+def test_whoever_says_what_the_target_says_is_always_right(said: TargetTexts) -> None:
+    assert chain_acceptance_length(after(load("target", 1)), said, GAMMA) == GAMMA + 1
 
 
-def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(said: Said) -> None:
-    lengths = {name: of_model(after(load(name, 1)), said, GAMMA) for name in ("mid", "drafter")}
+def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(said: TargetTexts) -> None:
+    lengths = {name: chain_acceptance_length(after(load(name, 1)), said, GAMMA) for name in ("mid", "drafter")}
     assert 1.0 < lengths["drafter"] < lengths["mid"] < GAMMA + 1
     assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), said))
 
 
-def drafted(engine: NativeEngine, said: Said) -> float:
+def drafted(engine: NativeEngine, said: TargetTexts) -> float:
     """By really drafting chains, one token after the other, from each root."""
     steps = tokens = 0
     for text, seed in zip(said.tokens.tolist(), said.seeds, strict=True):

@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.training import corpus as corpora
 from outrider.training.corpus import Corpus, Vocabulary, prepare
 from outrider.training.recipe import TextSettings, TokenizerRecipe
-from outrider.training.texts import Texts
+from outrider.training.texts import TrainingTexts
 from outrider.training.vocabulary import make_tokenizer
 from outrider.training.windows import Windows, spread
 from tests.training.family import PAGES, TARGET
@@ -22,7 +22,7 @@ from tests.training.family import PAGES, TARGET
 def prepared(source: Path, vocabulary: Vocabulary, folder: Path, held_out: int = 4) -> tuple[Corpus, list[str]]:
     """And what was heard of it."""
     heard: list[str] = []
-    texts = Texts(TextSettings(text=(str(source),), pattern="*.md", held_out=held_out))
+    texts = TrainingTexts(TextSettings(text=(str(source),), pattern="*.md", held_out=held_out))
     return prepare(texts, vocabulary, folder, lambda what, done: heard.append(what)), heard
 
 
@@ -31,7 +31,7 @@ def test_ids_say_the_texts_with_a_separator_behind_each(tmp_path: Path) -> None:
     corpus, _ = prepared(PAGES, vocabulary, tmp_path / "ids", held_out=20)
     assert corpus.train.dtype == np.uint16
     for ids, held_out in ((corpus.train, False), (corpus.held_out, True)):
-        texts = Texts(TextSettings(text=(str(PAGES),), pattern="*.md", held_out=20))
+        texts = TrainingTexts(TextSettings(text=(str(PAGES),), pattern="*.md", held_out=20))
         expected = [text.content for text in texts if text.held_out == held_out]
         ends = np.flatnonzero(ids == 0)
         pieces = np.split(ids, ends + 1)[:-1]
@@ -89,7 +89,7 @@ def test_a_tokenizer_is_made_of_what_is_not_held_out(tmp_path: Path) -> None:
     settings = TokenizerRecipe(text=(str(pages),), output=tmp_path / "made", vocabulary=500, held_out=20)
     known = make_tokenizer(settings)
     words = json.loads((tmp_path / "made" / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    held_out = {text.content for text in Texts(settings) if text.held_out}
+    held_out = {text.content for text in TrainingTexts(settings) if text.held_out}
     assert known == len(words) <= 500
     assert words["<|endoftext|>"] == 0
     assert held_out

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.engine.card import read_card, weights_digest
+from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
 from outrider.training.objectives import NAMES

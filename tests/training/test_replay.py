@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from outrider.core.examples import Example, example_of
-from outrider.training.replay import EVERY, HELD_BACK, NEWEST, PASSES, SAMPLED, Replay
+from outrider.core.session.training_samples import TrainingSample, sample_of
+from outrider.training.replay import EVERY, HELD_BACK, NEWEST, PASSES, SAMPLED, ReplayBuffer
 
 
-def example(number: int) -> Example:
-    return example_of([1, number], np.array([[number, 7]]), np.array([[-0.1, -3.0]], np.float32))
+def example(number: int) -> TrainingSample:
+    return sample_of([1, number], np.array([[number, 7]]), np.array([[-0.1, -3.0]], np.float32))
 
 
-def number(example: Example) -> int:
+def number(example: TrainingSample) -> int:
     return int(example.tokens[-1])
 
 
 def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> None:
-    replay = Replay(np.random.default_rng(0))
+    replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(2000))
     assert len(replay._newest) == NEWEST
     assert len(replay._sampled) == SAMPLED
@@ -26,7 +26,7 @@ def test_new_examples_are_trained_on_more_and_old_ones_are_not_forgotten() -> No
 
 
 def test_what_is_held_back_is_new_and_is_never_trained_on() -> None:
-    replay = Replay(np.random.default_rng(0))
+    replay = ReplayBuffer(np.random.default_rng(0))
     replay.add(example(each) for each in range(600))
     held = {number(each) for each in replay.held_back}
     assert len(held) == HELD_BACK
@@ -35,7 +35,7 @@ def test_what_is_held_back_is_new_and_is_never_trained_on() -> None:
 
 
 def test_each_example_is_trained_on_a_few_times_and_then_there_is_nothing_to_do() -> None:
-    replay = Replay(np.random.default_rng(0))
+    replay = ReplayBuffer(np.random.default_rng(0))
     assert replay.batch(4) == []
     replay.add([example(1), example(2)], known=True)
     assert replay.batch(4) == []

@@ -11,11 +11,11 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.training.recipe import TextSettings
-from outrider.training.texts import Text, Texts
+from outrider.training.texts import TrainingText, TrainingTexts
 
 
-def texts(*sources: Path | str, **settings: Any) -> Texts:
-    return Texts(TextSettings(text=tuple(map(str, sources)), **settings))
+def texts(*sources: Path | str, **settings: Any) -> TrainingTexts:
+    return TrainingTexts(TextSettings(text=tuple(map(str, sources)), **settings))
 
 
 def files(folder: Path, count: int) -> Path:
@@ -97,6 +97,6 @@ def test_the_digest_is_of_what_is_said_and_where_it_stands(tmp_path: Path) -> No
 def test_the_standard_library_is_its_source_without_what_was_installed() -> None:
     found = {text.name: text for text in texts("stdlib")}
     assert not [name for name in found if "site-packages" in name or not name.endswith(".py")]
-    assert isinstance(found["argparse.py"], Text)
+    assert isinstance(found["argparse.py"], TrainingText)
     assert found["argparse.py"].held_out  # the reference prompts are of it
     assert 0.02 < sum(text.held_out for text in found.values()) / len(found) < 0.06

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta
-from outrider.core.waiting import Patterns
-from outrider.engine.slots import Taken
+from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.calibration import Calibration
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta
+from outrider.draft_server.draft_session import DraftStream, Subscription
+from outrider.draft_server.snapshot import snapshot_parts
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.errors import InvalidRequest
-from outrider.sink.drafted import Subscription
-from outrider.sink.snapshot import snapshot_parts
-from outrider.sink.stream import DraftStream
 from outrider.v1 import types_pb2
-from verifier_svc.session import TREE_CAPACITY, Session, Start
+from verifier_svc.session import TREE_CAPACITY, SessionStart, VerifierSession
 
 TOKENS = (1, 2, 3)
 VOCABULARY, SAYABLE = 64, 60
@@ -23,8 +22,10 @@ VOCABULARY, SAYABLE = 64, 60
 
 def subscribed(**terms: int) -> Subscription:
     """A drafter of a session."""
-    start = Start("s", "", 1, TOKENS, 3, Contract(seed=1, max_tokens=100, **terms), Plan(version=1, depth=8), 64)
-    session = Session(start, Taken(0, len(TOKENS) - 1, None), VOCABULARY, Patterns.unknown(), sayable=SAYABLE)
+    start = SessionStart("s", "", 1, TOKENS, 3, Contract(seed=1, max_tokens=100, **terms), Plan(version=1, depth=8), 64)
+    session = VerifierSession(
+        start, AcquiredSlot(0, len(TOKENS) - 1, None), VOCABULARY, ArrivalPatterns.unknown(), sayable=SAYABLE
+    )
     return session.subscribe(DraftStream("d", types_pb2.Heartbeat), 1, Calibration())
 
 
@@ -38,7 +39,7 @@ def chains(first_id: int, count: int, token: int = 0) -> Delta:
 def test_a_credit_that_was_given_holds_though_a_later_one_is_smaller() -> None:
     """The drafter may have sent its nodes before it heard of that."""
     subscription = subscribed()
-    session: Session = subscription.session  # type: ignore[assignment]
+    session: VerifierSession = subscription.session  # type: ignore[assignment]
     given = session.grant(subscription)
     assert given == TREE_CAPACITY
     session.tree.graft(9, chains(1, 300))

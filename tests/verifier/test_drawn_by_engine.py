@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from outrider.config import VerifierConfig
-from outrider.core.budget import CostModel
-from outrider.core.contract import Contract, Plan
-from outrider.core.noise import Draw
-from outrider.core.sampler import Choice, Sampler
-from outrider.core.waiting import Patterns
+from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.budget import CostModel
+from outrider.core.sampling.noise import Draw
+from outrider.core.sampling.sampler import Choice, Sampler
+from outrider.core.session.contract import Contract, Plan
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.engine.logits import HostLogits, Logits
-from outrider.engine.slots import Taken
 from outrider.errors import ConfigError
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.engine.device.taped import taped
-from verifier_svc.loop import StepLoop
-from verifier_svc.own import LookaheadDrafts, OwnDrafting
-from verifier_svc.service import load
-from verifier_svc.session import Commit, Session, Start
-from verifier_svc.step import Step, Work, make_noise
+from verifier_svc.batch import SessionWork, StepBatch, make_noise
+from verifier_svc.ngram_proposer import LookaheadProposer, NgramProposers
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.server import load
+from verifier_svc.session import SessionStart, StepCommit, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, wait_us=0)
 TEXT = (1, 2, 3, 1, 2, 3, 1)
@@ -56,19 +56,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def said(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Choice]], int]:
     """Texts and choices of the sessions, and how many drafts were accepted."""
-    cost, drafting = CostModel([(2, 0.010), (64, 0.011)]), OwnDrafting(ahead=True)
-    loop = StepLoop(engine, cost, prefill_chunk=16, max_nodes=64, publish=lambda *_: None, own=drafting)
+    cost, drafting = CostModel([(2, 0.010), (64, 0.011)]), NgramProposers(ahead=True)
+    loop = StepScheduler(
+        engine, cost, prefill_chunk=16, max_nodes=64, publish=lambda *_: None, ngram_proposers=drafting
+    )
     running = asyncio.create_task(loop.run())
     sessions = []
     for number, terms in enumerate(PLAIN + OTHERS):
         contract = Contract(seed=number, max_tokens=60, **terms)
-        session = loop.open(Start(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64))
-        assert isinstance(session.own, LookaheadDrafts) or session.drawn
+        session = loop.open(SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64))
+        assert isinstance(session.ngram_proposer, LookaheadProposer) or session.drawn
         sessions.append(session)
     choices: list[list[Choice]] = []
     accepted = 0
     for session in sessions:
-        commits: list[Commit] = []
+        commits: list[StepCommit] = []
         while not session.finished or not session.commits.empty():
             commit = await session.commits.get()
             assert commit is not None
@@ -112,20 +114,20 @@ def test_noise_is_not_computed_twice() -> None:
     """Nor does a session go without it for which numpy chooses. Compiled code computes its own."""
     contracts = [Contract(seed=1, max_tokens=9), Contract(seed=2, max_tokens=9, top_k=3)]
     sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
-    works = [Work(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
+    works = [SessionWork(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
     for draws in (True, False):
-        make_noise(Step(works, 0.0), draws=draws)
+        make_noise(StepBatch(works, 0.0), draws=draws)
         assert not any(session.sampler._noise._rows for session in sessions)
     for session in sessions:
         session.sampler._compiled = None
     for draws, expected in ((True, [False, True]), (False, [True, True])):
-        make_noise(Step(works, 0.0), draws=draws)
+        make_noise(StepBatch(works, 0.0), draws=draws)
         assert [bool(session.sampler._noise._rows) for session in sessions] == expected
 
 
-def session_of(number: int, contract: Contract) -> Session:
-    start = Start(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64)
-    return Session(start, Taken(number, len(TEXT) - 1, None), VOCABULARY, Patterns.unknown())
+def session_of(number: int, contract: Contract) -> VerifierSession:
+    start = SessionStart(f"s{number}", "", 1, TEXT, len(TEXT), contract, PLAN, 64)
+    return VerifierSession(start, AcquiredSlot(number, len(TEXT) - 1, None), VOCABULARY, ArrivalPatterns.unknown())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

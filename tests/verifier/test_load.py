@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.config import VerifierConfig
 from outrider.engine.engine import SCRATCH
-from tests.engine.checkpoints import MODELS
-from verifier_svc.service import load
+from tests.engine.small_checkpoints import MODELS
+from verifier_svc.server import load
 
 
 def test_a_shorter_context_than_the_checkpoint_s_is_what_sessions_get() -> None:

@@ -6,34 +6,36 @@ from typing import Any
 
 import pytest
 
-from outrider.core.budget import CostModel
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.pace import Pace
-from outrider.core.sampler import Choice
-from outrider.core.tree import Delta
-from outrider.core.waiting import Patterns
-from outrider.core.ways import Way
-from outrider.engine.slots import Taken
-from outrider.sink.keyring import Keyring
-from outrider.sink.sink import Sink
-from outrider.sink.stream import DraftStream
+from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.budget import CostModel
+from outrider.core.control.calibration import Calibration
+from outrider.core.control.hold_policy import HoldPolicy
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.tree.token_tree import Delta
+from outrider.draft_server.draft_session import DraftStream
+from outrider.draft_server.servicer import DraftStreamServicer
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.v1.types_pb2 import Heartbeat
-from verifier_svc.session import Commit, Session, Start
+from verifier_svc.session import SessionStart, StepCommit, VerifierSession
 
 
 async def no_key() -> bytes:
     return b""
 
 
-def publish(sink: Sink, session: Session, commit: Commit) -> None:
+def publish(sink: DraftStreamServicer, session: VerifierSession, commit: StepCommit) -> None:
     sink.publish(session, commit.position, [choice.token for choice in commit.choices])
 
 
-def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[Sink, Session]:
+def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[DraftStreamServicer, VerifierSession]:
     terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, wait_us=1_000_000, overlap=overlap)
-    session = Session(Start("s", "", 1, (1, 2, 3), 3, *terms, 64), Taken(0, 2, None), 4096, Patterns.unknown())
-    return Sink("verifier", b"", Keyring(b"", no_key)), session
+    session = VerifierSession(
+        SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown()
+    )
+    return DraftStreamServicer("verifier", b"", TicketVerifier(b"", no_key)), session
 
 
 async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
@@ -41,7 +43,7 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration()).plan_version = 1
     for resting in (True, True, False):
-        session.follow(Way.REST if resting else Way.TURNS)
+        session.set_overlap_mode(OverlapMode.REST if resting else OverlapMode.TURNS)
         assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert stream._wake.is_set() != resting
@@ -75,7 +77,7 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
     sink, session = sink_and_session()
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
-    session.follow(Way.REST)
+    session.set_overlap_mode(OverlapMode.REST)
     publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
     sink.refresh(session)
     frame = await stream.next()
@@ -85,47 +87,52 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
 
 async def test_drafters_do_not_delay_the_first_token() -> None:
     _, session = sink_and_session()
-    assert (session.way, session.price) == (Way.TURNS, 1.0)
+    assert (session.overlap_mode, session.price) == (OverlapMode.TURNS, 1.0)
     session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
     assert session.price == 0.0
 
 
 def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many() -> None:
-    pace = Pace(CostModel([(1, 0.01), (64, 0.02)]))
-    speeds = {1: {Way.TURNS: 3.0, Way.AHEAD: 2.0, Way.REST: 1.0}, 8: {Way.TURNS: 2.0, Way.AHEAD: 3.0, Way.REST: 8.0}}
+    pace = HoldPolicy(CostModel([(1, 0.01), (64, 0.02)]))
+    speeds = {
+        1: {OverlapMode.TURNS: 3.0, OverlapMode.AHEAD: 2.0, OverlapMode.REST: 1.0},
+        8: {OverlapMode.TURNS: 2.0, OverlapMode.AHEAD: 3.0, OverlapMode.REST: 8.0},
+    }
 
-    def steps(seconds: float, sessions: int, speed: dict[Way, float]) -> Way:
+    def steps(seconds: float, sessions: int, speed: dict[OverlapMode, float]) -> OverlapMode:
         crowd: list[Any] = [SimpleNamespace(greedy=False)] * sessions
         ways = []
         for _ in range(round(seconds * 100)):
-            pace.learn(crowd, sessions, 0, round(100 * speed[pace.way]), 0.01)
-            ways.append(pace.way)
+            pace.learn(crowd, sessions, 0, round(100 * speed[pace.overlap_mode]), 0.01)
+            ways.append(pace.overlap_mode)
         return mode(ways[len(ways) // 2 :])
 
-    assert steps(20.0, 1, speeds[1]) is Way.TURNS
-    assert steps(200.0, 8, speeds[8]) is Way.REST
-    assert steps(1.0, 1, speeds[1]) is Way.TURNS
-    assert steps(4.0, 8, speeds[8]) is Way.REST
-    assert steps(0.4, 16, dict.fromkeys(Way, 1.0)) is Way.REST  # they are believed
+    assert steps(20.0, 1, speeds[1]) is OverlapMode.TURNS
+    assert steps(200.0, 8, speeds[8]) is OverlapMode.REST
+    assert steps(1.0, 1, speeds[1]) is OverlapMode.TURNS
+    assert steps(4.0, 8, speeds[8]) is OverlapMode.REST
+    assert steps(0.4, 16, dict.fromkeys(OverlapMode, 1.0)) is OverlapMode.REST  # they are believed
     pace.forget()
-    assert steps(0.1, 1, speeds[1]) is Way.TURNS
+    assert steps(0.1, 1, speeds[1]) is OverlapMode.TURNS
 
 
 @pytest.mark.parametrize(
     ("overlap", "followed"),
     [
-        (Overlap.MEASURED, [Way.TURNS, Way.AHEAD, Way.REST]),
-        (Overlap.ALWAYS, [Way.AHEAD, Way.AHEAD, Way.AHEAD]),
-        (Overlap.NEVER, [Way.TURNS, Way.TURNS, Way.REST]),
+        (Overlap.MEASURED, [OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST]),
+        (Overlap.ALWAYS, [OverlapMode.AHEAD, OverlapMode.AHEAD, OverlapMode.AHEAD]),
+        (Overlap.NEVER, [OverlapMode.TURNS, OverlapMode.TURNS, OverlapMode.REST]),
     ],
 )
-async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[Way]) -> None:
+async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
     sink, session = sink_and_session(overlap)
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
-    for now, (way, kept) in enumerate(zip((Way.TURNS, Way.AHEAD, Way.REST), followed, strict=True), 1):
-        session.follow(way)
-        assert session.way is kept
+    for now, (way, kept) in enumerate(
+        zip((OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST), followed, strict=True), 1
+    ):
+        session.set_overlap_mode(way)
+        assert session.overlap_mode is kept
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
     sink.refresh(session)
     frame = await stream.next()

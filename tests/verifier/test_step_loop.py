@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core.budget import CostModel
-from outrider.core.calibration import Calibration
-from outrider.core.contract import OFF, Contract, Overlap, Plan
-from outrider.core.credit import Credit
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta
-from outrider.engine.checkpoint import SAYABLE
+from outrider.core.control.attribution import DrafterCredit
+from outrider.core.control.budget import CostModel
+from outrider.core.control.calibration import Calibration
+from outrider.core.session.contract import OFF, Contract, Overlap, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta
+from outrider.draft_server.draft_session import DraftStream
+from outrider.engine.checkpoints.checkpoint import SAYABLE
 from outrider.engine.loading import load_engine
 from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import Moved, Superseded
-from outrider.sink.stream import DraftStream
 from outrider.v1 import types_pb2
-from verifier_svc.loop import StepLoop
-from verifier_svc.session import Commit, Session, Start
-from verifier_svc.step import Step, Verdicts
+from verifier_svc.batch import StepBatch, StepVerdicts
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.session import SessionStart, StepCommit, VerifierSession
 
 MODELS = Path(__file__).parents[2] / "models"
 VOCABULARY = 64  # of what is drafted wrongly; the target has more
@@ -51,20 +51,20 @@ class Free(CostModel):
 
 
 @pytest.fixture
-def loop() -> Iterator[StepLoop]:
+def loop() -> Iterator[StepScheduler]:
     """A verifier's loop, whose steps the test takes by itself. The smallest of the reference models is the target."""
     loop = loop_of(MODELS / "drafter")
     yield loop
-    loop._passes.close()
+    loop._executor.close()
 
 
-def loop_of(folder: Path) -> StepLoop:
+def loop_of(folder: Path) -> StepScheduler:
     engine = load_engine(folder, dtype="float32", slots=3, threads=1)
-    return StepLoop(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+    return StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
 
 
 def opened(
-    loop: StepLoop,
+    loop: StepScheduler,
     name: str = "s",
     tokens: Sequence[int] = TEXT,
     *,
@@ -74,39 +74,39 @@ def opened(
     window: int = 256,
     most: int = 40,
     **terms: Any,
-) -> Session:
+) -> VerifierSession:
     contract = Contract(seed=5, max_tokens=most, **terms)
-    return loop.open(Start(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
+    return loop.open(SessionStart(name, tenant, epoch, tokens, len(TEXT), contract, plan, window))
 
 
-async def passed(loop: StepLoop, *sessions: Session) -> tuple[Step, Logits]:
+async def passed(loop: StepScheduler, *sessions: VerifierSession) -> tuple[StepBatch, Logits]:
     """A step for them that has not committed yet."""
     step, _ = loop._select(sessions, time.monotonic())
     return step, await loop._forward(step)
 
 
-async def stepped(loop: StepLoop, *sessions: Session) -> None:
+async def stepped(loop: StepScheduler, *sessions: VerifierSession) -> None:
     step, logits = await passed(loop, *sessions)
     loop._commit(step, loop._walk(step, logits))
 
 
-async def said(loop: StepLoop, session: Session) -> list[int]:
+async def said(loop: StepScheduler, session: VerifierSession) -> list[int]:
     """The session's tokens when its generation has ended."""
     while not session.finished:
         await stepped(loop, session)
     return session.tokens
 
 
-async def plain(loop: StepLoop, **terms: Any) -> list[int]:
+async def plain(loop: StepScheduler, **terms: Any) -> list[int]:
     """What is said without drafts."""
     session = opened(loop, "plain", plan=OFF, **terms)
     tokens = [*await said(loop, session)]
     loop.close(session)
-    loop.slots.forget()
+    loop.slots.clear()
     return tokens
 
 
-def draft(session: Session, tokens: Sequence[int], sender: int = DRAFTER) -> None:
+def draft(session: VerifierSession, tokens: Sequence[int], sender: int = DRAFTER) -> None:
     """A drafter sends a chain below the session's root."""
     count, first = len(tokens), session.tree.last_id(sender) + 1
     parents = (0, *range(first, first + count - 1))
@@ -114,7 +114,7 @@ def draft(session: Session, tokens: Sequence[int], sender: int = DRAFTER) -> Non
     session.tree.graft(sender, Delta(root, digest, first, parents, tuple(tokens), (-0.125,) * count))
 
 
-def bush(session: Session, tokens: Sequence[int], chance: random.Random) -> None:
+def bush(session: VerifierSession, tokens: Sequence[int], chance: random.Random) -> None:
     """A drafter sends a tree: a path of these tokens, and wrong ones beside and below each, in any order."""
     nodes: list[tuple[int, int]] = []  # (index of the parent, token); -1: the root
     right = wrong = -1
@@ -141,11 +141,11 @@ def bush(session: Session, tokens: Sequence[int], chance: random.Random) -> None
     )
 
 
-def commits(session: Session) -> list[Commit | None]:
+def commits(session: VerifierSession) -> list[StepCommit | None]:
     return [session.commits.get_nowait() for _ in range(session.commits.qsize())]
 
 
-async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loop: StepLoop) -> None:
+async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loop: StepScheduler) -> None:
     terms: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.0},
@@ -170,19 +170,19 @@ async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loo
     turns = []
     for number, (text, each) in enumerate(zip(texts, terms, strict=True)):  # they go on from the KV that was kept
         turn = opened(loop, str(number), [*text, 4, 5], most=60, **each)
-        assert turn.place == (sessions[number].place.slot, len(text) - 1, None)
+        assert turn.kv_slot == (sessions[number].kv_slot.slot, len(text) - 1, None)
         turns.append(await said(loop, turn))
         loop.close(turn)
-    loop.slots.forget()
+    loop.slots.clear()
     for turn, text, each in zip(turns, texts, terms, strict=True):
         cold = opened(loop, "cold", [*text, 4, 5], most=60, **each)
         assert await said(loop, cold) == turn
         loop.close(cold)
-        loop.slots.forget()
+        loop.slots.clear()
 
 
 @pytest.mark.parametrize("plan", [PLAN, IN_ROUNDS], ids=["chosen", "whole"])
-async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(loop: StepLoop, plan: Plan) -> None:
+async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(loop: StepScheduler, plan: Plan) -> None:
     text = await plain(loop)
     session = opened(loop, window=5, plan=plan)
     await stepped(loop, session)  # reads the prompt
@@ -197,7 +197,7 @@ async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(lo
     assert not session.ready
 
 
-async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop: StepLoop) -> None:
+async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop: StepScheduler) -> None:
     text = await plain(loop)
     answer = text[len(TEXT) :]
     behind = next(place for place in range(2, 7) if answer[place] not in answer[:place])
@@ -220,7 +220,7 @@ async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop
 )
 @pytest.mark.parametrize("count", [1, 7, 24])
 async def test_a_generation_that_goes_on_elsewhere_says_what_it_would_have_said(
-    loop: StepLoop, terms: dict[str, Any], count: int
+    loop: StepScheduler, terms: dict[str, Any], count: int
 ) -> None:
     text = await plain(loop, **terms)
     assert len(text) > len(TEXT) + count
@@ -230,7 +230,7 @@ async def test_a_generation_that_goes_on_elsewhere_says_what_it_would_have_said(
     assert await said(loop, session) == text
 
 
-async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(loop: StepLoop) -> None:
+async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(loop: StepScheduler) -> None:
     first = opened(loop, epoch=2)
     await stepped(loop, first)
     for epoch in (1, 2):
@@ -240,11 +240,11 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(lo
     second = opened(loop, tokens=first.tokens, epoch=3)
     assert (first.finished, first.fenced, first.moved) == (True, True, False)
     assert commits(first)[-1] is None
-    assert second.place == (first.place.slot, len(first.tokens) - 1, None)
+    assert second.kv_slot == (first.kv_slot.slot, len(first.tokens) - 1, None)
     assert loop.sessions == {"s": second}
 
 
-async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepLoop) -> None:
+async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: StepScheduler) -> None:
     gone, other = opened(loop, "gone"), opened(loop, "other")
     step, logits = await passed(loop, gone, other)
     loop.close(gone)
@@ -254,14 +254,14 @@ async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: Step
     assert len(other.tokens) == len(TEXT) + 1
 
 
-async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_move(loop: StepLoop) -> None:
+async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_move(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
-    loop.leave(lambda: left.append(session.moved))
+    loop.begin_drain(lambda: left.append(session.moved))
     with pytest.raises(Moved):
         opened(loop, "late")
     with pytest.raises(Moved):
-        await loop.read(TEXT, "")
+        await loop.prefill(TEXT, "")
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
         while not left:
@@ -274,20 +274,20 @@ async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_m
     assert commits(session)[-1] is None
 
 
-async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepLoop) -> None:
+async def test_what_was_read_beforehand_is_its_tenants_alone(loop: StepScheduler) -> None:
     running = asyncio.create_task(loop.run())
     async with asyncio.timeout(5):
-        assert await loop.read(TEXT, "one") == len(TEXT) - 1
+        assert await loop.prefill(TEXT, "one") == len(TEXT) - 1
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    loop._over = False
-    assert opened(loop, "b", tenant="other").place.cached == 0
-    assert opened(loop, "c", tenant="").place.cached == 0
-    assert opened(loop, "a", tenant="one").place.cached == len(TEXT) - 1
+    loop._stopped = False
+    assert opened(loop, "b", tenant="other").kv_slot.cached == 0
+    assert opened(loop, "c", tenant="").kv_slot.cached == 0
+    assert opened(loop, "a", tenant="one").kv_slot.cached == len(TEXT) - 1
 
 
-async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepLoop) -> None:
+async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepScheduler) -> None:
     text = await plain(loop)
     answer = text[len(TEXT) :]
     session = opened(loop)
@@ -299,20 +299,20 @@ async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepL
     await stepped(loop, session)
     _, commit = commits(session)
     assert commit is not None
-    assert commit.owed == (Credit("long", 3, 3, 2), Credit("short", 1, 1, 0))
+    assert commit.credits == (DrafterCredit("long", 3, 3, 2), DrafterCredit("short", 1, 1, 0))
 
 
-async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepLoop) -> None:
+async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepScheduler) -> None:
     """Else a drafter that is fenced could know what will be accepted."""
     draws = []
     for epoch in (1, 2):
         session = opened(loop, epoch=epoch, rule="speculative-sampling")
         step, _ = loop._select([session], time.monotonic())
-        draws.append(Verdicts(step.works[0], HostLogits.__new__(HostLogits), 0).chance()._uniform())
+        draws.append(StepVerdicts(step.works[0], HostLogits.__new__(HostLogits), 0).random_source()._uniform())
     assert draws[0] != draws[1]
 
 
-async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop, tmp_path: Path) -> None:
+async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepScheduler, tmp_path: Path) -> None:
     """A family pads its vocabulary; here the padding would be said if it might."""
     text = await plain(loop)
     limit = max(text[len(TEXT) :])
@@ -324,10 +324,10 @@ async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepLoop, tmp_pat
     await stepped(padded, session)
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
     assert max((await said(padded, session))[len(TEXT) :]) < limit
-    padded._passes.close()
+    padded._executor.close()
 
 
-async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepLoop) -> None:
+async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop: StepScheduler) -> None:
     random = np.random.default_rng(4)
     common = random.integers(1, 4000, 50).tolist()
     texts = [[*common, 7, 8, 9], [*common, 5]]
@@ -336,7 +336,7 @@ async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop
         session = opened(loop, f"alone {number}", text, plan=OFF, most=100)
         alone.append([*await said(loop, session)])
         loop.close(session)
-        loop.slots.forget()
+        loop.slots.clear()
     first = opened(loop, "first", texts[0], plan=OFF, most=100)
     while len(first.tokens) < len(texts[0]) + 3:
         await stepped(loop, first)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.core.tree import ALIAS_SPAN
+from outrider.core.tree.token_tree import ALIAS_SPAN
+from outrider.draft_server.draft_session import DraftStream
+from outrider.draft_server.outbox import CONTROL_FRAMES
 from outrider.errors import Overloaded
-from outrider.sink.stream import CONTROL_FRAMES, DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
@@ -38,7 +39,7 @@ async def kinds(outgoing: DraftStream, count: int) -> list[str]:
 async def test_commits_go_before_control_frames_and_snapshots() -> None:
     outgoing = stream()
     outgoing.snapshot(1, lambda: parts(2))
-    outgoing.say(pb.DraftDown(welcome=pb.Welcome()))
+    outgoing.queue_control(pb.DraftDown(welcome=pb.Welcome()))
     outgoing.commit(commit(2, 10))
     assert await kinds(outgoing, 4) == ["commit", "welcome", "snapshot", "snapshot"]
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.core.budget import CostModel
-from outrider.core.contract import Contract, Plan
-from outrider.core.noise import Draw
-from outrider.core.tree import Delta
+from outrider.core.control.budget import CostModel
+from outrider.core.sampling.noise import Draw
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.tree.token_tree import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine
 from outrider.engine.logits import Logits
 from tests.engine.families import make_family
-from verifier_svc.loop import StepLoop
-from verifier_svc.session import Session, Start
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.session import SessionStart, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, wait_us=500_000)
 TEXT = tuple(range(1, 13))
@@ -48,11 +48,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return load_engine(folder, dtype="float32", slots=2, rows=128, threads=1)
 
 
-def start(name: str, tokens: Sequence[int] = TEXT, most: int = 20) -> Start:
-    return Start(name, "", 1, tokens, len(TEXT), Contract(seed=1, max_tokens=most, temperature=0.0), PLAN, 64)
+def start(name: str, tokens: Sequence[int] = TEXT, most: int = 20) -> SessionStart:
+    return SessionStart(name, "", 1, tokens, len(TEXT), Contract(seed=1, max_tokens=most, temperature=0.0), PLAN, 64)
 
 
-async def finish(session: Session) -> list[int]:
+async def finish(session: VerifierSession) -> list[int]:
     """The session's tokens once all are said."""
     async with asyncio.timeout(20):
         while len(session.tokens) < session.end:
@@ -60,9 +60,9 @@ async def finish(session: Session) -> list[int]:
     return session.tokens
 
 
-def loop_over(engine: Engine | Gate) -> StepLoop:
+def loop_over(engine: Engine | Gate) -> StepScheduler:
     cost = CostModel([(2, 0.001), (64, 0.010)])
-    return StepLoop(engine, cost, prefill_chunk=8, max_nodes=64, publish=lambda *_: None)  # type: ignore[arg-type]
+    return StepScheduler(engine, cost, prefill_chunk=8, max_nodes=64, publish=lambda *_: None)  # type: ignore[arg-type]
 
 
 async def test_a_tree_that_somebody_grew_is_left_alone_and_not_waited_for(engine: Engine) -> None:
@@ -103,7 +103,7 @@ async def test_the_next_turn_goes_on_where_the_slot_ends(engine: Engine) -> None
     text = await finish(half)
     loop.close(half)
     rest = loop.open(start("rest", text))
-    assert rest.place.cached == len(text) - 1
+    assert rest.kv_slot.cached == len(text) - 1
     assert await finish(rest) == expected
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -1,13 +1,13 @@
-"""Tree constructions: which nodes are expanded next, and which children are told.
+"""Tree constructions: which nodes a drafter expands next, and which children it sends.
 
-A construction decides the shape alone. Which tokens a node's candidates are and what each one's chance is, fitted and
-shaped by the noise where the rule shares it, is the same for all of them.
+A construction decides only the shape. The candidate tokens of a node and their fitted probabilities, which depend on
+the noise where the rule shares it, are the same for all constructions.
 """
 
+from outrider.core.construction.by_score import BestFirst, Eagle2, OptTree
 from outrider.core.construction.construction import Construction, Terms
-from outrider.core.construction.growing import grow
-from outrider.core.construction.shaped import Chain, KAry, Sequoia, Shaped
-from outrider.core.construction.valued import BestFirst, Eagle2, OptTree
+from outrider.core.construction.offline import grow
+from outrider.core.construction.static import Chain, KAry, Sequoia, StaticConstruction
 from outrider.errors import ConfigError
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
     "KAry",
     "OptTree",
     "Sequoia",
-    "Shaped",
+    "StaticConstruction",
     "Terms",
     "construction_of",
     "grow",
-    "shaped_of",
+    "static_construction_of",
 ]
 
 _ALL: tuple[Construction, ...] = (BestFirst(), OptTree(), Eagle2(), Chain(), KAry(), Sequoia())
@@ -32,15 +32,15 @@ CONSTRUCTIONS = tuple(_BY_NAME)  # names; the first is the default
 
 
 def construction_of(name: str) -> Construction:
-    """The construction of that name. Raises ConfigError when there is none."""
+    """Return the construction of that name. Raises ConfigError when there is none."""
     try:
         return _BY_NAME[name]
     except KeyError:
         raise ConfigError(f"tree: there is no construction {name!r}; there are {', '.join(CONSTRUCTIONS)}") from None
 
 
-def shaped_of(name: str) -> Shaped:
-    """What stands in for a construction where the shape must not depend on what was drawn: itself if it does not,
-    else Sequoia's. Raises ConfigError when there is none of that name."""
+def static_construction_of(name: str) -> StaticConstruction:
+    """Return the construction to use where the shape must not depend on the draws: the named one if it is static, else
+    Sequoia. Raises ConfigError when there is none of that name."""
     found = construction_of(name)
-    return found if isinstance(found, Shaped) else Sequoia()
+    return found if isinstance(found, StaticConstruction) else Sequoia()

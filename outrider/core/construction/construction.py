@@ -1,52 +1,55 @@
-"""What a tree construction is."""
+"""The interface of tree constructions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from outrider.core.contract import Plan
-from outrider.core.tree import Node, TokenTree
+from outrider.core.session.contract import Plan
+from outrider.core.tree.token_tree import Node, TokenTree
 
 
 class Terms(NamedTuple):
-    """What growth is bound by, and what it may know."""
+    """The limits of a tree's growth, and the measurements that it may use."""
 
     plan: Plan
-    limit: int = 2**31  # nodes expanded in one pass
+    limit: int = 2**31  # nodes expanded in one pass at most
     price: float = 0.0  # path score below which a node is not worth verifying
     ahead: bool = False  # whether to draft also for the step after the running one
-    level_price: float = 0.0  # tokens that the time of one more level costs; 0: nobody waits
-    rates: tuple[float, ...] = ()  # [plan.width] measured acceptance by rank, falling
+    level_price: float = 0.0  # tokens that the time of one more level costs; 0: no step waits for it
+    rates: tuple[float, ...] = ()  # [plan.width] measured acceptance rates by rank, never rising
 
 
 class Construction(Protocol):
-    """Grows a token tree level by level. It keeps nothing: what it decides follows from the tree and the terms, so that
-    a tree that was re-rooted by a commit simply grows on.
+    """Grows a token tree level by level. A construction has no state: its decisions follow from the tree and the terms,
+    so a tree that a commit re-rooted simply continues to grow.
 
-    A node *is expanded* when `propose` has seen its candidates. Of the told nodes a step verifies the best `plan.nodes`
-    by path score; a construction with a fixed shape tells no more than that.
+    A node *is expanded* when `propose` has received its candidates. A step verifies the best `plan.nodes` of the sent
+    nodes by path score; a construction with a fixed shape sends no more than that.
     """
 
     name: str
-    guesses: bool  # whether nodes may be in the tree that no model has judged
+    guesses: bool  # whether the tree may hold nodes that no model has scored
 
     def width(self, plan: Plan) -> int:
-        """Most children of a node."""
+        """Return the largest number of children of a node."""
         ...
 
     def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
-        """The nodes to expand in the next pass: at most `terms.limit`, parents before children, the root first if it is
-        not expanded. None: the tree is complete."""
-        ...
+        """Return the nodes to expand in the next pass: at most `terms.limit`, parents before children.
 
-    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
-        """Expands `node` with its best candidates and the logarithms of their chances, best first: [<= width].
-
-        Returns the nodes to tell, parents before children. Repeating it adds what was left out, if it is wanted now.
+        The root comes first if it is not expanded. An empty list means that the tree is complete.
         """
         ...
 
-    def rest(self, tree: TokenTree, terms: Terms) -> list[Node]:
-        """What was held back and is to be told now that nothing more will be expanded, parents before children."""
+    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
+        """Expand `node` with its best candidates and the logarithms of their probabilities, best first: [<= width].
+
+        Return the nodes to send, parents before children. A repeated call adds candidates that were left out before and
+        are wanted now.
+        """
+        ...
+
+    def flush(self, tree: TokenTree, terms: Terms) -> list[Node]:
+        """Return the nodes that were held back, to be sent when nothing more is expanded, parents before children."""
         ...

@@ -1,17 +1,17 @@
 """The compiled engine for CPUs: a pass is one call into `outrider._native`, whose sources are in `src`.
 
-`outrider.engine.cpu.engine` has the engine; `missing` is why it cannot be had here.
+The engine is in `outrider.engine.cpu.engine`; `missing` tells why this machine cannot run it.
 """
 
 from __future__ import annotations
 
 import os
 
-SWITCH = "OUTRIDER_ENGINE"  # "torch": the engine on torch serves, though the compiled one is there
+SWITCH = "OUTRIDER_ENGINE"  # "torch": use the engine on torch, also where the compiled one is installed
 
 
 def missing() -> str:
-    """Why the compiled engine is not to be had; empty: it is."""
+    """Return why the compiled engine is not available; "": it is available."""
     if os.environ.get(SWITCH) == "torch":
         return f"{SWITCH}=torch is set"
     try:

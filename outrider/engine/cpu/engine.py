@@ -1,9 +1,9 @@
 """The engine for CPUs: one compiled call a pass, from token ids to logits and chosen tokens.
 
-Each sum is taken in one order, whatever else is in the pass: a linear's over its inputs, attention's over the keys of a
-path in the order of positions. So a token's logits and KV are the same bits in every batch, tree and chunk and with any
-number of threads, on one kind of processor. KV is in pages of 16 rows, which slots share where one was copied from
-another: in float32 for a model in float32, else in bfloat16.
+All sums have a fixed order, whatever else the pass contains: a linear sums over its inputs, attention over the keys of
+a path in the order of positions. So a token's logits and KV have the same bits in every batch, tree and chunk and with
+any number of threads, on one kind of processor. KV is in pages of 16 rows, in float32 for a model in float32, else in
+bfloat16. A slot that was copied from another one shares its pages.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.noise import Draw
-from outrider.core.sampler import Choice
+from outrider.core.sampling.noise import Draw
+from outrider.core.sampling.sampler import Choice
 from outrider.engine.batch import Segment
-from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
+from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import check_layers, load_layers
-from outrider.engine.depth import kept_layers
+from outrider.engine.eager.int4 import check_int4_shape
 from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits
 from outrider.engine.features import Features
-from outrider.engine.group import ALONE, Alone
-from outrider.engine.int4 import check_int4_shape
+from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Best, Logits
-from outrider.engine.socket_group import SocketGroup
+from outrider.engine.ranks.group import ALONE, Alone
+from outrider.engine.ranks.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 
     from outrider._native import Model
 
-SPARE = 4  # pages beyond those of one text
+SPARE = 4  # pages beyond those of one text that `kv_memory` must have
 
-# Of the head. Quantized models have it in int8: in int4 it would choose other tokens too often.
+# Type of the head, by that of the layers. Quantized models have it in int8: in int4 it would choose other tokens too
+# often.
 HEADS: dict[Dtype, Dtype] = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
 
 
 class CpuEngine(Engine):
-    """All of a model, some of its layers, or a rank's part of them, on a CPU."""
+    """The compiled engine over all of a model, some of its layers, or a rank's part of them."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class CpuEngine(Engine):
         group: SocketGroup | Alone = ALONE,
         bounded: bool = False,
     ) -> None:
-        """`model`: with all of its weights; `config`: the shape of this rank's part; `bounded`: with less memory for KV
-        than all slots together could take."""
+        """Make an engine over a compiled model with all of its weights.
+
+        `config`: the shape of this rank's part; `bounded`: memory for KV is less than all slots together could take.
+        """
         sizes = model.sizes()
         super().__init__(
             Traits(
@@ -87,7 +90,7 @@ class CpuEngine(Engine):
         self._bounded = bounded
         self._group = group
         self._width = config.width
-        self._logits = np.empty(0, np.float32)  # of the last pass that was judged
+        self._logits = np.empty(0, np.float32)  # buffer of `judge`
         self._hidden = np.empty((0, 0), np.float32)
 
     @classmethod
@@ -107,11 +110,13 @@ class CpuEngine(Engine):
         instructions: str = "",
         kv_memory: int | None = None,
     ) -> CpuEngine:
-        """Loads a checkpoint folder; see `NativeEngine.load`. `instructions`: the set to use; "": the best there is.
-        `kv_memory`: bytes for the KV of all slots together; None: what they can take.
+        """Load a checkpoint folder; for the other parameters see `NativeEngine.load`.
 
-        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 has not,
-        memory that is too little for one text, and ranks that cannot share the model.
+        `instructions`: the instruction set to use; "": the best one. `kv_memory`: bytes for the KV of all slots
+        together; None: as much as they can take.
+
+        Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 does not
+        support, memory too small for one text, and ranks that cannot share the model.
         """
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
@@ -163,7 +168,7 @@ class CpuEngine(Engine):
         tokens, scores = np.empty((outputs, best), np.int64), np.empty((outputs, best))
         self._run(segments, draws, best, logits, tokens, scores, walks=walks)
         drawn = [draw is not None for draw, count in zip(draws, counts, strict=True) for _ in range(count)]
-        return _Drawn(logits, drawn if best else [False] * outputs, tokens, scores)
+        return _DrawnLogits(logits, drawn if best else [False] * outputs, tokens, scores)
 
     def _run(
         self,
@@ -178,12 +183,12 @@ class CpuEngine(Engine):
     ) -> None:
         wanted, hidden = self.features, None
         if wanted is not None:
-            rows = sum(len(it.tokens) if wanted.every else _outputs(it) for it in segments)
+            rows = sum(len(it.tokens) if wanted.all_rows else _outputs(it) for it in segments)
             hidden = np.empty((rows, wanted.parts * self._width), np.float32)
         try:
             self._model.run(segments, draws, best, walks, logits, tokens, scores, hidden)
         except ValueError:
-            self.check_segments(segments)  # which says more
+            self.check_segments(segments)  # raises a clearer error
             raise
         except ConnectionError as error:
             assert isinstance(self._group, SocketGroup)
@@ -192,7 +197,7 @@ class CpuEngine(Engine):
             self._hidden = hidden
 
     def hidden(self) -> Tensor:
-        import torch  # what asks for features computes with it
+        import torch  # only callers that use features need torch
 
         return torch.from_numpy(self._hidden)
 
@@ -212,13 +217,13 @@ class CpuEngine(Engine):
 
     @property
     def exchange_s(self) -> float:
-        """Seconds that passes have spent in exchange with other ranks, waiting for them included."""
+        """Seconds that passes have spent exchanging parts with other ranks, waiting included."""
         seconds: float = self._model.sizes()["exchange_s"]
         return seconds
 
     @property
     def kv_bytes_taken(self) -> int:
-        """By pages that some slot has; a page that several share counts once."""
+        """Bytes of all pages in use; a page that several slots share counts once."""
         taken: int = self._model.sizes()["kv_bytes_taken"]
         return taken
 
@@ -226,8 +231,8 @@ class CpuEngine(Engine):
 _NO_TOKENS, _NO_SCORES = np.empty((0, 0), np.int64), np.empty((0, 0))
 
 
-class _Drawn:
-    """Logits, and the tokens that were drawn from them. See `Logits`."""
+class _DrawnLogits:
+    """Logits with the tokens that the engine has drawn from them; see `Logits`."""
 
     def __init__(
         self,
@@ -247,7 +252,7 @@ class _Drawn:
         return row
 
     def choice(self, index: int) -> Choice | None:
-        if not self._drawn[index] or self._tokens[index, 0] < 0:  # it is not on the way, or the model gave no numbers
+        if not self._drawn[index] or self._tokens[index, 0] < 0:  # not on the path, or the logits are NaN
             return None
         first, second = self._scores[index, :2]
         return Choice(int(self._tokens[index, 0]), float(first - second))
@@ -255,29 +260,30 @@ class _Drawn:
     def best(self, index: int) -> Best | None:
         if not self._drawn[index]:
             return None
-        there = self._tokens[index] >= 0  # fewer tokens may be sayable than were asked for
-        return Best(self._tokens[index][there], self._scores[index][there])
+        found = self._tokens[index] >= 0  # the vocabulary without padding may be smaller than `best`
+        return Best(self._tokens[index][found], self._scores[index][found])
 
 
 def _outputs(segment: Segment) -> int:
-    """Rows of logits that a segment gets, if it is one that is not refused."""
+    """Return the number of logits rows of a segment, also where `check_segments` will refuse it."""
     return max(0, min(segment.outputs, len(segment.tokens)))
 
 
 def _page_bytes(config: ModelConfig, dtype: Dtype) -> int:
+    """Return the bytes of one page in all layers."""
     values = -(-config.head_dim // PAGE) * PAGE
     size = 4 if dtype == "float32" else 2
     return size * PAGE * config.layers * config.kv_heads * (config.head_dim + values)
 
 
 def _checked_memory(memory: int, config: ModelConfig, dtype: Dtype, rows: int) -> int:
-    """Raises ConfigError where one text and its tree would not fit."""
+    """Return `memory`. Raises ConfigError where one text and its tree would not fit into it."""
     page = _page_bytes(config, dtype)
-    least = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
-    if memory < least:
+    minimum = page * (-(-(rows + SCRATCH) // PAGE) + SPARE)
+    if memory < minimum:
         raise ConfigError(
             f"kv_memory: {memory} bytes are too few for one text of {rows - SCRATCH} tokens; "
-            f"give at least {least}, or a shorter context"
+            f"give at least {minimum}, or a shorter context"
         )
     return memory
 
@@ -293,6 +299,7 @@ def _empty_model(
     kv_memory: int,
     group: SocketGroup | Alone,
 ) -> Model:
+    """Return a compiled model without weights."""
     from outrider._native import Model
 
     positions = max(rows, config.context)
@@ -318,6 +325,6 @@ def _empty_model(
         threads or len(os.sched_getaffinity(0)),
         instructions,
         () if features is None else features.layers,
-        features is not None and features.every,
+        features is not None and features.all_rows,
         (group.shard.rank, group.timeout_s, group.sockets) if isinstance(group, SocketGroup) else (0, 0.0, ()),
     )

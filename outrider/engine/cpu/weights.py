@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, one after another, into the compiled model, which packs them; of each what a rank holds."""
+"""Loads a checkpoint's tensors, or a rank's parts of them, one after another into the compiled model."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.engine.checkpoint import ALL, ModelConfig, Weights
-from outrider.engine.sharding import Shard
+from outrider.engine.checkpoints.checkpoint import ALL, ModelConfig, Weights
+from outrider.engine.ranks.sharding import Shard
 
 if TYPE_CHECKING:
     from outrider._native import Model
 
 
 class _Part(NamedTuple):
-    """A tensor, and what a rank holds of it."""
+    """A tensor and the part of it that a rank holds."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the complete tensor
     rows: slice = ALL
     columns: slice = ALL
 
 
 def check_layers(source: Weights, config: ModelConfig, kept: Sequence[int]) -> int:
-    """Gives the number of parameters of the `kept` layers and both ends, on all ranks. Raises CheckpointError for a
-    tensor that is missing or of another shape, before anything of that shape is made."""
+    """Return the number of parameters of the `kept` layers, embedding, last norm and head, on all ranks.
+
+    Raises CheckpointError for a tensor that is missing or has another shape, before memory of that shape is allocated.
+    """
     parts = [part for layer in kept for part in _layer(config, Shard(), f"model.layers.{layer}") if part is not None]
     parts += _ends(config, Shard())
     shapes = {part.name: part.shape for part in parts}  # a tied head is the embedding
@@ -37,9 +39,9 @@ def check_layers(source: Weights, config: ModelConfig, kept: Sequence[int]) -> i
 
 
 def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard, kept: Sequence[int]) -> None:
-    """Reads the `kept` layers and both ends; bfloat16 as the bits of it. `config`: of the whole model.
+    """Load the `kept` layers, embedding, last norm and head into a model; bfloat16 as its bits.
 
-    Raises CheckpointError.
+    `config`: that of the complete model. Raises CheckpointError.
     """
 
     def take(part: _Part | None) -> NDArray[Any] | None:
@@ -58,6 +60,7 @@ def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard
 
 
 def _ends(it: ModelConfig, shard: Shard) -> list[_Part]:
+    """Return embedding, last norm and head, in the order of `Model.set_ends`."""
     matrix = it.vocabulary, it.width
     head = "model.embed_tokens.weight" if it.tied else "lm_head.weight"
     return [
@@ -68,40 +71,40 @@ def _ends(it: ModelConfig, shard: Shard) -> list[_Part]:
 
 
 def _layer(it: ModelConfig, shard: Shard, prefix: str) -> list[_Part | None]:
-    """In the order of `Model.set_layer`; None for what such a model, or this rank, does not have."""
+    """Return a layer's tensors in the order of `Model.set_layer`; None for those that model or rank do not have."""
     attention, ffn = f"{prefix}.self_attn", f"{prefix}.mlp"
     queries, keys = it.heads * it.head_dim, it.kv_heads * it.head_dim
     heads = shard.kv_heads(it)
-    own_queries, own_units = shard.part(it.heads, it.head_dim), shard.part(it.ffn)
-    own_keys = slice(heads.start * it.head_dim, heads.stop * it.head_dim)
+    shard_queries, shard_units = shard.part(it.heads, it.head_dim), shard.part(it.ffn)
+    shard_keys = slice(heads.start * it.head_dim, heads.stop * it.head_dim)
 
-    def outputs(name: str, count: int, own: slice) -> _Part:
-        return _Part(f"{name}.weight", (count, it.width), own)
+    def outputs(name: str, count: int, part: slice) -> _Part:
+        return _Part(f"{name}.weight", (count, it.width), part)
 
-    def inputs(name: str, count: int, own: slice) -> _Part:
-        return _Part(f"{name}.weight", (it.width, count), columns=own)
+    def inputs(name: str, count: int, part: slice) -> _Part:
+        return _Part(f"{name}.weight", (it.width, count), columns=part)
 
-    def vector(name: str, count: int, own: slice = ALL, *, there: bool = True) -> _Part | None:
-        return _Part(name, (count,), own) if there else None
+    def vector(name: str, count: int, part: slice = ALL, *, present: bool = True) -> _Part | None:
+        return _Part(name, (count,), part) if present else None
 
     first = not shard.rank  # a bias is added once
     return [
         vector(f"{prefix}.input_layernorm.weight", it.width),
-        outputs(f"{attention}.q_proj", queries, own_queries),
-        outputs(f"{attention}.k_proj", keys, own_keys),
-        outputs(f"{attention}.v_proj", keys, own_keys),
-        vector(f"{attention}.q_proj.bias", queries, own_queries, there=it.qkv_bias),
-        vector(f"{attention}.k_proj.bias", keys, own_keys, there=it.qkv_bias),
-        vector(f"{attention}.v_proj.bias", keys, own_keys, there=it.qkv_bias),
-        vector(f"{attention}.q_norm.weight", it.head_dim, there=it.head_norms),
-        vector(f"{attention}.k_norm.weight", it.head_dim, there=it.head_norms),
-        inputs(f"{attention}.o_proj", queries, own_queries),
-        vector(f"{attention}.o_proj.bias", it.width, there=it.output_bias and first),
+        outputs(f"{attention}.q_proj", queries, shard_queries),
+        outputs(f"{attention}.k_proj", keys, shard_keys),
+        outputs(f"{attention}.v_proj", keys, shard_keys),
+        vector(f"{attention}.q_proj.bias", queries, shard_queries, present=it.qkv_bias),
+        vector(f"{attention}.k_proj.bias", keys, shard_keys, present=it.qkv_bias),
+        vector(f"{attention}.v_proj.bias", keys, shard_keys, present=it.qkv_bias),
+        vector(f"{attention}.q_norm.weight", it.head_dim, present=it.head_norms),
+        vector(f"{attention}.k_norm.weight", it.head_dim, present=it.head_norms),
+        inputs(f"{attention}.o_proj", queries, shard_queries),
+        vector(f"{attention}.o_proj.bias", it.width, present=it.output_bias and first),
         vector(f"{prefix}.post_attention_layernorm.weight", it.width),
-        outputs(f"{ffn}.gate_proj", it.ffn, own_units),
-        outputs(f"{ffn}.up_proj", it.ffn, own_units),
-        vector(f"{ffn}.gate_proj.bias", it.ffn, own_units, there=it.ffn_bias),
-        vector(f"{ffn}.up_proj.bias", it.ffn, own_units, there=it.ffn_bias),
-        inputs(f"{ffn}.down_proj", it.ffn, own_units),
-        vector(f"{ffn}.down_proj.bias", it.width, there=it.ffn_bias and first),
+        outputs(f"{ffn}.gate_proj", it.ffn, shard_units),
+        outputs(f"{ffn}.up_proj", it.ffn, shard_units),
+        vector(f"{ffn}.gate_proj.bias", it.ffn, shard_units, present=it.ffn_bias),
+        vector(f"{ffn}.up_proj.bias", it.ffn, shard_units, present=it.ffn_bias),
+        inputs(f"{ffn}.down_proj", it.ffn, shard_units),
+        vector(f"{ffn}.down_proj.bias", it.width, present=it.ffn_bias and first),
     ]

@@ -1,4 +1,4 @@
-"""The engine for accelerators: whole passes recorded once as graphs, over buffers that never move."""
+"""The engine for accelerators: passes are recorded once as graphs, over buffers that never move."""
 
 from outrider.engine.device.engine import DeviceEngine
 

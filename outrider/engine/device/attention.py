@@ -1,9 +1,9 @@
-"""Ways to compute the attention of a pass on a device. All take and give the same; a recording takes the fastest.
+"""Implementations of the attention of a pass on a device. All have the same signature; a recording uses the fastest.
 
-Queries are [slots, width * group, kv_heads, dim] with the group of a KV head folded into them, keys and values
-[slots, kv_heads, context, dim], views of the cache or copies. `seen` is what is added to the scores, [slots, 1,
-width * group, context] in the type of the queries: 0, or so little that nothing is left. A mask that is added, because
-it is a plain buffer that every pass fills anew, whatever the shape of its trees: a recorded graph can read it.
+Queries are [slots, width * group, kv_heads, dim], with the group of a KV head folded into them. Keys and values are
+[slots, kv_heads, context, dim], views of the cache or copies. The mask is added to the scores: [slots, 1, width *
+group, context] in the type of the queries, 0 or, for a hidden key, a large negative number. An added mask is a plain
+buffer that each pass fills, whatever the shape of its trees, so a recorded graph can read it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # queries, keys, values, seen -> as queries
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # queries, keys, values, mask -> the shape of queries
 
-# Added to the score of a hidden key. Finite: no row may become NaN, and bfloat16 can hold it.
+# Added to the score of a hidden key. Finite, so that no row becomes NaN; bfloat16 can hold it.
 HIDDEN = -1e30
 
 
-def fused(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """torch's own attention: the fastest kernel that it has for a mask that is added."""
-    return scaled_dot_product_attention(queries.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2)
+def fused(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Compute attention with torch's fastest kernel for an added mask."""
+    return scaled_dot_product_attention(queries.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2)
 
 
-def products(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """Two products and a softmax in float32: for few queries it spreads better over a device than a fused kernel."""
+def products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Compute attention as two products and a softmax in float32.
+
+    For few queries this uses more of a device than a fused kernel does.
+    """
     scores = torch.matmul(queries.transpose(1, 2), keys.transpose(2, 3)).float()
-    weights = torch.softmax(scores * queries.shape[-1] ** -0.5 + seen, -1)
+    weights = torch.softmax(scores * queries.shape[-1] ** -0.5 + mask, -1)
     return torch.matmul(weights.to(values.dtype), values).transpose(1, 2)
 
 
-def flexible(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """Flex attention, which splits long contexts among processors. It must be compiled to be fast."""
+def flexible(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Compute flex attention, which splits long contexts among processors. It is fast only when compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def masked(score: Tensor, slot: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + seen[slot, 0, query, key]
+        return score + mask[slot, 0, query, key]
 
     result = flex_attention(queries.transpose(1, 2), keys, values, score_mod=masked)
     assert isinstance(result, Tensor)
@@ -45,9 +48,9 @@ def flexible(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Ten
 
 
 def visible(prefixes: Tensor, trees: Tensor, context: int, kind: torch.dtype, group: int) -> Tensor:
-    """`seen` of a pass. `prefixes`: [slots], `trees`: [slots, width, span] bool, of the rows behind the prefix.
+    """Return the mask of a pass. `prefixes`: [slots]; `trees`: [slots, width, span] bool, of rows behind the prefix.
 
-    A query of a row that is padding has no tree, and sees the first key alone.
+    A query of a padding row has no tree, and sees the first key alone.
     """
     slots, width, span = trees.shape
     column = torch.arange(context, device=trees.device)

@@ -1,12 +1,12 @@
-"""The engine on an accelerator: the Llama family, with a step's few numbers as all that the host waits for.
+"""The engine on an accelerator, for the Llama family. The host waits only for the few numbers that a step needs.
 
-A pass runs at one of a few sizes (`buckets`). All that it needs is laid out in one buffer and copied at once
-(`staging`); what follows is recorded the first time, and replayed as one call (`recording`): the layers (`layers`), the
-attention that is fastest at that size (`attention`, `kernels`), the head for the rows that want it, and the choice of
-tokens under shared noise (`choosing`). Only the chosen tokens come back. Logits stay where they are until a row is
-asked for: by contracts with filters or penalties, and by drafters.
+A pass runs at one of a few sizes (`buckets`). One copy brings all of its inputs to the device (`input_buffers`). The
+rest is recorded the first time, and replayed as one call (`cuda_graphs`): the layers (`layers`), the attention that is
+fastest at that size (`attention`, `kernels`), the head for the rows that want logits, and the choice of tokens under
+shared noise (`sampling`). Only the chosen tokens return to the host. Logits stay on the device until a row is used, by
+contracts with filters or penalties and by drafters.
 
-With `device="cpu"` the same code runs unrecorded, which is how it is tested; `NativeEngine` is the one for CPUs.
+With `device="cpu"` the same code runs without recordings, which serves tests; for CPUs use `CpuEngine`.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from outrider.core.noise import Draw
+from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
-from outrider.engine.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
-from outrider.engine.depth import kept_layers
+from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.device import layers
 from outrider.engine.device.attention import Attend, visible
-from outrider.engine.device.buckets import Bucket, bucket_of, grouped
-from outrider.engine.device.choosing import best, noise_steps
+from outrider.engine.device.buckets import Bucket, bucket_of, group_segments
+from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, RecentRecordings, Recorder, Replay
+from outrider.engine.device.device_logits import DeviceLogits
+from outrider.engine.device.input_buffers import InputBuffers, Inputs
 from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kernels, can_compile
-from outrider.engine.device.recording import CudaGraphs, Recent, Recorder, Replay, Unrecorded
-from outrider.engine.device.said import Said
-from outrider.engine.device.staging import Inputs, Staging
+from outrider.engine.device.sampling import best, noise_steps
 from outrider.engine.device.weights import ModelWeights, load_weights
+from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits
-from outrider.engine.group import ALONE, TensorGroup
+from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
-from outrider.engine.weights import Source
+from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
 DeviceDtype = Literal["float32", "bfloat16"]
 Compiling = Literal["tuned", "plain", "off"]
 
-RECORDINGS = 96  # that are kept
-ROW_TILE = 8  # a mask's rows are multiples of so many numbers, as kernels want them
+RECORDINGS = 96  # maximum of recordings in memory
+ROW_TILE = 8  # a mask's rows are multiples of so many numbers, which kernels need
 GREEDY = Draw(0, 0.0)
 
 
 @dataclass(slots=True)
 class _Recording:
-    """A bucket's buffers, and what is done over them."""
+    """The buffers of a bucket and the recorded pass over them."""
 
     bucket: Bucket
-    staging: Staging
+    input_buffers: InputBuffers
     logits: Tensor  # [outputs, vocabulary] float32
     replay: Replay
     choosers: dict[int, _Chooser] = field(default_factory=dict)  # by candidates
@@ -63,15 +63,17 @@ class _Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Chooser:
-    answers: Tensor  # [outputs, 2 * candidates] float64: tokens, then their scores
+    """The recorded choice of a bucket's tokens."""
+
+    choices: Tensor  # [outputs, 2 * candidates] float64: tokens, then their scores
     replay: Replay
 
 
 class DeviceEngine(Engine):
-    """One rank's part of a model on a device, or all of it.
+    """A model on a device, or a rank's part of it.
 
-    Weights and KV are bfloat16 or float32, linears give the same; residual stream, norms, rotations and logits are
-    float32. A row's last bits depend on its pass's bucket. On a group of ranks the logits are on rank 0 alone.
+    Weights, KV and outputs of linears are bfloat16 or float32; residual stream, norms, rotations and logits are
+    float32. A row's last bits depend on its pass's bucket. In a group of ranks only rank 0 has the logits.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class DeviceEngine(Engine):
     ) -> None:
         """`config`: the shape of this rank's part."""
         dtype = weights.head.dtype
-        self._spare_row = rows  # padding's keys and values go there
+        self._spare_row = rows  # the keys and values of padding go there
         tiled = -(-(rows + 1) // ROW_TILE) * ROW_TILE
         shape = (config.layers, 2, slots, config.kv_heads, tiled, config.head_dim)
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -113,14 +115,14 @@ class DeviceEngine(Engine):
         )
         self.device = device
         self._config = config
-        self._form = layers.Form(config.heads, config.kv_heads, config.head_dim, config.ffn, config.eps)
+        self._form = layers.LayerForm(config.heads, config.kv_heads, config.head_dim, config.ffn, config.eps)
         self._weights = weights
         self._group = group
         self._kernels = kernels
         self._recorder = recorder
-        self._recordings: Recent[_Recording] = Recent(RECORDINGS)
-        turns = config.rope.table(self.positions, config.head_dim)
-        self._cos, self._sin = (torch.from_numpy(part).to(device) for part in turns)
+        self._recordings: RecentRecordings[_Recording] = RecentRecordings(RECORDINGS)
+        table = config.rope.table(self.positions, config.head_dim)
+        self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
         self._steps = noise_steps(config.vocabulary, device)
         self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
 
@@ -140,10 +142,10 @@ class DeviceEngine(Engine):
         compiling: Compiling = "plain",
         progress: Callable[[float], None] | None = None,
     ) -> DeviceEngine:
-        """Loads a checkpoint folder, or a rank's part of it; see `NativeEngine.load`.
+        """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
-        `compiling`: have torch compile the layers, where there is a compiler, and try many kernels or not.
-        Raises CheckpointError, and ConfigError for a device that is not there or weights that it does not do.
+        `compiling`: whether torch compiles the layers, where it has a compiler, and whether it tries many kernels.
+        Raises CheckpointError, and ConfigError for a missing device or a type of weights that it does not support.
         """
         if numerics != "fast":
             raise ConfigError(f"numerics: {numerics} is not possible with device {device}; use fast, or device cpu")
@@ -168,7 +170,7 @@ class DeviceEngine(Engine):
     @classmethod
     def of(
         cls,
-        source: Source,
+        source: WeightSource,
         config: ModelConfig,
         digest: bytes,
         *,
@@ -180,25 +182,25 @@ class DeviceEngine(Engine):
         group: TensorGroup = ALONE,
         compiling: Compiling = "plain",
     ) -> DeviceEngine:
-        """Over weights from anywhere."""
+        """Make an engine over weights from any source."""
         if slots < 1 or (rows is not None and rows < 2):
             raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
-        there = check_device(device)
+        torch_device = check_device(device)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype: is {dtype}, must be float32 or bfloat16 with device {device}")
         kept = range(config.layers) if kept is None else kept
         kernels: Kernels = Kernels()
-        recorder: Recorder = Unrecorded()
-        if there.type == "cuda":
-            kernels, recorder = DeviceKernels(), CudaGraphs(there)
-            if compiling != "off" and can_compile(there):
+        recorder: Recorder = NoRecorder()
+        if torch_device.type == "cuda":
+            kernels, recorder = DeviceKernels(), CudaGraphs(torch_device)
+            if compiling != "off" and can_compile(torch_device):
                 kernels = CompiledKernels(fused_sums=group.shard.of == 1, tuned=compiling == "tuned")
         with torch.inference_mode():
             return cls(
                 group.shard.config(replace(config, layers=len(kept))),
-                load_weights(source, config, group.shard, kept, there, getattr(torch, dtype)),
+                load_weights(source, config, group.shard, kept, torch_device, getattr(torch, dtype)),
                 digest,
-                device=there,
+                device=torch_device,
                 slots=slots,
                 rows=config.context + SCRATCH if rows is None else rows,
                 group=group,
@@ -210,9 +212,9 @@ class DeviceEngine(Engine):
         return self._pass(segments, [None] * len(segments), 0).all()
 
     def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        said = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
-        said.fetch()
-        return said
+        logits = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
+        logits.fetch()
+        return logits
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:
         self.check_move(slot, source, destination)
@@ -221,12 +223,12 @@ class DeviceEngine(Engine):
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
-        with torch.inference_mode(), self._present():
+        with torch.inference_mode(), self._current_device():
             self._apply_moves()
             self._cache[:, :, target, :, :rows].copy_(self._cache[:, :, source, :, :rows])
 
     def _apply_moves(self) -> None:
-        """All that were asked for, in order: at once where they are of different slots. Nobody waits for them."""
+        """Start all queued moves in order, those of different slots together. The host does not wait for them."""
         while self._moves:
             together: dict[int, tuple[int, NDArray[np.int64], NDArray[np.int64]]] = {}
             for move in self._moves:
@@ -237,57 +239,59 @@ class DeviceEngine(Engine):
             slots = np.concatenate([np.full(len(source), slot) for slot, source, _ in together.values()])
             sources = np.concatenate([source for _, source, _ in together.values()])
             targets = np.concatenate([target for _, _, target in together.values()])
-            slot, source, target = self._sent(np.stack([slots, sources, targets]))
+            slot, source, target = self._on_device(np.stack([slots, sources, targets]))
             self._cache[:, :, slot, :, target] = self._cache[:, :, slot, :, source]
 
-    def _sent(self, numbers: NDArray[np.int64]) -> Tensor:
-        here = torch.from_numpy(numbers)
-        # Pinned memory is held until the copy has read it.
-        return here.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else here
+    def _on_device(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Begin to copy numbers to the device."""
+        host = torch.from_numpy(numbers)
+        # torch keeps pinned memory until the copy has read it.
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
-    def _pass(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> Said:
-        """`candidates`: that are chosen for each row; 0: none."""
+    def _pass(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
+        """Run a pass. `candidates`: tokens that are chosen for each row; 0: none."""
         self.check_segments(segments)
-        said = Said(self.vocabulary, [segment.outputs for segment in segments])
-        with torch.inference_mode(), self._present():
+        result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
+        with torch.inference_mode(), self._current_device():
             self._apply_moves()
-            parts = grouped(segments)
+            parts = group_segments(segments)
             buckets = [bucket_of([segments[index] for index in part], self.slots, self.rows_held) for part in parts]
             for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
                 recording = self._recordings.get(bucket, lambda bucket=bucket: self._prepare(bucket))  # type: ignore[misc]
-                mine = [draws[index] for index in part]
-                recording.staging.send([segments[index] for index in part], mine)
+                part_draws = [draws[index] for index in part]
+                recording.input_buffers.send([segments[index] for index in part], part_draws)
                 recording.replay()
                 if not bucket.outputs or self._group.shard.rank:
                     continue
-                logits, answers = recording.logits, None
-                if candidates and any(draw is not None for draw in mine):
-                    answers = self._choose(recording, candidates)
-                if bucket in buckets[number + 1 :]:  # its buffers are about to be used again
-                    logits, answers = logits.clone(), None if answers is None else answers.clone()
-                said.add(part, [draw is not None for draw in mine], logits, answers)
-        return said
+                logits, choices = recording.logits, None
+                if candidates and any(draw is not None for draw in part_draws):
+                    choices = self._choose(recording, candidates)
+                if bucket in buckets[number + 1 :]:  # a later part overwrites its buffers
+                    logits, choices = logits.clone(), None if choices is None else choices.clone()
+                result.add(part, [draw is not None for draw in part_draws], logits, choices)
+        return result
 
-    def _present(self) -> AbstractContextManager[object]:
-        """Which device is the present one is a thread's own affair."""
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Make this engine's device the current one, which torch keeps for each thread."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @property
     def rows_held(self) -> int:
-        """Cache rows of a slot, the spare one and what rounds them up included."""
+        """Cache rows of a slot, with the spare one and those of rounding up."""
         return self._cache.shape[4]
 
     def _prepare(self, bucket: Bucket) -> _Recording:
-        """Makes a bucket's buffers; its first pass, over nothing but padding, is recorded."""
-        staging = Staging(bucket, self._spare_row, self.device)
+        """Make a bucket's buffers and record its first pass, over padding alone."""
+        input_buffers = InputBuffers(bucket, self._spare_row, self.device)
         logits = torch.zeros(bucket.outputs, self.vocabulary, device=self.device)
-        staging.clear()
-        inputs = staging.inputs
+        input_buffers.clear()
+        inputs = input_buffers.inputs
         attend = self._choose_attention(bucket, inputs)
         replay = self._recorder.record(lambda: self._run(bucket, inputs, logits, attend))
-        return _Recording(bucket, staging, logits, replay)
+        return _Recording(bucket, input_buffers, logits, replay)
 
     def _choose_attention(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Attend:
+        """Return the fastest attention for the sizes of a bucket."""
         form = self._form
         group = form.heads // form.kv_heads
         queries = torch.zeros(
@@ -302,44 +306,44 @@ class DeviceEngine(Engine):
         return self._kernels.attend(self._recorder, queries, keys, values, self._mask(bucket, inputs))
 
     def _choose(self, recording: _Recording, candidates: int) -> Tensor:
-        """Has the tokens chosen: [outputs, 2 * candidates] float64, on the device."""
+        """Choose tokens on the device: [outputs, 2 * candidates] float64, tokens and then their scores."""
         if candidates not in recording.choosers:
-            answers = torch.zeros(recording.bucket.outputs, 2 * candidates, dtype=torch.float64, device=self.device)
-            inputs, logits = recording.staging.inputs, recording.logits
+            choices = torch.zeros(recording.bucket.outputs, 2 * candidates, dtype=torch.float64, device=self.device)
+            inputs, logits = recording.input_buffers.inputs, recording.logits
 
             def choose() -> None:
                 scores = self._kernels.scores(logits, inputs.keys, inputs.temperatures, self._steps)
                 tokens, values = best(scores, candidates)
-                answers[:, :candidates] = tokens.double()
-                answers[:, candidates:] = values
+                choices[:, :candidates] = tokens.double()
+                choices[:, candidates:] = values
 
-            recording.choosers[candidates] = _Chooser(answers, self._recorder.record(choose))
+            recording.choosers[candidates] = _Chooser(choices, self._recorder.record(choose))
         chooser = recording.choosers[candidates]
         chooser.replay()
-        return chooser.answers
+        return chooser.choices
 
     def _run(self, bucket: Bucket, inputs: Inputs[Tensor], logits: Tensor, attend: Attend) -> None:
-        """The pass itself: no shape depends on a value, and nothing is read by the host."""
-        form, weights, kernels, add = self._form, self._weights, self._kernels, self._group.sum
-        hidden = self._group.join(embedding(inputs.tokens, weights.embedding)).float()
-        turn = layers.Rotation(*(it.index_select(0, inputs.positions)[:, None] for it in (self._cos, self._sin)))
-        seen = self._mask(bucket, inputs)
-        queries, new = kernels.begin(weights.layers[0], form, hidden, turn)
+        """Compute the pass. No shape depends on a value, and the host reads nothing."""
+        form, weights, kernels, add = self._form, self._weights, self._kernels, self._group.all_reduce
+        hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
+        rotation = layers.Rotation(*(it.index_select(0, inputs.positions)[:, None] for it in (self._cos, self._sin)))
+        mask = self._mask(bucket, inputs)
+        queries, new = kernels.begin(weights.layers[0], form, hidden, rotation)
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             self._cache[index][:, inputs.written_slots, :, inputs.written_rows] = new
             if index == last and not bucket.outputs:
-                return  # only the KV was wanted
-            attended = self._attend(bucket, inputs, index, queries, seen, attend)
+                return  # only the KV is wanted
+            attended = self._attend(bucket, inputs, index, queries, mask, attend)
             if index < last:
                 following = weights.layers[index + 1]
-                hidden, queries, new = kernels.between(layer, following, form, hidden, attended, turn, add)
+                hidden, queries, new = kernels.between(layer, following, form, hidden, attended, rotation, add)
             else:
                 hidden = kernels.end(layer, form, hidden, attended, add)
         wanted = layers.normed(hidden.index_select(0, inputs.outputs), weights.norm, form.eps)
-        whole = self._group.collect(layers.head(wanted, weights.head))
-        if whole is not None:
-            logits.copy_(whole[:, : self.vocabulary])
+        gathered = self._group.gather(layers.head(wanted, weights.head))
+        if gathered is not None:
+            logits.copy_(gathered[:, : self.vocabulary])
             logits[:, self._config.sayable :].fill_(-torch.inf)
 
     def _mask(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Tensor:
@@ -347,7 +351,7 @@ class DeviceEngine(Engine):
         return visible(inputs.prefixes, inputs.trees.bool(), bucket.context, self._cache.dtype, group)
 
     def _seen_rows(self, bucket: Bucket, inputs: Inputs[Tensor], layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values: [slots, kv_heads, context, dim] each."""
+        """Return the keys and values that a layer reads: [slots, kv_heads, context, dim] each."""
         if not bucket.gathered:
             keys, values = self._cache[layer, :, : bucket.slots, :, : bucket.context]
             return keys, values
@@ -355,14 +359,14 @@ class DeviceEngine(Engine):
         return keys.index_select(0, inputs.slots), values.index_select(0, inputs.slots)
 
     def _attend(
-        self, bucket: Bucket, inputs: Inputs[Tensor], layer: int, queries: Tensor, seen: Tensor, attend: Attend
+        self, bucket: Bucket, inputs: Inputs[Tensor], layer: int, queries: Tensor, mask: Tensor, attend: Attend
     ) -> Tensor:
-        """[rows, heads, dim] -> [rows, heads * dim]"""
+        """Compute a layer's attention: queries [rows, heads, dim] -> [rows, heads * dim]."""
         form = self._form
         if not bucket.square:
             queries = queries.index_select(0, inputs.row_of)
         folded = queries.reshape(bucket.slots, -1, form.kv_heads, form.head_dim)
-        attended = attend(folded, *self._seen_rows(bucket, inputs, layer), seen)
+        attended = attend(folded, *self._seen_rows(bucket, inputs, layer), mask)
         attended = attended.reshape(bucket.slots * bucket.width, form.heads * form.head_dim)
         return attended if bucket.square else attended.index_select(0, inputs.query_of)
 
@@ -371,7 +375,7 @@ class DeviceEngine(Engine):
 
 
 def check_device(name: str) -> torch.device:
-    """The device. Raises ConfigError when it is not there."""
+    """Return the device of that name. Raises ConfigError when this machine does not have it."""
     try:
         device = torch.device(name)
     except RuntimeError:

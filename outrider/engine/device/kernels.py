@@ -1,4 +1,4 @@
-"""The functions that a pass is made of, as they are written or compiled for a device; which attention is fastest."""
+"""The functions of a pass, eager or compiled for a device, and the choice of the fastest attention."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engine.device import attention, choosing, layers
+from outrider.engine.device import attention, layers, sampling
 from outrider.engine.device.attention import Attend
-from outrider.engine.device.recording import Recorder
+from outrider.engine.device.cuda_graphs import Recorder
 
-TRIALS = 16  # of a kernel that is timed, in a recording
-ROUNDS = 4  # of that
-SHAPES = 256  # at which a function may be compiled
-# Products with one row become reductions, which read weights faster; the rest is what max-autotune means. Graphs are
-# ours, over the whole pass.
+TRIALS = 16  # runs of a timed kernel in one recording
+ROUNDS = 4  # replays of that recording
+SHAPES = 256  # maximum of shapes that a function is compiled for
+# Products with one row become reductions, which read weights faster; the other options are those of max-autotune.
+# Outrider itself records graphs, over the complete pass.
 OPTIONS = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
@@ -28,36 +28,36 @@ OPTIONS = {
 
 
 class Kernels:
-    """Written functions, which run anywhere."""
+    """The eager functions, which run on all devices."""
 
     attends: Sequence[Attend] = (attention.fused,)
     begin: Callable[..., Any] = staticmethod(layers.begin)
     between: Callable[..., Any] = staticmethod(layers.between)
     end: Callable[..., Any] = staticmethod(layers.end)
-    scores: Callable[..., Tensor] = staticmethod(choosing.scores)
+    scores: Callable[..., Tensor] = staticmethod(sampling.scores)
 
     def attend(self, recorder: Recorder, *arguments: Tensor) -> Attend:
-        """The fastest way to compute attention over arguments of these shapes: queries, keys, values, what is seen."""
+        """Return the fastest attention for arguments of these shapes: queries, keys, values, mask."""
         if len(self.attends) == 1:
             return self.attends[0]
-        times = [_seconds(partial(way, *arguments), recorder) for way in self.attends]
+        times = [_seconds(partial(attend, *arguments), recorder) for attend in self.attends]
         return self.attends[times.index(min(times))]
 
 
 class DeviceKernels(Kernels):
-    """On CUDA without a compiler: attention may still be one of two."""
+    """The functions on CUDA without a compiler, with two kinds of attention."""
 
     attends: Sequence[Attend] = (attention.fused, attention.products)
 
 
 class CompiledKernels(DeviceKernels):
-    """Compiled by torch, for every number of rows anew: seconds each, when a pass first has so many.
+    """The functions compiled by torch, for each number of rows: this takes seconds when a pass first has so many rows.
 
-    What depends on a pass's context, too, is only compiled when tuned: new contexts come as texts grow.
+    Attention, which also depends on a pass's context, is compiled only when `tuned`: new contexts come as texts grow.
     """
 
     def __init__(self, *, fused_sums: bool, tuned: bool, backend: str = "inductor") -> None:
-        """`fused_sums`: no other rank has a part in sums, so what is around them is one function.
+        """`fused_sums`: sums include no other rank, so that one function contains them.
 
         `tuned`: try many kernels for each product, which takes up to a minute for each number of rows, and compile
         attention, seconds for each bucket. `backend`: torch's name for the compiler.
@@ -78,18 +78,18 @@ class CompiledKernels(DeviceKernels):
         if fused_sums:
             self.between = compiled(layers.between, options)
             self.end = compiled(layers.end, options)
-        self.scores = compiled(choosing.scores)
+        self.scores = compiled(sampling.scores)
         if tuned:
             self.attends = (attention.fused, compiled(attention.products), compiled(attention.flexible))
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether there is a compiler for it."""
+    """Return whether torch has a compiler for a device."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _seconds(work: Callable[[], object], recorder: Recorder) -> float:
-    """Of many runs, recorded together so that the host's part does not count; infinite for what cannot be done."""
+    """Return the seconds of many runs, recorded together to exclude the host's part; infinite where `work` fails."""
 
     def repeatedly() -> None:
         for _ in range(TRIALS):
@@ -98,16 +98,17 @@ def _seconds(work: Callable[[], object], recorder: Recorder) -> float:
     try:
         replay = recorder.record(repeatedly)
         replay()
-    except Exception:  # a compiler may fail in its own ways, and then another kernel is taken
+    except Exception:  # a compiler may raise anything; another kernel is chosen then
         return float("inf")
-    _settle()
+    _synchronize()
     began = time.perf_counter()
     for _ in range(ROUNDS):
         replay()
-    _settle()
+    _synchronize()
     return time.perf_counter() - began
 
 
-def _settle() -> None:
+def _synchronize() -> None:
+    """Wait until the device has done all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

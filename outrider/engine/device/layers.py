@@ -1,7 +1,7 @@
 """The arithmetic of a layer, in three functions over plain tensors that a compiler can fuse.
 
-The residual stream, norms and rotations are float32, linears and KV the weights' type. Between two layers nothing is
-left to be done by itself: the end of one and the beginning of the next are one function.
+The residual stream, norms and rotations are float32; linears and KV have the type of the weights. The end of a layer
+and the beginning of the next one are one function, so that no operation between them runs by itself.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from outrider.engine.weights import LayerWeights
+from outrider.engine.eager.weights import LayerWeights
 
-Sum = Callable[[Tensor], Tensor]  # over ranks
+Sum = Callable[[Tensor], Tensor]  # the sum over all ranks
 
 
-class Form(NamedTuple):
-    """What is the same for all layers."""
+class LayerForm(NamedTuple):
+    """The sizes of all layers, of one rank."""
 
-    heads: int  # of a rank, as the others
+    heads: int
     kv_heads: int
     head_dim: int
     ffn: int
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """RoPE of a pass's rows: [rows, 1, head_dim / 2] float32."""
+    """The RoPE angles of a pass's rows: [rows, 1, head_dim / 2] float32."""
 
     cos: Tensor
     sin: Tensor
@@ -38,19 +38,19 @@ class Rotation(NamedTuple):
 NewRows = tuple[Tensor, Tensor]  # queries [rows, heads, dim]; keys and values [rows, 2, kv_heads, dim]
 
 
-def begin(layer: LayerWeights, form: Form, hidden: Tensor, turn: Rotation) -> NewRows:
-    """From the residual stream [rows, width] to a layer's queries, keys and values."""
+def begin(layer: LayerWeights, form: LayerForm, hidden: Tensor, rotation: Rotation) -> NewRows:
+    """Return a layer's queries, keys and values from the residual stream [rows, width]."""
     new = _linear(normed(hidden, layer.attention_norm, form.eps), layer.qkv, layer.qkv_bias)
     shaped = new.view(len(new), form.heads + 2 * form.kv_heads, form.head_dim)
     sizes = [form.heads, form.kv_heads, form.kv_heads]
     queries, keys, values = torch.split(shaped, sizes, 1)
-    queries = _turned(queries, layer.query_norm, form.eps, turn)
-    keys = _turned(keys, layer.key_norm, form.eps, turn)
+    queries = _rotated(queries, layer.query_norm, form.eps, rotation)
+    keys = _rotated(keys, layer.key_norm, form.eps, rotation)
     return queries, torch.stack((keys, values), 1)
 
 
-def end(layer: LayerWeights, form: Form, hidden: Tensor, attended: Tensor, add: Sum) -> Tensor:
-    """The residual stream after a layer. `attended`: [rows, heads * dim]."""
+def end(layer: LayerWeights, form: LayerForm, hidden: Tensor, attended: Tensor, add: Sum) -> Tensor:
+    """Return the residual stream after a layer: [rows, width]. `attended`: [rows, heads * dim]."""
     hidden = hidden + add(_linear(attended, layer.output, layer.output_bias)).float()
     gate_up = _linear(normed(hidden, layer.ffn_norm, form.eps), layer.gate_up, layer.gate_up_bias)
     units = silu(gate_up[:, : form.ffn]) * gate_up[:, form.ffn :]
@@ -58,24 +58,30 @@ def end(layer: LayerWeights, form: Form, hidden: Tensor, attended: Tensor, add: 
 
 
 def between(
-    layer: LayerWeights, following: LayerWeights, form: Form, hidden: Tensor, attended: Tensor, turn: Rotation, add: Sum
+    layer: LayerWeights,
+    following: LayerWeights,
+    form: LayerForm,
+    hidden: Tensor,
+    attended: Tensor,
+    rotation: Rotation,
+    add: Sum,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The end of a layer and the beginning of the next: the residual stream, and the new rows."""
+    """Compute the end of a layer and the beginning of the next; return the residual stream and the new rows."""
     hidden = end(layer, form, hidden, attended, add)
-    return hidden, *begin(following, form, hidden, turn)
+    return hidden, *begin(following, form, hidden, rotation)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x**2) + eps) * weight` in float32 (arXiv 1910.07467)."""
+    """Return `x / sqrt(mean(x**2) + eps) * weight` in float32 (arXiv 1910.07467)."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def head(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits in float32: [rows, width] float32 and [vocabulary, width] -> [rows, vocabulary].
+    """Return logits in float32: [rows, width] float32 and [vocabulary, width] -> [rows, vocabulary].
 
-    bfloat16 weights are read once and as they are, but what they are multiplied with keeps 16 bits: as the sum of two
-    bfloat16 numbers, which are twice as many rows of one product.
+    bfloat16 weights are read once and not converted. Their inputs keep 16 bits, as the sum of two bfloat16 numbers,
+    which are twice as many rows of one product.
     """
     if weight.dtype == torch.float32:
         return linear(x, weight)
@@ -91,9 +97,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x.to(weight.dtype), weight, bias)
 
 
-def _turned(x: Tensor, weight: Tensor | None, eps: float, turn: Rotation) -> Tensor:
-    """Queries or keys [rows, heads, dim], normed where a model does that, and rotated: in the type they came in."""
+def _rotated(x: Tensor, weight: Tensor | None, eps: float, rotation: Rotation) -> Tensor:
+    """Return queries or keys [rows, heads, dim] rotated by RoPE, after a norm where a model has it, in their type."""
     rotated = x.float() if weight is None else normed(x, weight, eps)
     first, second = rotated.chunk(2, -1)
-    parts = first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin
+    parts = first * rotation.cos - second * rotation.sin, second * rotation.cos + first * rotation.sin
     return torch.cat(parts, -1).to(x.dtype)

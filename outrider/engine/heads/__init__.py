@@ -1,8 +1,14 @@
 """Heads on the target: small networks that draft from its hidden states. They load without transformers.
 
-What a level costs beside a pass of the target, in weights that are read, for the shape of Llama-3 8B (W = 4096, V =
-128k, 8.0 G weights in a pass): the unembedding, V * W = 0.53 G, once a level, and besides, for Medusa, W * W = 17 M a
-head, all levels being one; for an MLP speculator 2 * W * W = 34 M; for EAGLE 2 * W * W and a layer, 0.25 G, and the KV
-of that layer, 1 / 32 of the target's; for EAGLE-3 a little more. So a level is cheap where layers are many, and most
-of it is the unembedding. A row takes two operations a weight: a few dozen cost what one costs, as in a pass.
+The cost of drafting one level, in weights that are read, for the shape of Llama-3 8B (W = 4096, V = 128k, 8.0 G
+weights in a pass of the target):
+
+- the unembedding, V * W = 0.53 G, once a level;
+- Medusa: besides, W * W = 17 M a head; it drafts all levels at once;
+- an MLP speculator: besides, 2 * W * W = 34 M;
+- EAGLE: besides, 2 * W * W and a layer, 0.25 G, and the KV of that layer, 1 / 32 of the target's; EAGLE-3: a little
+  more.
+
+So a level is cheap where the target has many layers, and the unembedding is most of the cost. A row takes two
+operations for each weight: a few dozen rows cost as much as one, as in a pass of the target.
 """

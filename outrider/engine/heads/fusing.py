@@ -1,4 +1,4 @@
-"""What EAGLE heads elsewhere need of the target: its features after fusing, which is one linear at the most."""
+"""The fusing of the target's features, which EAGLE heads on other machines need: at most one linear."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.engine.card import weights_digest
+from outrider.engine.checkpoints.model_card import weights_digest
+from outrider.engine.heads.checkpoint_io import load_network, pack_linears
+from outrider.engine.heads.config import HeadsConfig, read_heads_config
 from outrider.engine.heads.eagle import Eagle, Eagle3
-from outrider.engine.heads.folder import load_network, pack_linears
 from outrider.engine.heads.loading import check_heads, heads_dtype
-from outrider.engine.heads.shape import Shape, read_shape
 from outrider.errors import ConfigError
 
 _BYTES = 16  # of a digest
@@ -24,15 +24,15 @@ _BYTES = 16  # of a digest
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """How a verifier fuses features."""
+    """The fusing of features in a verifier."""
 
     digest: bytes
-    width: int  # of what is fused
+    width: int  # of the fused features
     fuse: Callable[[Tensor], NDArray[np.uint16]]  # [rows, width * parts] to [rows, width], in the bits of bfloat16
 
 
-def check_eagle(folder: Path, target: Path) -> Shape:
-    """What the EAGLE heads of a folder are. Raises as `check_heads`, and ConfigError for heads of another kind."""
+def check_eagle(folder: Path, target: Path) -> HeadsConfig:
+    """Return the config of EAGLE heads. Raises as `check_heads`, and ConfigError for heads of another kind."""
     shape = check_heads(folder, target)
     if shape.kind not in ("eagle", "eagle-3"):
         raise ConfigError(f"{folder}: {shape.kind} heads draft inside the verifier alone; take EAGLE heads")
@@ -40,19 +40,19 @@ def check_eagle(folder: Path, target: Path) -> Shape:
 
 
 def fusion_digest(folder: Path) -> bytes:
-    """Names the fusing of a folder's heads. Raises CheckpointError."""
-    shape = read_shape(folder)
-    return named(weights_digest(folder), shape.kind, shape.layers)
+    """Return the digest that identifies the fusing of a folder's heads. Raises CheckpointError."""
+    shape = read_heads_config(folder)
+    return digest_of(weights_digest(folder), shape.kind, shape.layers)
 
 
-def named(weights: str, kind: str, layers: Sequence[int]) -> bytes:
-    """The digest for heads of these weights and kind, fused from these layers."""
+def digest_of(weights: str, kind: str, layers: Sequence[int]) -> bytes:
+    """Return the digest for heads of these weights and kind, fused from these layers."""
     text = f"{weights} {kind} {','.join(map(str, layers))}"
     return hashlib.sha256(text.encode()).digest()[:_BYTES]
 
 
 def load_fusion(folder: Path, target: Path, *, precise: bool) -> Fusion:
-    """Of a folder's heads on `target`; what else they consist of is not kept. Raises as `check_eagle`."""
+    """Load the fusing of a folder's heads on `target`, without their other weights. Raises as `check_eagle`."""
     shape = check_eagle(folder, target)
     network = load_network(folder)[1]
     assert isinstance(network, Eagle | Eagle3)

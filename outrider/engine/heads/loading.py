@@ -1,4 +1,4 @@
-"""From a folder of heads to what drafts with them; heads of another target are refused."""
+"""Loads heads from a folder and makes the speculator that drafts with them; refuses heads of another target."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from pathlib import Path
 
 import torch
 
-from outrider.engine.card import read_card, weights_digest
-from outrider.engine.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
+from outrider.engine.checkpoints.checkpoint import ModelConfig, read_config, read_tokenizer_digest, read_tokenizer_size
+from outrider.engine.checkpoints.model_card import read_card, weights_digest
+from outrider.engine.eager.linear import can_prepack
+from outrider.engine.heads.checkpoint_io import load_network, pack_linears
+from outrider.engine.heads.config import HeadsConfig, read_heads_config
 from outrider.engine.heads.eagle_drafts import EagleDrafts
-from outrider.engine.heads.ends import read_ends
-from outrider.engine.heads.folder import load_network, pack_linears
-from outrider.engine.heads.latest import MedusaDrafts, MlpDrafts
+from outrider.engine.heads.embeddings import read_target_embeddings
+from outrider.engine.heads.last_row import MedusaDrafts, MlpDrafts
 from outrider.engine.heads.medusa import Medusa
 from outrider.engine.heads.mlp import MlpSpeculator
-from outrider.engine.heads.shape import Shape, read_shape
 from outrider.engine.heads.speculator import Speculator
-from outrider.engine.linear import can_prepack
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
 
-MOST_PADDING = 4096  # ids by which models with one tokenizer differ at the most
+MOST_PADDING = 4096  # maximum difference of ids between models with the same tokenizer
 
 
-def check_heads(folder: Path, target: Path) -> Shape:
-    """What the heads of a folder are. Raises CheckpointError, and ConfigError where they were made for another target
-    than this checkpoint."""
+def check_heads(folder: Path, target: Path) -> HeadsConfig:
+    """Return the config of a folder's heads.
+
+    Raises CheckpointError, and ConfigError where the heads were made for another target than this checkpoint.
+    """
     check_family(target)
-    shape, config = read_shape(folder), read_config(target)
+    shape, config = read_heads_config(folder), read_config(target)
     if shape.width != config.width:
         raise _foreign(folder, f"a target whose width is {shape.width}, and that of {target} is {config.width}")
     if not _may_share_tokenizer(shape, config, target):
@@ -43,7 +45,7 @@ def check_heads(folder: Path, target: Path) -> Shape:
 
 
 def check_family(target: Path) -> None:
-    """Raises ConfigError for a target that cannot have heads."""
+    """Raise ConfigError for a target that cannot have heads."""
     if chosen_backend(target, "auto") != "native":
         raise ConfigError(
             f"heads: the family of {target} runs through transformers, which does not give the hidden states that they "
@@ -52,29 +54,32 @@ def check_family(target: Path) -> None:
 
 
 def load_speculator(folder: Path, target: Path, *, precise: bool, slots: int, context: int) -> Speculator:
-    """Drafts with a folder's heads for an engine of so many slots over `target`. Their linears are read in bfloat16,
-    where this machine has that, unless `precise`. Raises as `check_heads`."""
+    """Return a speculator with a folder's heads, for an engine of so many slots over `target`.
+
+    The linears of the heads are read in bfloat16 where this machine supports it, unless `precise`. Raises as
+    `check_heads`.
+    """
     check_heads(folder, target)
     dtype = heads_dtype(precise=precise)
     shape, network = load_network(folder)
     pack_linears(network, dtype)
-    ends = read_ends(target, dtype)
+    embeddings = read_target_embeddings(target, dtype)
     if shape.own_head:
-        ends = ends.below(shape.vocabulary)
+        embeddings = embeddings.below(shape.vocabulary)
     if isinstance(network, Medusa):
-        return MedusaDrafts(network, ends)
+        return MedusaDrafts(network, embeddings)
     if isinstance(network, MlpSpeculator):
-        return MlpDrafts(network, ends)
-    return EagleDrafts(network, shape, ends, slots=slots, context=context)
+        return MlpDrafts(network, embeddings)
+    return EagleDrafts(network, shape, embeddings, slots=slots, context=context)
 
 
 def heads_dtype(*, precise: bool) -> torch.dtype:
-    """That linears of heads are read in."""
+    """Return the type in which the linears of heads are read."""
     return torch.float32 if precise or not can_prepack(torch.bfloat16) else torch.bfloat16
 
 
-def _may_share_tokenizer(shape: Shape, config: ModelConfig, target: Path) -> bool:
-    """Whether heads and target have as many ids, or both all of the tokenizer's, padded differently."""
+def _may_share_tokenizer(shape: HeadsConfig, config: ModelConfig, target: Path) -> bool:
+    """Return whether heads and target have equally many ids, or both have all of the tokenizer's and other padding."""
     if shape.vocabulary == config.vocabulary:
         return True
     if abs(shape.vocabulary - config.vocabulary) > MOST_PADDING:
@@ -83,4 +88,5 @@ def _may_share_tokenizer(shape: Shape, config: ModelConfig, target: Path) -> boo
 
 
 def _foreign(folder: Path, target: str) -> ConfigError:
+    """Return the error for heads that were made for another target."""
     return ConfigError(f"heads: {folder} was made for {target}; take heads that were trained for this target")

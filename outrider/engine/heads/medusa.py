@@ -1,4 +1,4 @@
-"""Medusa (Cai et al., arXiv 2401.10774): a head for each of the next positions, all from one hidden state."""
+"""Medusa (Cai et al., arXiv 2401.10774): one head for each of the next positions, all from one hidden state."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.engine.heads.ends import Unembed
-from outrider.engine.heads.shape import Shape
+from outrider.engine.heads.config import HeadsConfig
+from outrider.engine.heads.embeddings import Unembed
 
 
 class Medusa(nn.Module):
-    """Head k says the token k positions behind the one that the target's own head says of the same state.
+    """Head k predicts the token k positions behind the one that the target's head predicts from the same state.
 
-    A residual block each, zero at first, so that a head begins as the target's own (section 2.1.1).
+    Each head has a residual block whose weights begin at zero, so that it begins as the target's head (section 2.1.1).
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: HeadsConfig) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(shape.width, shape.width) for _ in range(shape.depth))
         for block in self.blocks:
@@ -26,7 +26,7 @@ class Medusa(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(shape.width, shape.vocabulary, bias=False) for _ in range(heads))
 
     def forward(self, features: Tensor, unembed: Unembed) -> Tensor:
-        """[..., width], what goes into the target's head, to logits [..., depth, vocabulary]."""
+        """Return logits [..., depth, vocabulary] from the inputs of the target's head, [..., width]."""
         states = [features + silu(block(features)) for block in self.blocks]
         if not self.heads:
             return unembed(torch.stack(states, -2))

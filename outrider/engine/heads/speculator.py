@@ -1,4 +1,4 @@
-"""Drafting with heads, as a verifier sees it."""
+"""The interface of heads that draft inside a verifier."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ if TYPE_CHECKING:
 FloatRows = NDArray[np.float32]
 
 
-class Root(NamedTuple):
-    """Where a session is to be drafted for."""
+class HeadRoot(NamedTuple):
+    """The root of a session's drafts."""
 
     slot: int
-    tokens: Sequence[int]  # committed; the features of all but the last one are kept
+    tokens: Sequence[int]  # committed; the speculator has the features of all but the last one
 
 
-class Drafted(NamedTuple):
-    """A node whose children are asked for."""
+class HeadNodes(NamedTuple):
+    """A node to expand."""
 
-    parent: int  # the row that says it may follow
+    parent: int  # the row whose logits proposed it
     token: int
 
 
 class Speculator(Protocol):
-    """Heads and what they hold of each slot. One call at a time.
+    """Heads and their state of each slot. One call at a time.
 
-    A round begins at the roots of some sessions and goes on level by level. Its rows are numbered as they are given:
-    those of the roots first, in order. What a round has drafted is gone with the next.
+    A round begins at the roots of some sessions and expands level by level. Its rows are numbered in the order in which
+    they are returned, those of the roots first. The next round drops the rows of the last one.
     """
 
-    depth: int  # levels at most
-    at_once: bool  # `begin` has computed all levels
-    sayable: int  # ids that it can draft are below
+    depth: int  # maximum of levels
+    all_levels_at_once: bool  # whether `begin` computes all levels, so that `expand` only looks them up
+    sayable: int  # the heads draft only ids below this one
 
-    def take(self, slot: int, source: int | None, rows: int) -> None:
-        """A session begins in a slot, over the first `rows` rows that it or `source` holds."""
+    def open_slot(self, slot: int, source: int | None, rows: int) -> None:
+        """Begin a session in a slot, over the first `rows` rows that the slot, or `source`, holds."""
 
-    def keep(self, slot: int, start: int, features: Tensor) -> None:
-        """The true features of rows that were committed, from row `start` on: [rows, width * parts].
+    def add_features(self, slot: int, start: int, features: Tensor) -> None:
+        """Store the true features of committed rows, from row `start` on: [rows, width * parts].
 
-        A speculator whose features are of wanted rows alone is told of some rows, the last one among them.
+        A speculator whose features are those of wanted rows alone receives some rows, the last one among them.
         """
 
-    def begin(self, roots: Sequence[Root]) -> list[FloatRows | None]:
-        """Begins a round: for each root the logits of what follows, [vocabulary]; None while its text is being read."""
+    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
+        """Begin a round and return each root's next logits, [vocabulary], or None while its text is being read."""
 
-    def expand(self, nodes: Sequence[Drafted]) -> FloatRows:
-        """What follows each of them: logits [nodes, vocabulary]."""
+    def expand(self, nodes: Sequence[HeadNodes]) -> FloatRows:
+        """Return the logits of the tokens that follow each node: [nodes, vocabulary]."""

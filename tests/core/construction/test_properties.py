@@ -5,9 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.config import DrafterConfig
-from outrider.core.construction import CONSTRUCTIONS, Sequoia, Shaped, Terms, construction_of, shaped_of
-from outrider.core.contract import Plan
-from outrider.core.tree import TokenTree
+from outrider.core.construction import (
+    CONSTRUCTIONS,
+    Sequoia,
+    StaticConstruction,
+    Terms,
+    construction_of,
+    static_construction_of,
+)
+from outrider.core.session.contract import Plan
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import ConfigError
 from tests.core.construction.rows import Draft
 
@@ -31,7 +38,7 @@ def test_a_tree_keeps_to_its_plan_and_has_parents_before_children(
         assert all(len(expanded) <= limit for expanded in draft.passes)
         children = [sum(path[:-1] == parent for path in paths) for parent in [(), *paths]]
         assert max(children) <= construction.width(plan)
-        if isinstance(construction, Shaped):
+        if isinstance(construction, StaticConstruction):
             told = sum(bool(node.names) for level in tree.levels() for node in level)
             assert commits or told == len(paths)
         tree.commit([*next((path for path in paths if len(path) == along), ()), 3])
@@ -59,5 +66,9 @@ def test_a_name_that_does_not_exist_is_refused_and_says_which_there_are() -> Non
 
 
 def test_where_values_must_not_decide_the_shape_sequoia_s_stands_in() -> None:
-    assert [shaped_of(name).name for name in CONSTRUCTIONS] == ["sequoia"] * 3 + ["chain", "k-ary", "sequoia"]
-    assert isinstance(shaped_of("eagle-2"), Sequoia)
+    assert [static_construction_of(name).name for name in CONSTRUCTIONS] == ["sequoia"] * 3 + [
+        "chain",
+        "k-ary",
+        "sequoia",
+    ]
+    assert isinstance(static_construction_of("eagle-2"), Sequoia)

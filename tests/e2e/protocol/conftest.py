@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from outrider.core.contract import OFF, Contract
+from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import types_pb2

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
@@ -147,7 +147,7 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
         grant=lambda _: 512,
         fused=fused,
     )
-    return SimpleNamespace(session=session, attachment=3, plan_version=-1, featured=fused is not None)
+    return SimpleNamespace(session=session, attachment=3, plan_version=-1, wants_features=fused is not None)
 
 
 def delta(

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 import outrider
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Busy, InvalidRequest, Superseded
 from outrider.fleet.local import LocalCluster
 from outrider.v1 import drafter_pb2 as pb

@@ -6,7 +6,7 @@ import json
 import grpc
 import pytest
 
-from outrider.core.digest import EMPTY, extend, tokenizer_digest
+from outrider.core.session.digest import EMPTY, extend, tokenizer_digest
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text

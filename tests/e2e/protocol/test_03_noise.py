@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from outrider.core.contract import Contract
-from outrider.core.noise import NoiseRows, gumbel_row, noise_bits, noise_key
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.noise import NoiseRows, gumbel_row, noise_bits, noise_key
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.page import table
 from tests.e2e.protocol.peers import decoding, delta, drafting

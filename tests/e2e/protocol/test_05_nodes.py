@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from outrider.core.budget import CostModel
-from outrider.core.calibration import Calibration
-from outrider.core.contract import Contract, Plan, StepReport
-from outrider.core.edges import edge_code, edge_from_code
-from outrider.core.sampler import Choice
-from outrider.core.waiting import Patterns, Trials
-from outrider.engine.slots import Taken
+from outrider.core.control.arrival_model import ArrivalPatterns, HoldTrials
+from outrider.core.control.budget import CostModel
+from outrider.core.control.calibration import Calibration
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.tree.score_codec import edge_code, edge_from_code
+from outrider.draft_server.draft_session import DraftStream
+from outrider.draft_server.servicer import DraftStreamServicer
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.rpc.codec import plan_to_pb
-from outrider.sink.keyring import Keyring
-from outrider.sink.sink import Sink
-from outrider.sink.stream import DraftStream
 from outrider.v1.types_pb2 import Heartbeat
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import decoding, delta, drafting
 from tests.e2e.protocol.upstreams import Copy, upstream_of
-from verifier_svc.loop import StepLoop
-from verifier_svc.session import Session, Start
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.session import SessionStart, VerifierSession
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -74,22 +74,22 @@ async def no_key() -> bytes:
 
 async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
-    loop = StepLoop(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
-    sink = Sink("verifier", b"", Keyring(b"", no_key))
+    loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
+    sink = DraftStreamServicer("verifier", b"", TicketVerifier(b"", no_key))
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
-    start = Start("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)
-    session = Session(start, Taken(0, 2, None), 4096, Patterns.unknown())
+    start = SessionStart("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)
+    session = VerifierSession(start, AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown())
     streams = [DraftStream(name, Heartbeat) for name in ("one", "another")]
     for stream in streams:
         session.subscribe(stream, 1, Calibration())
 
     def patience() -> float:
         """How long a step would be held back that begins right after a commit, where a wait has long not been tried."""
-        for ago in range(Trials.LAST, -1, -1):
+        for ago in range(HoldTrials.LAST, -1, -1):
             session.arrivals.restart(-float(ago), 1.0)
         _, budget = loop._select([session], 0.0)
-        return loop.pace.patience([session], budget, now=0.0)
+        return loop.hold_policy.hold_seconds([session], budget, now=0.0)
 
     assert patience() > 0.001
     for stream, waits in zip(streams, (True, False), strict=True):

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from outrider.core.contract import Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import plan_to_pb

@@ -13,12 +13,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.core.budget import CostModel
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
-from outrider.core.tree import Delta
-from outrider.core.waiting import Patterns
-from outrider.engine.slots import Taken
+from outrider.core.control.arrival_model import ArrivalPatterns
+from outrider.core.control.budget import CostModel
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta
+from outrider.engine.kv_slots import AcquiredSlot
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.rpc.codec import plan_to_pb
@@ -31,8 +31,8 @@ from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to
 from tests.e2e.protocol.talk import End, Inbox, end_of
 from tests.e2e.protocol.upstreams import refused_by, upstream_of
-from verifier_svc.loop import StepLoop
-from verifier_svc.session import Session, Start
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.session import SessionStart, VerifierSession
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 MESSAGE_BYTES = 16 * 2**20
 MAX_DELTA_NODES = 1024
 MAX_DRAFTERS = 16
-MOST_REFUSED = 1000
+MAX_REFUSED = 1000
 SUBSCRIBE_BYTES = 4096
 
 WIDE = plan_to_pb(Plan(version=1, depth=8, width=4, nodes=16, wait_us=0))
@@ -266,15 +266,15 @@ async def test_a_flood_of_refused_frames_ends_its_stream_and_no_other(verifier: 
         drafting(verifier) as busy,
     ):
         nothing = delta(text.whole, 0, [1])
-        for _ in range(MOST_REFUSED):
+        for _ in range(MAX_REFUSED):
             flooding.say(**nothing)
         await flooding.subscribe(bystander.router.session)  # a good frame: the count begins anew
         await flooding.inbox.take("snapshot")
         flooding.beats = False  # a heartbeat would begin the count anew, or meet the end of the stream
         flooding.say(unsubscribe=pb.Unsubscribe(attachment=1))
-        for _ in range(MOST_REFUSED):
+        for _ in range(MAX_REFUSED):
             flooding.say(**nothing)
-        for number in range(MOST_REFUSED + 50):  # refused ones between good ones
+        for number in range(MAX_REFUSED + 50):  # refused ones between good ones
             busy.say(**nothing)
             if number % 500 == 0:
                 busy.say(heartbeat=types_pb2.Heartbeat())
@@ -284,9 +284,9 @@ async def test_a_flood_of_refused_frames_ends_its_stream_and_no_other(verifier: 
         assert flooding.inbox.open
         flooding.say(**nothing)
         end = await flooding.inbox.end()
-        assert (end.code, str(MOST_REFUSED) in end.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        assert (end.code, str(MAX_REFUSED) in end.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         refused = (await described(verifier)).refused_frames - bystander.refused
-        assert refused == 2 * MOST_REFUSED + 1 + MOST_REFUSED + 50 + 1 + 2
+        assert refused == 2 * MAX_REFUSED + 1 + MAX_REFUSED + 50 + 1 + 2
         clumsy.say(**nothing)  # one more than a thousand since its last good frame, but not its own
         await clumsy.heard_all(bystander.router.session)
         assert clumsy.inbox.open
@@ -419,13 +419,15 @@ async def test_a_boastful_drafter_s_scores_fall_and_nobody_else_s_nodes_are_left
 async def test_no_session_has_more_than_twice_its_fair_share_of_a_step_where_several_compete() -> None:
     engine: Any = SimpleNamespace(slots=4, treeless="", memory=lambda *_: None)
     flat = CostModel([(2, 0.004), (256, 0.004)])  # so that every node is worth verifying
-    loop = StepLoop(engine, flat, prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
+    loop = StepScheduler(engine, flat, prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     tokens = (1, 2, 3)
     sessions = []
     for number in range(4):
         terms = Contract(seed=1, max_tokens=100), Plan(version=1, depth=8, width=64, nodes=1024)
-        place = Taken(number, len(tokens) - 1, None)
-        session = Session(Start(f"s{number}", "", 1, tokens, 3, *terms, 64), place, 4096, Patterns.unknown())
+        place = AcquiredSlot(number, len(tokens) - 1, None)
+        session = VerifierSession(
+            SessionStart(f"s{number}", "", 1, tokens, 3, *terms, 64), place, 4096, ArrivalPatterns.unknown()
+        )
         count = 5 if number else 300
         edge = -0.5 if number else 0.0
         session.tree.graft(1, Delta(2, extend(EMPTY, tokens), 1, (0,) * count, tuple(range(count)), (edge,) * count))

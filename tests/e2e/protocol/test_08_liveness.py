@@ -12,7 +12,7 @@ from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import LIVENESS
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from router.decoding import BEATS
+from router.sessions.verifier_client import HEARTBEATS_PER_LEASE
 from tests.e2e.mini_router import attach, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, drafting
@@ -178,7 +178,7 @@ async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_k
         later = {"tokens": again, "answer_position": len(text.prompt), "session_id": silent.session, "epoch": 1}
         async with decoding(verifier, **opening | later) as router:
             assert (await router.inbox.take("started")).cached == len(again) - 1
-    assert BEATS == 4  # of the real router, in a lease
+    assert HEARTBEATS_PER_LEASE == 4  # of the real router, in a lease
 
 
 async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it_thaws(

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.core.contract import Contract, Plan
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.v1 import types_pb2, verifier_pb2
@@ -191,7 +191,7 @@ def absurd(**changes: Any) -> types_pb2.Contract:
         ({"tokens": [1, 2, 4096]}, grpc.StatusCode.INVALID_ARGUMENT, "4095"),
         ({"digest": 7}, grpc.StatusCode.INVALID_ARGUMENT, "digest"),
         ({"answer_position": 4}, grpc.StatusCode.INVALID_ARGUMENT, "answer_position"),
-        ({"answer_position": 0, "contract": absurd(max_tokens=3)}, grpc.StatusCode.INVALID_ARGUMENT, "one to say"),
+        ({"answer_position": 0, "contract": absurd(max_tokens=3)}, grpc.StatusCode.INVALID_ARGUMENT, "one more token"),
         ({"window": 0}, grpc.StatusCode.INVALID_ARGUMENT, "window"),
         ({"window": 2**31}, grpc.StatusCode.INVALID_ARGUMENT, "window"),
         ({"lease_ms": 0}, grpc.StatusCode.INVALID_ARGUMENT, "lease_ms"),

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 import outrider
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, NotFound, Superseded
 from outrider.fleet.local import LocalCluster
 from outrider.store.client import connect

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from outrider.core.contract import LOSSY, OFF, RULES, Contract
-from outrider.core.rules import Drawn, rule_of
+from outrider.core.acceptance import ChildSampling, rule_of
+from outrider.core.session.contract import LOSSY, OFF, RULES, Contract
 from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import drafter_pb2 as pb
 from tests.e2e.mini_router import decode
@@ -34,12 +34,22 @@ def rows(*tokens: int) -> list[pb.DrawnFrom]:
 
 
 async def test_the_page_s_rules_are_those_of_the_code() -> None:
-    drawn = {Drawn.FREELY: "any; best by log q + g", Drawn.RANKED: "any; best by log q", Drawn.SAMPLED: "drawn from q"}
+    drawn = {
+        ChildSampling.FREELY: "any; best by log q + g",
+        ChildSampling.RANKED: "any; best by log q",
+        ChildSampling.SAMPLED: "drawn from q",
+    }
     expected = []
     for name in RULES:
         rule = rule_of(Contract(seed=0, max_tokens=1, rule=name))
-        shape = "any tree" if rule.drawn is not Drawn.SAMPLED else "a chain" if rule.chain else "a fixed tree"
-        expected.append([name, drawn[rule.drawn], shape, "no" if name in LOSSY else "yes"])
+        shape = (
+            "any tree"
+            if rule.child_sampling is not ChildSampling.SAMPLED
+            else "a chain"
+            if rule.chain
+            else "a fixed tree"
+        )
+        expected.append([name, drawn[rule.child_sampling], shape, "no" if name in LOSSY else "yes"])
     assert table(12) == expected
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from outrider.core.contract import Contract
-from outrider.core.digest import EMPTY, extend
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb
 from outrider.rpc.tickets import Permit, sign

@@ -15,15 +15,15 @@ import pytest_asyncio
 import torch
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.engine.card import weights_digest
+from outrider.draft_server.draft_session import DraftStream
+from outrider.draft_server.snapshot import snapshot_parts
+from outrider.engine.checkpoints.model_card import weights_digest
+from outrider.engine.heads.checkpoint_io import Network
+from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle3
-from outrider.engine.heads.folder import Network
-from outrider.engine.heads.fusing import fusion_digest, named
-from outrider.engine.heads.shape import Shape
+from outrider.engine.heads.fusing import digest_of, fusion_digest
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.codec import features_from_pb
-from outrider.sink.snapshot import snapshot_parts
-from outrider.sink.stream import DraftStream
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.e2e.conftest import MODELS
@@ -50,7 +50,7 @@ class Featured(NamedTuple):
     verifier: str
     drafter: str
     heads: Path
-    shape: Shape
+    shape: HeadsConfig
     network: Network
 
 
@@ -89,9 +89,9 @@ async def test_the_digest_is_as_the_page_says(tmp_path: Path) -> None:
         weights, kind, layers = heads.split(", ")
         numbers = [int(number) for number in re.findall(r"\d+", layers)]
         text = f"{weights} {kind} {','.join(map(str, numbers))}"
-        assert hashlib.sha256(text.encode()).digest()[:16].hex() == digest == named(weights, kind, numbers).hex()
+        assert hashlib.sha256(text.encode()).digest()[:16].hex() == digest == digest_of(weights, kind, numbers).hex()
     random_heads("eagle", TARGET, tmp_path)
-    assert fusion_digest(tmp_path) == named(weights_digest(tmp_path), "eagle", ())
+    assert fusion_digest(tmp_path) == digest_of(weights_digest(tmp_path), "eagle", ())
 
 
 async def test_each_token_comes_with_the_features_of_the_one_before(featured: Featured, text: Text) -> None:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from outrider import _native
-from outrider.core.contract import Contract
-from outrider.core.noise import Draw
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.noise import Draw
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.cpu.engine import CpuEngine
+from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.logits import Logits
-from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
-from tests.engine.checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
-from tests.engine.checkpoints import random_tokens as random_text
+from tests.engine.small_checkpoints import MODELS, SHAPES, Reference, Tree, assert_same, make_checkpoint, prompt
+from tests.engine.small_checkpoints import random_tokens as random_text
 
 SETS = _native.instruction_sets()
 PAGE = 16

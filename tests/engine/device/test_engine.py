@@ -12,19 +12,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from outrider.core.contract import Contract
-from outrider.core.noise import Draw, generation_base
-from outrider.core.sampler import Sampler
+from outrider.core.sampling.noise import Draw, generation_base
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.device.buckets import Bucket, bucket_of, grouped
+from outrider.engine.device.buckets import Bucket, bucket_of, group_segments
+from outrider.engine.device.cuda_graphs import NoRecorder, RecentRecordings
 from outrider.engine.device.engine import RECORDINGS
 from outrider.engine.device.kernels import CompiledKernels, Kernels
-from outrider.engine.device.recording import Recent, Unrecorded
+from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
-from outrider.engine.native import NativeEngine
 from outrider.errors import ConfigError
-from tests.engine.checkpoints import (
+from tests.engine.device.taped import Tapes, taped
+from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
     Reference,
@@ -34,7 +35,6 @@ from tests.engine.checkpoints import (
     prompt,
     random_tokens,
 )
-from tests.engine.device.taped import Tapes, taped
 
 SLOTS = 8
 Both = tuple[DeviceEngine, NativeEngine]
@@ -175,10 +175,10 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
         device._cache[:, :, 3, :, :33] = kept
         for recording in device._recordings._made.values():
             recording.logits.fill_(torch.nan)
-            recording.staging._there.fill_(255)
-            recording.staging._here.fill_(255)
+            recording.input_buffers._device.fill_(255)
+            recording.input_buffers._host.fill_(255)
             for chooser in recording.choosers.values():
-                chooser.answers.fill_(torch.nan)
+                chooser.choices.fill_(torch.nan)
     assert_agree((device, native), segments)
 
 
@@ -198,10 +198,10 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
         for recording in device._recordings._made.values():
             found += [
                 recording.logits.data_ptr(),
-                recording.staging._there.data_ptr(),
-                recording.staging._here.data_ptr(),
+                recording.input_buffers._device.data_ptr(),
+                recording.input_buffers._host.data_ptr(),
             ]
-            found += [chooser.answers.data_ptr() for chooser in recording.choosers.values()]
+            found += [chooser.choices.data_ptr() for chooser in recording.choosers.values()]
         return found
 
     step()
@@ -216,7 +216,7 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
 
 def test_the_least_recently_used_recording_is_let_go() -> None:
     made: list[int] = []
-    recent: Recent[int] = Recent(2)
+    recent: RecentRecordings[int] = RecentRecordings(2)
 
     def get(key: int) -> int:
         return recent.get(key, lambda: made.append(key) or key)  # type: ignore[func-returns-value]
@@ -239,7 +239,7 @@ def test_a_bucket_holds_its_pass(seed: int) -> None:
         wanted = int(random.integers(0, count + 1))
         prefix = int(random.integers(0, rows - count - spare))
         segments.append(Segment(slot, prefix, np.zeros(count, np.int64), np.zeros(count, np.int64), mask, wanted))
-    parts = grouped(segments)
+    parts = group_segments(segments)
     assert sorted(index for part in parts for index in part) == list(range(len(segments)))
     for part in parts:
         mine = [segments[index] for index in part]
@@ -409,4 +409,4 @@ def test_the_fastest_way_to_attend_that_works_is_taken() -> None:
 
     kernels = Kernels()
     kernels.attends = (broken, slow, fast)
-    assert kernels.attend(Unrecorded(), torch.zeros(1)) is fast
+    assert kernels.attend(NoRecorder(), torch.zeros(1)) is fast

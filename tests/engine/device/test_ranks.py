@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.core.noise import Draw
+from outrider.core.sampling.noise import Draw
 from outrider.engine.device import DeviceEngine
-from outrider.engine.native import NativeEngine
-from tests.engine.checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
+from outrider.engine.eager.engine import NativeEngine
 from tests.engine.ranked import LOADING, ranked
+from tests.engine.small_checkpoints import Tree, assert_same, make_checkpoint, prompt, random_tokens
 
 SHAPES = ("grouped", "one-kv-head-llama3", "untied-wide-heads", "biased", "qwen3")
 FFN = 96

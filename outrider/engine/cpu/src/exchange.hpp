@@ -1,4 +1,4 @@
-// What the ranks of a tensor-parallel group send one another within a pass, over one connected socket to each other rank.
+// The exchange of parts between the ranks of a tensor-parallel group in a pass, over one connected socket for each other rank.
 #pragma once
 
 #include <poll.h>
@@ -19,22 +19,22 @@
 
 namespace outrider {
 
-// Another rank has closed its connection, or sends nothing.
+// The error for a rank that has closed its connection or sends nothing.
 struct RankGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class Exchange {
  public:
-  // `sockets`: to each rank, in their order; this rank's own is not used. They stay the caller's.
+  // `sockets`: to each rank, in their order; the entry of this rank is not used. The caller keeps and closes them.
   Exchange(std::vector<int> sockets, int rank, double timeout_s)
       : sockets_(std::move(sockets)), rank_(rank), timeout_(timeout_s), received_(sockets_.size()) {}
 
   int ranks() const { return int(sockets_.size()); }
   int rank() const { return rank_; }
-  double seconds() const { return seconds_; }  // spent here so far, waiting for ranks that compute included
+  double seconds() const { return seconds_; }  // spent in exchanges so far, waiting for computing ranks included
 
-  // Of two ranks or more: x becomes the sum of all ranks' x, added in the order of ranks: the same bits on every rank, whatever `count` is.
+  // Replaces x by the sum of all ranks' x, for two ranks or more. Adds in the order of ranks: the same bits on every rank for any `count`.
   void sum(float* x, size_t count) {
     std::vector<Part> parts;
     for (int rank = 0; rank < ranks(); rank++)
@@ -50,7 +50,7 @@ class Exchange {
     }
   }
 
-  // Rank 0 receives every other rank's x; see `part`.
+  // Sends x to rank 0, which receives that of every other rank; see `part`.
   void collect(const float* x, size_t count) {
     std::vector<Part> parts;
     if (rank_) parts.push_back({0, x, count * sizeof(float), nullptr, 0});
@@ -59,14 +59,14 @@ class Exchange {
     transfer(parts);
   }
 
-  // What rank 0 has collected from another one.
+  // The x that rank 0 has received from another rank.
   const float* part(int rank) const { return received_[rank].data(); }
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr std::chrono::microseconds SPIN{50};  // before it sleeps; longer would keep a core from other ranks
+  static constexpr std::chrono::microseconds SPIN{50};  // before a thread sleeps; longer would take a core from other ranks
 
-  // What goes to one rank and comes from it: bytes that are left.
+  // The remaining bytes to send to one rank and to receive from it.
   struct Part {
     int rank;
     const void* out;
@@ -80,8 +80,8 @@ class Exchange {
     return received_[rank].data();
   }
 
-  // Sends and receives at the same time, so that no two ranks wait for one another to read. Throws RankGone, from then on
-  // at once: after a part of a message nothing that follows would be understood.
+  // Sends and receives at the same time, so that no two ranks wait for each other to read. Throws RankGone. All later calls
+  // throw it at once, because after an incomplete message no following one could be read.
   void transfer(std::vector<Part>& parts) {
     if (broken_) throw RankGone("the group has ended");
     broken_ = true;
@@ -97,7 +97,7 @@ class Exchange {
     broken_ = false;
   }
 
-  // Sends and receives what it can without waiting; whether something is left.
+  // Sends and receives as much as possible without waiting. Returns whether bytes remain.
   bool step(std::vector<Part>& parts) {
     progressed_ = false;
     bool left = false;
@@ -142,7 +142,7 @@ class Exchange {
   std::vector<int> sockets_;
   int rank_;
   std::chrono::duration<double> timeout_;
-  std::vector<std::vector<float>> received_;  // from each rank, in the last exchange
+  std::vector<std::vector<float>> received_;  // parts of each rank in the last exchange
   std::vector<float> own_;
   double seconds_ = 0.0;
   bool progressed_ = false;

@@ -18,7 +18,7 @@
 namespace outrider {
 
 #if defined(__x86_64__) && defined(__linux__) && !defined(OUTRIDER_EMULATED_AMX)
-// Whether kernels multiply as the portable ones do. For those that were seen to do so in an emulation alone.
+// Returns whether kernels compute the same products as the portable ones. For kernels that were tested in an emulation alone.
 static bool multiply_right(const Kernels& kernels) {
   constexpr int ROWS = 5, INPUTS_HERE = 128, OUTPUTS = 96;
   for (Kind kind : {Kind::bfloat16, Kind::int8}) {
@@ -48,13 +48,13 @@ static bool multiply_right(const Kernels& kernels) {
 #endif
 
 #if defined(__x86_64__)
-// Whether this processor has tiles, and the system lets this process use them.
+// Returns whether this processor has tiles, and the system permits this process to use them.
 static bool has_tiles() {
 #if defined(OUTRIDER_EMULATED_AMX)
   return true;
 #elif defined(__linux__)
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;  // of edx, leaf 7
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;             // of arch_prctl
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;  // bits of edx, leaf 7
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;             // arguments of arch_prctl
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE | INT8)) != (BF16 | TILE | INT8)) return false;
   static const bool right = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 && multiply_right(amx_kernels);
@@ -70,7 +70,7 @@ static bool has_dot_products() {
 #if defined(__linux__)
   return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
 #else
-  return true;  // all of Apple's
+  return true;  // all processors of Apple have them
 #endif
 }
 #endif
@@ -85,7 +85,7 @@ std::vector<const Kernels*> kernels_here() {
   const bool vnni = wide && __builtin_cpu_supports("avx512vnni");
   const bool halves = vnni && __builtin_cpu_supports("avx512bf16"), intel = __builtin_cpu_is("intel");
   if (halves && has_tiles()) found.push_back(&amx_kernels);
-  // Intel's cores take products of bfloat16 at half the rate of float32's, AMD's at twice that rate.
+  // Intel's cores multiply bfloat16 at half the rate of float32, AMD's at twice that rate.
   if (halves && !intel) found.push_back(&avx512_bf16_kernels);
   if (vnni) found.push_back(&avx512_vnni_kernels);
   if (halves && intel) found.push_back(&avx512_bf16_kernels);

@@ -1,7 +1,7 @@
-// What runs once for every instruction set: the kernels behind a table of functions.
+// The table of kernels, which exists once for each instruction set.
 //
-// Every sum is taken in one order that depends on nothing but its own terms: a linear's over its inputs, attention's over
-// the keys of a path. So the bits of a row depend neither on the rows beside it, nor on tiles or threads.
+// Each sum has one order that depends on its own terms alone: a linear sums over its inputs, attention over the keys of a
+// path. So the bits of a row depend neither on the rows beside it, nor on tiles or threads.
 #pragma once
 
 #include <cstddef>
@@ -11,31 +11,31 @@
 namespace outrider {
 
 constexpr int LANES = 16;       // outputs of a panel, keys of a page
-constexpr int BLOCK = 64;       // bytes of a row of a tile that lie together; inputs are padded to a multiple of 64
-constexpr int INPUTS = 64;      // multiple that inputs are padded to
+constexpr int BLOCK = 64;       // neighbouring bytes of a row of a tile; inputs are padded to a multiple of 64
+constexpr int INPUTS = 64;      // inputs are padded to a multiple of this
 constexpr int GROUP = 32;       // inputs that share a scale in int4
-constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product takes them without a sign
+constexpr int INT8_ZERO = 128;  // added to int8 inputs where the product needs unsigned ones
 
 enum class Kind { float32, bfloat16, int8, int4 };
 
-// A linear layer, y = x W' + b, packed in panels of 16 outputs. In a panel, for each step of inputs, 16 outputs side by side
-// have 4 bytes each: one float32, a pair of bfloat16 or four int8. int4: for each 32 inputs 64 words of 16 bits, of which
-// word 2 o + e holds of output o the codes of inputs 8 b + 2 j + e in bits 4 j, in four runs b; then 16 scales and 16
-// offsets in bfloat16.
+// A linear layer, y = x W' + b, packed in panels of 16 outputs. For each step of inputs a panel has 4 bytes of each of its 16
+// outputs side by side: one float32, a pair of bfloat16 or four int8. int4: for each 32 inputs 64 words of 16 bits. Word
+// 2 o + e holds the codes of inputs 8 b + 2 j + e of output o in bits 4 j, in four runs b; then 16 scales and 16 offsets in
+// bfloat16.
 struct Linear {
   Kind kind = Kind::float32;
-  int outputs = 0, inputs = 0;  // as the model has them
-  int padded = 0;               // inputs, to a multiple of 64
+  int outputs = 0, inputs = 0;  // of the model
+  int padded = 0;               // inputs, padded to a multiple of 64
   int panels = 0;               // an even number
   size_t panel_bytes = 0;
-  size_t ahead = 0;  // bytes of a panel that are asked for from memory before they are used; 0: a cache holds them
+  size_t ahead = 0;  // bytes of a panel that are prefetched from memory before their use; 0: a cache holds the weights
   uint8_t* data = nullptr;
   float* scales = nullptr;   // int8: [panels * 16]
   int32_t* zeros = nullptr;  // int8: [panels * 16], 128 times the sum of an output's codes
   float* bias = nullptr;     // [panels * 16]; null: none
 };
 
-// Rows of inputs, in the order in which a tile of them is read: for each 64 bytes of a row, those of all rows of the tile.
+// Rows of inputs in the order in which kernels read them: for each 64 bytes of a row, those of all rows of the tile.
 struct Tile {
   uint8_t* data;
   float* scales;  // int8: [rows]
@@ -45,48 +45,48 @@ struct Tile {
 
 enum class Into { store, add, gate };
 
-// Where the outputs of a linear go. `gate`: panels 2 i and 2 i + 1 are one gate and one up: silu(gate) * up.
+// The destination of a linear's outputs. `gate`: panels 2 i and 2 i + 1 are a gate and an up projection: silu(gate) * up.
 struct Output {
   Into into;
   float* data;
   size_t stride;  // floats from row to row
-  int outputs;    // of a row, beyond which nothing is written
+  int outputs;    // of a row; none beyond them is written
 };
 
 // Some queries of one segment over one head's keys and values.
 struct Attention {
   int queries;                 // at most `most_queries`
-  int dim, padded_dim;         // of a head; of its values, to a multiple of 16
-  const float* const* query;   // [queries] of dim floats each, turned and scaled
+  int dim, padded_dim;         // of a head; that of its values is padded to a multiple of 16
+  const float* const* query;   // [queries] of dim floats each, rotated and scaled
   float* const* out;           // [queries] of dim floats each
-  bool halves;                 // keys and values are bfloat16, two of which lie side by side, as in `Pages`
+  bool halves;                 // keys and values are bfloat16 in pairs, as in `Pages`
   const uint8_t* pool;         // of pages
   const int32_t* table;        // page of each 16 cache rows of the slot
-  size_t page_bytes, offset;   // of a page; of this head's keys in it, which its values follow
+  size_t page_bytes, offset;   // size of a page; offset of this head's keys in it, which its values follow
   int common;                  // cache rows that every query sees, from the first on
   int rows;                    // cache rows up to the last that any query sees
   const int32_t* const* more;  // [queries] the rows from `common` on that each sees, ascending
-  const int* counts;           // [queries] how many these are
+  const int* counts;           // [queries] the number of these rows
   float* packed;               // scratch: [dim * most_queries]
   float* scores;               // scratch: [most_queries * score_stride]
   size_t score_stride;         // at least rows + 32
 };
 
-// How a row's tokens are drawn: those with the most logit / temperature + Gumbel noise.
+// How a row's tokens are drawn: those with the largest logit / temperature + Gumbel noise.
 struct Draw {
-  uint64_t key;        // of the position's noise
-  double temperature;  // 0: none, and no noise
+  uint64_t key;        // of the noise at the position
+  double temperature;  // 0: greedy, without noise
 };
 
-constexpr int PIECE = 512;  // logits that are looked at together
+constexpr int PIECE = 512;  // logits that are compared together
 
-// The best tokens of what was looked at so far, best first, lower ids first among equals.
+// The best tokens so far, best first, lower ids first among equals.
 struct Leaders {
-  int most;  // to be kept
+  int most;  // maximum to keep
   int64_t* tokens;
   double* scores;
   int found = 0;
-  float bound = -__builtin_inff();  // what a token's score must exceed to be one of them, roughly
+  float bound = -__builtin_inff();  // score that a token must exceed to be one of them, roughly
 
   void add(double score, int64_t token) {
     const auto better = [&](int place) {
@@ -107,25 +107,25 @@ struct Leaders {
 
 struct Kernels {
   const char* name;
-  int most_rows[4];  // of a tile, by the kind of linear
-  int most_queries;  // of attention
-  // A row of inputs into its place in a tile; `weight`: after an RMS norm, null: as it is. `padded`: floats of x and weight.
+  int most_rows[4];  // maximum of a tile's rows, by the kind of linear
+  int most_queries;  // maximum of queries of attention
+  // Packs a row of inputs into a tile. `weight`: of an RMS norm before; null: no norm. `padded`: floats of x and weight.
   void (*pack)(Kind, const float* x, const float* weight, int width, int padded, float eps, const Tile&, int row);
-  // Panels [first, last) of a linear, both even, for a tile's rows, whose first is `row` of the output.
+  // Computes panels [first, last) of a linear, both even, for a tile's rows; the first is `row` of the output.
   void (*linear)(const Linear&, const Tile&, int first, int last, const Output&, int row);
   void (*attend)(const Attention&);
-  // One head's vector: an RMS norm where there is a weight, and the turn by `cosines` and `sines`, [dim / 2]; then `scale`.
+  // Changes one head's vector: RMS norm where there is a weight, rotation by `cosines` and `sines`, [dim / 2], then `scale`.
   void (*turn)(float* x, int dim, const float* weight, float eps, const float* cosines, const float* sines, float scale);
-  // Looks at the logits of tokens first, first + 1, ...: at most PIECE of them.
+  // Adds the best of tokens first, first + 1, ... to the leaders: at most PIECE tokens.
   void (*lead)(const float* logits, int first, int count, const Draw&, Leaders&);
   float (*most)(const float* x, int count);
-  // Places of what is more than `bound`, into `places` with room for all; gives how many.
+  // Writes the indices of numbers above `bound` to `places`, which has room for all. Returns their number.
   int (*above)(const float* x, int count, float bound, int32_t* places);
   // The sum of exp((x - top) * factor) over the x that are not more than `bound`.
   double (*mass)(const float* x, int count, float top, float factor, float bound);
 };
 
-// Looks at a whole row.
+// Finds the best tokens of a row.
 inline void lead(const Kernels& kernels, const float* logits, int vocabulary, const Draw& draw, Leaders& leaders) {
   for (int first = 0; first < vocabulary; first += PIECE)
     kernels.lead(logits + first, first, vocabulary - first < PIECE ? vocabulary - first : PIECE, draw, leaders);
@@ -138,10 +138,10 @@ extern const Kernels avx2_kernels, avx512_kernels, avx512_vnni_kernels, avx512_b
 extern const Kernels neon_kernels, neon_dot_kernels;
 #endif
 
-std::vector<const Kernels*> kernels_here();            // that this processor has, the fastest first
-const Kernels* kernels_named(const char* name);        // "": the fastest; null where this processor does not have them
+std::vector<const Kernels*> kernels_here();            // the kernels that this processor supports, the fastest first
+const Kernels* kernels_named(const char* name);        // "": the fastest; null where this processor does not support them
 
-inline uint64_t mix64(uint64_t value) {  // outrider.core.digest
+inline uint64_t mix64(uint64_t value) {  // outrider.core.session.digest
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
   value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
   return value ^ (value >> 31);

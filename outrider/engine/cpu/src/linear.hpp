@@ -1,4 +1,4 @@
-// Weights as checkpoints store them, packed into panels; quantized on the way where that is asked for.
+// Packs the weights of checkpoints into panels, quantized where the linear's kind requires it.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace outrider {
 
-// A matrix, or a vector as one row, in the caller's memory.
+// A matrix, or a vector as one row, in memory of the caller.
 struct Array {
   enum class Type { float32, float16, bfloat16 } type = Type::float32;
   const void* data = nullptr;
@@ -62,7 +62,7 @@ class PackedLinear : public Linear {
     }
   }
 
-  // What a pass reads of it.
+  // Bytes that a pass reads.
   size_t bytes() const {
     const size_t count = size_t(outputs) * inputs;
     switch (kind) {
@@ -73,7 +73,7 @@ class PackedLinear : public Linear {
     }
   }
 
-  // Output `o` has these weights: `row` has `padded` floats, zeros behind the inputs.
+  // Sets the weights of output `o`: `row` has `padded` floats, with zeros behind the inputs.
   void set(int o, const float* row) {
     uint8_t* panel = data + (o / LANES) * panel_bytes;
     const int lane = o % LANES;
@@ -99,7 +99,7 @@ class PackedLinear : public Linear {
     const float scale = std::max(most / 127.0f, 1e-30f);
     int32_t sum = 0;
     for (int k = 0; k < padded; k++) {
-      const float exact = std::nearbyint(row[k] / scale);  // not a number: one that is not finite was there
+      const float exact = std::nearbyint(row[k] / scale);  // NaN where an input was not finite
       const int code = exact >= -127.0f && exact <= 127.0f ? int(exact) : 0;
       sum += code;
       out[size_t(k / 4) * 64 + k % 4] = uint8_t(int8_t(code));

@@ -1,4 +1,4 @@
-// Large memory: zeroed, aligned, and in pages that are taken when they are first written.
+// Large memory: zeroed, aligned, and in pages that the system allocates when they are first written.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,7 +13,7 @@ namespace outrider {
 class Memory {
  public:
   Memory() = default;
-  // `huge`: in pages of two megabytes where the system has them, for what is read from end to end.
+  // `huge`: use pages of two megabytes where the system has them, for memory that is read from end to end.
   Memory(size_t bytes, bool huge) : bytes_(bytes) {
     if (!bytes) return;
     data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -42,7 +42,7 @@ class Memory {
   size_t bytes_ = 0;
 };
 
-// Scratch that grows and never shrinks; what it holds is lost when it grows.
+// Scratch memory that grows and never shrinks; growing loses its content.
 class Scratch {
  public:
   template <class T>

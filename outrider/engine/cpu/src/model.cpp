@@ -8,10 +8,10 @@
 namespace outrider {
 namespace {
 
-constexpr int APART = 32;  // rows up to which every thread packs all inputs for itself, and none waits for another
-constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights that a cache may hold
-constexpr size_t FAR = 4096;                 // bytes of a panel
-constexpr int PANELS = 8;  // taken by all tiles of rows before the next ones, while a core's cache holds them
+constexpr int APART = 32;  // up to so many rows every thread packs all inputs itself, without waiting for others
+constexpr size_t CACHED = size_t(24) << 20;  // bytes of weights up to which a cache may hold them
+constexpr size_t FAR = 4096;                 // bytes of a panel to prefetch ahead, for weights in memory
+constexpr int PANELS = 8;  // that all tiles of rows use before the next ones, while a core's cache holds them
 
 size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * unit; }
 
@@ -37,14 +37,14 @@ size_t Model::weight_bytes() const {
   return bytes;
 }
 
-// Packs rows of a weight as outputs first, first + 1, ... of a linear; `phase` 0 or 1 of `step_panels` 2: into every second
-// panel.
+// Packs rows of a weight as outputs first, first + 1, ... of a linear. With `step_panels` 2 and `phase` 0 or 1 it fills every
+// second panel.
 void Model::fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase) {
   const int count = int(weight.rows);
   const auto place = [&](int row) {
     return step_panels == 1 ? first + row : (row / LANES * step_panels + phase) * LANES + row % LANES;
   };
-  // Panels whole: outputs of a panel share its memory's lines.
+  // A thread packs complete panels, because the outputs of a panel share cache lines.
   pool_.run([&](int thread) {
     std::vector<float> row(linear.padded, 0.0f);
     const int blocks = (count + LANES - 1) / LANES;
@@ -101,7 +101,7 @@ void Model::set_ends(const Array& embedding, const Array& norm, const Array& hea
   if (weight_bytes() > CACHED) ask_further_ahead();
 }
 
-// The weights come from memory, and not from a cache that all cores share.
+// Prefetches further ahead where the weights come from memory, and not from a cache that all cores share.
 void Model::ask_further_ahead() {
   for (auto& it : layers_) it.qkv.ahead = it.output.ahead = it.gate_up.ahead = it.down.ahead = FAR;
   head_.ahead = FAR;
@@ -163,7 +163,7 @@ void Model::compute(int thread, const Results& results) {
     pool_.meet(thread);
     attend(thread, index, last && !whole);
     pool_.meet(thread);
-    if (last && !whole && outputs_.size() < size_t(rows)) {  // only rows that want logits go on
+    if (last && !whole && outputs_.size() < size_t(rows)) {  // only rows that want logits continue
       if (thread == 0)
         for (size_t i = 0; i < outputs_.size(); i++) {
           std::memmove(hidden_ + i * wide_, hidden_ + outputs_[i] * wide_, wide_ * sizeof(float));
@@ -199,7 +199,7 @@ void Model::compute(int thread, const Results& results) {
   if (!outputs_.empty() && judge(thread, results, whole ? outputs_.data() : nullptr)) choose(thread, results);
 }
 
-// What a linear makes of x goes into the residual stream. False: another rank is lost, and the pass with it.
+// Adds the output of a linear over x to the residual stream. Returns false when another rank is lost, which ends the pass.
 bool Model::project(int thread, const PackedLinear& linear, const float* x, size_t stride, int rows) {
   if (!exchange_) {
     apply(thread, linear, x, stride, nullptr, rows, {Into::add, hidden_, wide_, int(wide_)});
@@ -215,12 +215,12 @@ bool Model::project(int thread, const PackedLinear& linear, const float* x, size
   return true;
 }
 
-// Where several ranks share the model, x becomes the sum of their x. False: another one is lost.
+// Where several ranks share the model, replaces x by the sum of their x. Returns false when another rank is lost.
 bool Model::add_up(int thread, float* x, size_t count) {
   return !exchange_ || exchanged(thread, [&] { exchange_->sum(x, count); });
 }
 
-// Has the first thread do what needs the other ranks. False: one is lost.
+// Runs work that needs the other ranks on the first thread. Returns false when a rank is lost.
 template <class Work>
 bool Model::exchanged(int thread, Work work) {
   if (!thread) {
@@ -234,7 +234,8 @@ bool Model::exchanged(int thread, Work work) {
   return !lost_;
 }
 
-// Logits of the outputs. `chosen`: their rows; null: the first ones. False: there are none here, or another rank is lost.
+// Computes the logits of the outputs. `chosen`: their rows; null: the first ones. Returns false on ranks without logits, and when
+// another rank is lost.
 bool Model::judge(int thread, const Results& results, const int* chosen) {
   const size_t vocabulary = size_t(shape_.vocabulary), tokens = size_t(head_tokens());
   const int outputs = int(outputs_.size());
@@ -249,7 +250,7 @@ bool Model::judge(int thread, const Results& results, const int* chosen) {
       const float* logits = (from ? exchange_->part(from) : part_) + size_t(output) * tokens;
       std::copy(logits, logits + count, results.logits + output * vocabulary + first);
     }
-  return true;  // each thread chooses from the rows that it has just copied, or meets the others before
+  return true;  // each thread chooses from the rows that it has just copied, or passes a barrier before
 }
 
 void Model::embed(int thread) {
@@ -269,7 +270,7 @@ int Model::tiles_of(const PackedLinear& linear, int rows) const {
   return (rows + most - 1) / most;
 }
 
-// The tile of inputs `index` rows' worth into `memory`, and its first row.
+// The tile number `index` of the inputs in `memory`; `first` becomes its first row.
 Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int index, int* first) const {
   const int count = tiles_of(linear, rows);
   const int each = rows / count, longer = rows % count;
@@ -279,7 +280,7 @@ Tile Model::tile_at(const PackedLinear& linear, uint8_t* memory, int rows, int i
   return {memory + *first * width * 4, rest + *first, rest + rows + *first * groups, each + (index < longer ? 1 : 0)};
 }
 
-// `chosen`: the rows of x that are meant; null: the first ones.
+// Applies a linear to rows of x. `chosen`: these rows; null: the first ones.
 void Model::apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
                   const Output& output, const int* chosen) {
   const bool apart = rows_ <= APART;
@@ -315,7 +316,7 @@ void Model::attend(int thread, int layer, bool last) {
   }
 }
 
-// One head of keys and values over one segment: they are written, then the queries from row `least` on attend.
+// Computes one KV head of one segment: writes its keys and values, then the queries from row `least` on attend.
 void Model::attend_head(Worker& worker, int layer, const Segment& segment, int first_row, int head, int least) {
   const Layer& it = layers_[layer];
   const int dim = shape_.dim, half = dim / 2, group = shape_.heads / shape_.kv_heads;
@@ -351,7 +352,7 @@ void Model::attend_head(Worker& worker, int layer, const Segment& segment, int f
   for (int begin = 0; begin < count; begin += most) {
     a.queries = std::min(most, count - begin);
     const int first = least + begin / group, last = least + (begin + a.queries - 1) / group;
-    int shared = 0;  // columns that all of these rows see, from the first on
+    int shared = 0;  // number of columns from the first one on that all of these rows see
     const auto seen = [&] {
       for (int row = first; row <= last; row++)
         if (!segment.sees(row, shared)) return false;
@@ -404,7 +405,7 @@ void Model::choose(int thread, const Results& results) {
   }
 }
 
-// The best token after a row, or -1.
+// Chooses the best tokens after a row. Returns the first, or -1 where there is none.
 int64_t Model::choose(const Results& results, const Row& at) const {
   const uint64_t position = uint64_t(at.segment->positions[at.row]) + 1;
   int64_t* tokens = results.tokens + size_t(at.output) * results.best;

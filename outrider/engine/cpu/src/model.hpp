@@ -1,8 +1,8 @@
-// A model of the Llama family, or some of its layers, and one pass over rows of many slots.
+// A model of the Llama family, or some of its layers, and its passes over rows of many slots.
 //
-// Of a model that several ranks share each has some heads and feed-forward units, columns of the embedding and tokens of the
-// head (Megatron-LM, arXiv 1909.08053, section 3). Their parts of the residual stream are added up after the embedding and
-// twice a layer; rank 0 collects the logits.
+// Where several ranks share a model, each has some of the heads and feed-forward units, columns of the embedding and tokens of
+// the head (Megatron-LM, arXiv 1909.08053, section 3). The ranks add up their parts of the residual stream after the embedding
+// and twice a layer; rank 0 collects the logits.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@ namespace outrider {
 struct Shape {
   int vocabulary, sayable, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;  // heads and ffn: this rank's
   float eps;
-  size_t kv_bytes;  // of all slots together at most; 0: as much as they have places for
+  size_t kv_bytes;  // maximum of all slots together; 0: as much as their rows need
 };
 
 struct Layer {
-  std::vector<float> attention_norm, query_norm, key_norm, ffn_norm;  // of queries and keys: maybe none
+  std::vector<float> attention_norm, query_norm, key_norm, ffn_norm;  // norms of queries and keys may be empty
   PackedLinear qkv, output, gate_up, down;
 };
 
@@ -43,7 +43,7 @@ struct Segment {
   double temperature;
 
   bool sees(int row, int column) const { return mask ? mask[size_t(row) * span + column] != 0 : column <= row; }
-  // The row below another one that has this token; none: `count`.
+  // The child of a row that has this token; `count` where there is none.
   int below(int row, int64_t token) const {
     const int at = span - count + row;
     for (int other = row + 1; other < count; other++)
@@ -52,25 +52,25 @@ struct Segment {
   }
 };
 
-// Where a pass leaves its results.
+// The buffers for the results of a pass.
 struct Results {
   float* logits;    // [outputs, vocabulary]; on rank 0 alone
-  int best;         // tokens to be chosen for each row that is drawn; 0: none
-  bool walks;       // but only for the rows that the chosen tokens lead to, from a segment's first
-  int64_t* tokens;  // [outputs, best]; -1 where there are fewer, or none are chosen
+  int best;         // number of tokens to choose for each row that is drawn; 0: none
+  bool walks;       // whether to choose only for rows that the chosen tokens lead to, from a segment's first row on
+  int64_t* tokens;  // [outputs, best]; -1 where there are fewer tokens, or none are chosen
   double* scores;   // [outputs, best]
   float* features;  // [rows or outputs, parts * width]; null: none
 };
 
-// Which features a pass gives; see outrider.engine.features.
+// The features that a pass returns; see outrider.engine.features.
 struct Wanted {
-  std::vector<int> layers;  // whose outputs, the first is 1; none: what goes into the head
-  bool every = false;       // of every row, else of those that want logits
+  std::vector<int> layers;  // layers whose outputs are returned, the first is 1; empty: the inputs of the head
+  bool every = false;       // of all rows; else of those that want logits
 };
 
 class Model {
  public:
-  // `exchange`: with the other ranks that share the model; null: it is all here.
+  // `exchange`: with the other ranks that share the model; null: this rank has all of it.
   Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
         const float* sines, Wanted wanted, std::unique_ptr<Exchange> exchange);
 
@@ -78,13 +78,13 @@ class Model {
   int ranks() const { return exchange_ ? exchange_->ranks() : 1; }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }
   double exchange_seconds() const { return exchange_ ? exchange_->seconds() : 0.0; }
-  int head_tokens() const { return (shape_.vocabulary + ranks() - 1) / ranks(); }  // of this rank's part of the head
+  int head_tokens() const { return (shape_.vocabulary + ranks() - 1) / ranks(); }  // tokens of this rank's part of the head
   const Kernels& kernels() const { return kernels_; }
   Pages& pages() { return pages_; }
   size_t weight_bytes() const;
   size_t kv_bytes() const { return pages_.bytes(); }
 
-  // This rank's part of each weight: [outputs, inputs]; a bias or a norm may have no data.
+  // Sets this rank's part of each weight: [outputs, inputs]; a bias or a norm may have no data.
   void set_layer(int index, const Array& attention_norm, const Array& query, const Array& key, const Array& value,
                  const Array& query_bias, const Array& key_bias, const Array& value_bias, const Array& query_norm,
                  const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
@@ -92,12 +92,12 @@ class Model {
                  const Array& down_bias);
   void set_ends(const Array& embedding, const Array& norm, const Array& head);
 
-  // Of the features of a pass over so many rows.
+  // Number of floats of the features of a pass over so many rows.
   size_t feature_floats(size_t rows, size_t outputs) const {
     return (wanted_.every ? rows : outputs) * std::max<size_t>(1, wanted_.layers.size()) * shape_.width;
   }
 
-  // Throws RankGone.
+  // Runs a pass. Throws RankGone.
   void run(const std::vector<Segment>& segments, const Results& results);
 
  private:
@@ -145,20 +145,20 @@ class Model {
   std::vector<float> norm_;
   PackedLinear head_;
   Pages pages_;
-  size_t wide_, qkv_wide_, attended_wide_, ffn_wide_;  // floats of a row of each
+  size_t wide_, qkv_wide_, attended_wide_, ffn_wide_;  // floats of a row of each buffer
 
-  // Of the pass that runs.
+  // State of the running pass.
   const std::vector<Segment>* segments_ = nullptr;
   std::vector<int> first_rows_;  // of each segment
   std::vector<int> outputs_;     // rows that want logits
-  std::vector<Row> choices_;     // rows to choose from; or the first of each segment, to walk on from
+  std::vector<Row> choices_;     // rows to choose tokens for; or the first row of each segment, from which a walk begins
   std::vector<Unit> units_;
-  std::vector<std::atomic<int>> next_;  // unit of each layer; then row to choose from
+  std::vector<std::atomic<int>> next_;  // next unit of each layer; last the next row to choose for
   std::vector<Worker> workers_;
   Scratch hidden_memory_, qkv_memory_, attended_memory_, active_memory_, part_memory_, shared_tile_;
   float *hidden_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *active_ = nullptr;
-  float* part_ = nullptr;  // this rank's, of what all ranks add up or rank 0 collects
-  std::exception_ptr lost_;  // another rank
+  float* part_ = nullptr;  // this rank's part of what all ranks add up or rank 0 collects
+  std::exception_ptr lost_;  // the error of a lost rank
   int rows_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// The Python module: `Model`, whose passes run without the interpreter's lock, and the instruction sets there are.
+// The Python module: `Model`, whose passes run without the interpreter's lock, and the available instruction sets.
 #include <atomic>
 #include <string>
 #include <vector>
@@ -15,7 +15,7 @@ struct Object {
   std::atomic<bool>* busy;
 };
 
-// One call at a time; the interpreter's lock is not held in it.
+// Guards a call: one at a time, without the interpreter's lock.
 class Alone {
  public:
   explicit Alone(Object* self) : busy_(*self->busy) {
@@ -56,7 +56,8 @@ std::vector<int> integers(PyObject* object) {
   return numbers;
 }
 
-// The other ranks, if there are any: this one's place among them, seconds that one may be silent, a socket to each.
+// The exchange with other ranks; null without others. Takes this rank's number, the seconds that a rank may be silent, and the
+// sockets.
 std::unique_ptr<Exchange> exchange_of(int rank, double timeout_s, PyObject* sockets, const Shape& shape) {
   std::vector<int> connected = integers(sockets);
   if (connected.size() < 2) return nullptr;
@@ -113,7 +114,7 @@ void discard(PyObject* object) {
   Py_DECREF(type);
 }
 
-// A weight of that shape; no data for None.
+// A weight of that shape; without data for None.
 Array taken(Buffers& held, PyObject* object, int64_t rows, int64_t columns) {
   if (object == Py_None) return {};
   held.push_back(std::make_unique<Buffer>(object, false));
@@ -182,7 +183,7 @@ const Buffer& buffer(Buffers& held, PyObject* object, PyObject* name) {
   return *held.back();
 }
 
-// The same conditions as outrider.engine.batch.Segment.check.
+// Reads a segment, with the conditions of outrider.engine.batch.Segment.check.
 Segment read_segment(Buffers& held, PyObject* object, const Shape& shape) {
   Segment it{};
   const auto demand = [&](bool holds, const char* problem) {

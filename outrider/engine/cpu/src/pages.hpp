@@ -1,8 +1,8 @@
-// Keys and values in pages of 16 rows, which slots may share: a page is copied when one of several writes to it. There may be
-// fewer pages than all slots together have places for; who asks for a pass sees to it that there are enough for that.
+// Keys and values in pages of 16 rows, which slots may share: a shared page is copied when a slot writes to it. There may be
+// fewer pages than the rows of all slots need; the caller of a pass ensures that there are enough for it.
 //
-// In a page each layer's heads follow one another, each with its keys, [dim, 16], and its values, [16, padded dim]. In
-// bfloat16 two dimensions of a key lie side by side, and so do two rows of values: [dim / 2, 16, 2] and [8, padded dim, 2].
+// A page holds the heads of all layers one after another, each with its keys, [dim, 16], and its values, [16, padded dim]. In
+// bfloat16 two dimensions of a key are neighbours, and so are two rows of values: [dim / 2, 16, 2] and [8, padded dim, 2].
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace outrider {
 class Pages {
  public:
   Pages() = default;
-  // `halves`: in bfloat16, else in float32. `bytes`: of all pages at most; 0: as many as slots have places for.
+  // `halves`: bfloat16, else float32. `bytes`: maximum of all pages together; 0: as many as the rows of all slots need.
   Pages(bool halves, int layers, int heads, int dim, int slots, int rows, size_t bytes)
       : halves_(halves), heads_(heads), dim_(dim), padded_((dim + 15) / 16 * 16), parts_(layers * heads),
         each_((rows + LANES - 1) / LANES) {
@@ -42,12 +42,12 @@ class Pages {
   const int32_t* table(int slot) const { return table_.data() + size_t(slot) * each_; }
   size_t head(int layer, int head) const { return (size_t(layer) * heads_ + head) * head_bytes(); }
 
-  // A slot's rows [0, end) are about to be read, of which those from `first` on are written before.
+  // Prepares a slot for a pass that reads its rows [0, end), and writes those from `first` on before.
   void prepare(int slot, int first, int end) {
     for (int index = 0; index * LANES < end; index++) ready(slot, index, (index + 1) * LANES > first);
   }
 
-  // The most pages that preparing this takes, if the rows before `first` are there.
+  // The maximum of pages that `prepare` allocates, if the rows before `first` have pages.
   int needed(int slot, int first, int end) const {
     int count = 0;
     for (int index = first / LANES; index * LANES < end; index++) {
@@ -57,12 +57,12 @@ class Pages {
     return count;
   }
 
-  // Rows from `rows` on are not needed any more.
+  // Releases a slot's rows from `rows` on.
   void release(int slot, int rows) {
     for (int index = (rows + LANES - 1) / LANES; index < each_; index++) let_go(entry(slot, index));
   }
 
-  // One row's key and value of a head, of a slot that was prepared.
+  // Writes the key and the value of one head and row, in a prepared slot.
   void write(int slot, int row, size_t head, const float* key, const float* value) {
     uint8_t* place = at(slot, row) + head;
     if (halves_) {
@@ -76,14 +76,14 @@ class Pages {
     }
   }
 
-  // Every row is read before one is written.
+  // Moves rows of a slot. All rows are read before one is written.
   void move(int slot, const int64_t* source, const int64_t* target, size_t count) {
     if (halves_) move_of<uint16_t>(slot, source, target, count);
     else move_of<float>(slot, source, target, count);
   }
 
-  // Rows [0, rows) of one slot become another's, too. Takes no page: what lies behind them in the last one is the source's,
-  // and never seen.
+  // Makes another slot share rows [0, rows) of one. Allocates no page: the last shared page may hold further rows of the
+  // source, which no pass over the other slot sees.
   void copy(int source, int target, int rows) {
     if (source == target) return;
     for (int index = 0; index * LANES < rows; index++) {
@@ -100,7 +100,7 @@ class Pages {
   int32_t& entry(int slot, int index) { return table_[size_t(slot) * each_ + index]; }
   uint8_t* at(int slot, int row) { return memory_.as<uint8_t>() + size_t(entry(slot, row / LANES)) * page_bytes(); }
 
-  // Where a row's dimension d lies in a head's part of a page.
+  // The index of a row's dimension d in a head's part of a page.
   size_t key_at(const float*, int d, int row) const { return size_t(d) * LANES + row % LANES; }
   size_t value_at(const float*, int d, int row) const { return size_t(dim_) * LANES + row % LANES * padded_ + d; }
   size_t key_at(const uint16_t*, int d, int row) const { return (size_t(d / 2) * LANES + row % LANES) * 2 + d % 2; }
@@ -112,7 +112,7 @@ class Pages {
   void move_of(int slot, const int64_t* source, const int64_t* target, size_t count) {
     std::vector<T> rows(count * parts_ * 2 * dim_);
     T* held = rows.data();
-    const auto each = [&](int row, auto work) {  // place and held copy of all that a row has
+    const auto each = [&](int row, auto work) {  // calls `work` with the place and the copy of each value of a row
       T* head = reinterpret_cast<T*>(at(slot, row));
       for (int part = 0; part < parts_; part++, head += head_bytes() / sizeof(T)) {
         for (int d = 0; d < dim_; d++) work(head[key_at(head, d, row)], *held++);
@@ -130,7 +130,7 @@ class Pages {
     }
   }
 
-  // Page `index` of a slot is there, and its own where it is to be written.
+  // Ensures that a slot has page `index`, and shares it with no other slot where it will be written.
   void ready(int slot, int index, bool written) {
     int32_t& page = entry(slot, index);
     if (page < 0)
@@ -162,8 +162,8 @@ class Pages {
   bool halves_ = false;
   int heads_ = 0, dim_ = 0, padded_ = 0, parts_ = 0, each_ = 0;
   Memory memory_;
-  std::vector<int32_t> table_;  // [slots, each]: -1: none yet
-  std::vector<int32_t> users_;  // of each page
+  std::vector<int32_t> table_;  // [slots, each]; -1: no page
+  std::vector<int32_t> users_;  // number of slots that use each page
   std::vector<int32_t> free_;
 };
 

@@ -1,4 +1,4 @@
-// Threads that compute one pass together, and meet between its operations.
+// A thread pool whose threads compute one pass together, with barriers between its operations.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ inline int this_core() {
 #endif
 }
 
-// A counter that threads wait for: they spin for a while, then sleep.
+// A counter that threads wait for: they first spin, then sleep.
 class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -43,7 +43,7 @@ class Gate {
     changed_.notify_all();
   }
 
-  // Until the value is another one. `crowded`: whether spinning would keep another thread from the core that it needs.
+  // Waits until the value differs from `seen`. `crowded`: whether spinning would take the core that another thread needs.
   template <class Crowded>
   void wait(uint32_t seen, Crowded crowded) {
     using Clock = std::chrono::steady_clock;
@@ -62,7 +62,7 @@ class Gate {
   }
 
  private:
-  static constexpr int SPIN_US = 200;  // several barriers' time; longer would only take a core from others
+  static constexpr int SPIN_US = 200;  // the time of several barriers; longer would only take a core from other threads
   std::atomic<uint32_t> value_{0};
   std::atomic<int> sleepers_{0};
   std::mutex mutex_;
@@ -83,7 +83,7 @@ class Pool {
 
   int size() const { return count_; }
 
-  // Calls `work(thread)` on every thread, on the caller's as 0, and returns when all have done it.
+  // Calls `work(thread)` on all threads, on the calling one as 0, and returns when all calls have returned.
   void run(const std::function<void(int)>& work) {
     places_[0].core.store(this_core(), std::memory_order_relaxed);
     if (count_ > 1) {
@@ -94,7 +94,7 @@ class Pool {
     meet(0);
   }
 
-  // Waits until every thread is here.
+  // Barrier: waits until all threads have called it.
   void meet(int thread) {
     if (count_ == 1) return;
     const uint32_t round = rounds_.value();
@@ -117,7 +117,7 @@ class Pool {
 
  private:
   struct alignas(64) Place {
-    std::atomic<int> core{-1};  // where the thread was last seen
+    std::atomic<int> core{-1};  // on which the thread ran last
     std::atomic<uint32_t> round{0};
   };
 

@@ -1,4 +1,4 @@
-// What the module's types share: buffers of the caller's, references, and errors that become Python's.
+// Shared by the types of the module: buffers of the caller, references, and the conversion of errors to Python's.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,10 +15,10 @@
 
 namespace outrider {
 
-// What Python has raised already.
+// Thrown where Python has already raised an exception.
 struct Raised {};
 
-// A buffer of the caller's, held as long as this lives.
+// A buffer of the caller, held for the lifetime of this object.
 class Buffer {
  public:
   Buffer(PyObject* object, bool writable) {
@@ -99,14 +99,14 @@ inline PyObject* nothing() {
   return Py_None;
 }
 
-// A call that gives nothing returns null without an error when all went well.
+// Wraps a call without a result: it returns null without an error on success.
 template <PyCFunction call>
 PyObject* none_of(PyObject* self, PyObject* args) {
   PyObject* result = call(self, args);
   return result || PyErr_Occurred() ? result : nothing();
 }
 
-// Adds the type `Sampler`, and what computes log-probabilities.
+// Adds the type `Sampler` and the function `logprobs`.
 bool add_sampling(PyObject* module);
 
 }  // namespace outrider

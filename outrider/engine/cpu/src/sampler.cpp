@@ -9,12 +9,12 @@ namespace {
 
 constexpr double NEVER = -std::numeric_limits<double>::infinity();
 constexpr float NEVER_F = -std::numeric_limits<float>::infinity();
-// Libraries round logarithms and sums differently. What is decided by less than this is left to the slower way:
+// Libraries round logarithms and sums differently. Decisions with a smaller margin are left to the slower sampler in Python:
 constexpr double OF_SCORES = 1e-9;
-constexpr double OF_PROBABILITY = 1e-10;  // a share
-constexpr double OF_FLOATS = 1e-6;        // of what is summed as floats
+constexpr double OF_PROBABILITY = 1e-10;  // of a share of probability
+constexpr double OF_FLOATS = 1e-6;        // of sums in floats
 
-// outrider.core.noise.gumbel_row, of one token.
+// outrider.core.sampling.noise.gumbel_row for one token.
 double gumbel(uint64_t key, int32_t token) {
   const uint32_t bits = uint32_t(mix64(key + uint64_t(token + 1) * PHI) >> 32);
   const double u = std::min((double(bits) + 0.5) * 0x1p-32, 1.0 - 0x1p-24);
@@ -28,7 +28,7 @@ void Sampler::extend(const int64_t* tokens, size_t count, bool answer) {
   if (terms_.penalizes()) said_ = joined(said_, counted(tokens, count, answer));
 }
 
-// How often each of these tokens is there, by ascending ids.
+// The count of each of these tokens, by ascending ids.
 std::vector<Sampler::Said> Sampler::counted(const int64_t* tokens, size_t count, bool answer) const {
   std::vector<int32_t> ids;
   for (size_t i = 0; i < count; i++)
@@ -86,7 +86,7 @@ double Sampler::adjusted(float logit, double bias, const Said& said) const {
   return terms_.greedy() ? score : score / terms_.temperature;
 }
 
-// Sets apart what may not be said, and what is not scored by its logit alone.
+// Sets apart tokens that may not be chosen, and tokens whose score is not their logit alone.
 void Sampler::set_apart(Row& row, const float* logits, int64_t position, const int64_t* path, size_t path_count) const {
   constexpr int32_t NONE = std::numeric_limits<int32_t>::max();
   row.logits = terms_.restricted ? nullptr : logits;
@@ -94,7 +94,7 @@ void Sampler::set_apart(Row& row, const float* logits, int64_t position, const i
   row.ids.clear();
   const std::vector<Said> last = terms_.penalizes() ? counted(path, path_count, true) : std::vector<Said>();
   const size_t stops = position < terms_.first_stop ? terms_.stops.size() : 0;
-  size_t biased = 0, said = 0, on_path = 0, banned = 0, stop = 0, allowed = 0;  // where each list stands
+  size_t biased = 0, said = 0, on_path = 0, banned = 0, stop = 0, allowed = 0;  // index in each list
   const auto id = [&](const auto& ids, size_t at, size_t size) { return at < size ? ids[at] : NONE; };
   while (true) {
     const int32_t by = biased < terms_.bias.size() ? terms_.bias[biased].first : NONE;
@@ -117,7 +117,7 @@ void Sampler::set_apart(Row& row, const float* logits, int64_t position, const i
   }
 }
 
-// Leaves in `kept` what top-k, top-p and min-p leave, in that order. False: that hangs on how sums are rounded.
+// Applies top-k, top-p and min-p to `kept`, in that order. Returns false where the rounding of sums decides.
 bool Sampler::cut(Row& row) const {
   const size_t k = size_t(terms_.top_k);
   const bool by_share = terms_.top_p < 1.0, by_ratio = terms_.min_p > 0.0;
@@ -131,15 +131,15 @@ bool Sampler::cut(Row& row) const {
     kept.erase(std::remove_if(kept.begin() + k, kept.end(), [&](const Scored& it) { return it.score < least; }), kept.end());
   }
   if (by_share && !keep_top_p(kept, terms_.top_p, rest)) {
-    // Of all tokens nothing is summed as floats.
+    // With all tokens in `kept` no sum is in floats.
     if (rest == 0.0 || !collect(row, 0, 0.0, -NEVER, &rest) || !keep_top_p(kept, terms_.top_p, rest)) return false;
   }
   return !by_ratio || keep_min_p(kept, terms_.min_p);
 }
 
-// Into `kept` all that scores at least as much as some bound: at least `least` tokens, with at least that `share` of all
-// probability, or all that is up to `deepest` below the best. `rest`: the probability of what is not kept, the best one's
-// being 1, if a share is asked for. False where the scores are no numbers.
+// Puts all tokens whose score reaches some bound into `kept`: at least `least` tokens with at least that `share` of all
+// probability, or all that are up to `deepest` below the best one. `rest`: the probability of the others, in units of the best
+// token's, where a share is wanted. Returns false where scores are not finite.
 bool Sampler::collect(Row& row, size_t least, double share, double deepest, double* rest) const {
   const double temperature = terms_.temperature;
   float most = NEVER_F;
@@ -151,7 +151,7 @@ bool Sampler::collect(Row& row, size_t least, double share, double deepest, doub
   for (double depth : {4.0, 9.0, 18.0, 40.0, -NEVER}) {
     const bool all = std::isinf(depth);
     const double bound = top - (deepest > 0.0 ? deepest : depth);
-    // A little lower, so that rounding leaves out none.
+    // A little lower, so that rounding excludes no token.
     const float least_logit = all ? NEVER_F : float(bound * temperature - 1e-5 * (1.0 + std::fabs(bound * temperature)));
     row.kept.clear();
     *rest = 0.0;
@@ -178,11 +178,11 @@ bool Sampler::collect(Row& row, size_t least, double share, double deepest, doub
   return true;
 }
 
-// The smallest set of best tokens whose probability reaches p of all. Only those are sorted that score about as much as the
-// last one of it.
+// Keeps the smallest set of best tokens whose probability reaches p of all. Sorts only the tokens with about the score of the
+// last one in the set.
 bool Sampler::keep_top_p(std::vector<Scored>& kept, double p, double rest) {
   if (kept.empty()) return true;
-  constexpr int PARTS = 1024;  // of the range of scores, the best first
+  constexpr int PARTS = 1024;  // parts of the range of scores, the best first
   double top = kept[0].score, least = top, total = rest, reached = 0.0, margin = OF_PROBABILITY;
   for (const auto& it : kept) top = std::max(top, it.score), least = std::min(least, it.score);
   const double scale = least < top ? (PARTS - 1) / (top - least) : 0.0;
@@ -211,7 +211,7 @@ bool Sampler::keep_top_p(std::vector<Scored>& kept, double p, double rest) {
   return false;
 }
 
-// Tokens with at least a share p of the likeliest one's probability.
+// Keeps tokens with at least a share p of the likeliest token's probability.
 bool Sampler::keep_min_p(std::vector<Scored>& kept, double p) {
   double top = NEVER;
   for (const auto& it : kept) top = std::max(top, it.score);

@@ -1,4 +1,4 @@
-// From a row of logits to the tokens that lead it, for one generation: what outrider.core.sampler does with numpy.
+// Finds the leading tokens of a row of logits for one generation, as outrider.core.sampling.sampler does with numpy.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace outrider {
 
-// The terms of a generation; see outrider.core.contract.Contract. Ids are ascending, and below the vocabulary.
+// The terms of a generation; see outrider.core.session.contract.Contract. Ids are ascending, and below the vocabulary.
 struct Terms {
   int vocabulary;
   uint64_t base;       // of its noise keys
@@ -21,8 +21,8 @@ struct Terms {
   double repetition, presence, frequency;
   std::vector<std::pair<int32_t, double>> bias;
   std::vector<int32_t> banned, stops, allowed;
-  bool restricted;     // to what is allowed
-  int64_t first_stop;  // position from which a stop id may be said
+  bool restricted;     // whether only allowed tokens may be chosen
+  int64_t first_stop;  // position from which on a stop id may be chosen
 
   bool greedy() const { return temperature == 0.0; }
   bool penalizes() const { return repetition != 1.0 || presence != 0.0 || frequency != 0.0; }
@@ -37,17 +37,17 @@ class Sampler {
 
   int vocabulary() const { return terms_.vocabulary; }
 
-  // Tokens were committed, of the answer or of what comes before it.
+  // Adds committed tokens, of the answer or of the text before it.
   void extend(const int64_t* tokens, size_t count, bool answer);
 
-  // The `count` best tokens after a row of logits at the end of `path`, best first, lower ids first among equals; gives how
-  // many there are that may be said. UNDECIDED: so close that it could hang on how a logarithm is rounded.
-  // `noised`: by log p + g, else by log p.
+  // Writes the `count` best tokens after a row of logits at the end of `path`, best first, lower ids first among equals. Returns
+  // how many of the tokens may be chosen, or UNDECIDED where the rounding of a logarithm could decide. `noised`: order by
+  // log p + g, else by log p.
   int lead(const float* logits, const int64_t* path, size_t path_count, bool noised, int count, int64_t* tokens,
            double* scores);
 
  private:
-  // How often a token is there, in the session's text and in the answer.
+  // The count of a token in the session's text and in the answer.
   struct Said {
     int32_t token;
     int64_t session, answer;
@@ -55,19 +55,19 @@ class Sampler {
   struct Scored {
     double score;  // log p up to a constant
     int32_t token;
-    bool operator<(const Scored& other) const {  // the better one comes first
+    bool operator<(const Scored& other) const {  // the better one is less
       return score > other.score || (score == other.score && token < other.token);
     }
   };
-  // A row while it is looked at.
+  // The state of a row.
   struct Row {
-    const float* logits;        // null: none but those set apart
-    std::vector<int32_t> ids;   // ascending, of what is set apart
-    std::vector<Scored> apart;  // of that, what may be said: its score is not its logit alone
-    std::vector<Scored> kept;   // by a cut
+    const float* logits;        // null: only the tokens that are set apart
+    std::vector<int32_t> ids;   // of tokens that are set apart, ascending
+    std::vector<Scored> apart;  // those of them that may be chosen; their scores are not their logits alone
+    std::vector<Scored> kept;   // after a cut
   };
 
-  // Calls each(logits, first id, count) for pieces of the row, in which what is set apart is -inf.
+  // Calls each(logits, first id, count) for pieces of the row, in which tokens that are set apart are -inf.
   template <class Each>
   void in_pieces(const Row& row, Each each) const {
     auto apart = row.ids.begin();
@@ -96,7 +96,7 @@ class Sampler {
 
   const Terms terms_;
   const Kernels& kernels_;
-  std::vector<Said> said_;  // by ascending ids, where there are penalties
+  std::vector<Said> said_;  // by ascending ids; empty without penalties
   int64_t length_ = 0;
 };
 

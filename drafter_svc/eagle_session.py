@@ -1,0 +1,44 @@
+"""Sessions that EAGLE heads draft for: nodes are drafted from guessed states, so no KV row of a node survives a commit.
+
+The nodes themselves stay: those below the committed path stay in both trees. They are expanded again, level by level,
+from true features, and the upstream is sent their new scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drafter_svc.sampled_session import SampledSession
+from drafter_svc.session import DraftSession, KvMove
+from drafter_svc.topk_session import TopKSession
+from outrider.core.construction.expansion import DrafterFits
+from outrider.core.tree.token_tree import Node
+
+
+class _Recomputed(DraftSession):
+    """Keeps rows of committed tokens alone; rows of nodes that were committed are computed anew."""
+
+    def commit(self, tokens: Sequence[int]) -> KvMove | None:
+        """Follows the commit. Returns no rows to move."""
+        for node in [self.tree.root, *(node for level in self.tree.levels() for node in level)]:
+            node.expanded = False
+        return super().commit(tokens)
+
+
+class EagleTopKSession(_Recomputed, TopKSession):
+    """For rules that take any tree."""
+
+    def commit(self, tokens: Sequence[int]) -> KvMove | None:
+        """Follows the commit, and drops the rows that were computed from guessed states."""
+        move = super().commit(tokens)
+        self._keep_rows(set())
+        return move
+
+    def frontier(self, fits: DrafterFits, limit: int) -> list[Node]:
+        """Return those of the construction's nodes whose parents' states are known."""
+        chosen = super().frontier(fits, limit)
+        return [node for node in chosen if node.parent is None or node.parent.expanded]
+
+
+class EagleSampledSession(_Recomputed, SampledSession):
+    """For rules that compare p and q."""

@@ -1,0 +1,184 @@
+"""A drafter's copy of a session: the committed tokens, the terms of drafting, and the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.sampled_tree import tree_of
+from outrider.core.tree.token_tree import Delta, Node
+from outrider.rpc.codec import FeatureRows
+
+OWN = 0  # the drafter's key as a sender in its own tree
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorSnapshot:
+    """All that a drafter needs to begin: the committed tokens and the terms of drafting."""
+
+    tokens: tuple[int, ...]
+    digest: int
+    contract: Contract
+    plan: Plan
+    credit: int
+    price: float = 0.0
+    time_price: float = 0.0
+    ahead: bool = False
+    answer_position: int = 0  # where the contract's penalties and limits count from
+    epoch: int = 0
+    features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not requested
+    known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
+    vocabulary: int = 2**32  # ids that the target has
+    sayable: int = 2**32  # the target chooses only ids below it
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorUpdate:
+    """An upstream's Commit frame."""
+
+    position: int
+    tokens: tuple[int, ...]
+    digest: int
+    plan: Plan | None
+    price: float
+    time_price: float
+    ahead: bool
+    credit: int
+    dropped: tuple[int, ...]
+    features: FeatureRows | None = None  # a row for each token; None: not requested
+
+
+class Mirror:
+    """The copy. A proposer adds nodes to `tree`, and announces them."""
+
+    def __init__(self, snapshot: MirrorSnapshot, *, first_id: int = 1) -> None:
+        self.contract = snapshot.contract
+        self.plan = snapshot.plan
+        self.credit = snapshot.credit
+        self.price = snapshot.price
+        self.time_price = snapshot.time_price
+        self.ahead = snapshot.ahead
+        self.tokens = list(snapshot.tokens)
+        self.answer_position = snapshot.answer_position
+        self.vocabulary = snapshot.vocabulary
+        self.sayable = snapshot.sayable
+        self.tree = tree_of(snapshot.contract, self.tokens, known=snapshot.known)
+        self.next_id = first_id
+        self._rescored: list[Node] = []  # sent nodes whose edges have changed since
+        self._version = 0  # of the last rescoring
+
+    def snapshot(self) -> MirrorSnapshot:
+        """Return the mirror's present state, to restart from."""
+        return MirrorSnapshot(
+            tokens=tuple(self.tokens),
+            digest=self.tree.digest,
+            contract=self.contract,
+            plan=self.plan,
+            credit=self.credit,
+            price=self.price,
+            time_price=self.time_price,
+            ahead=self.ahead,
+            answer_position=self.answer_position,
+            known=self.tree.known,
+            vocabulary=self.vocabulary,
+            sayable=self.sayable,
+        )
+
+    @property
+    def worth_drafting(self) -> bool:
+        """Whether any node can be worth drafting. At a price of 1 none is."""
+        return self.plan.depth > 0 and self.price < 1.0
+
+    def apply_update(self, update: MirrorUpdate) -> bool:
+        """Applies committed tokens and terms. Returns False when the mirror differs from the upstream's copy: it needs
+        a snapshot.
+        """
+        if update.position != len(self.tokens):
+            return False
+        self.tree.commit(update.tokens)
+        self.tokens.extend(update.tokens)
+        self.apply_terms(update)
+        return self.tree.digest == update.digest
+
+    def apply_terms(self, update: MirrorUpdate) -> list[tuple[int, int]]:
+        """Applies the terms of an update whose tokens have been applied. Returns the (sender, id) of nodes that the
+        upstream dropped.
+        """
+        if update.plan is not None and update.plan.version > self.plan.version:
+            self.plan = update.plan
+        self.price, self.time_price = update.price, update.time_price
+        self.ahead = update.ahead
+        self.credit = update.credit
+        return self.remove_dropped(update.dropped)
+
+    def announce(self, added: Sequence[Node], origin: str = "", span: bytes = b"") -> Delta:
+        """Names new nodes, parents before children, and returns them as a delta, which may be empty. Hinted ancestors
+        go with their children; nodes beyond the credit are left out.
+
+        `origin`: the drafter of a lower tier that drafted them; `span`: the span they were drafted in, where the
+        request is traced.
+        """
+        first = self.next_id
+        added = [*self._unsent_ancestors(added), *added][: self.room]
+        for node in added:
+            self.tree.name(node, OWN, self.next_id)
+            self.next_id += 1
+        rescored = tuple(
+            (self._identity(node), node.edge) for node in self._rescored if _was_sent(node) and self.tree.holds(node)
+        )
+        self._rescored.clear()
+        self._version += bool(rescored)
+        return Delta(
+            root_position=self.tree.root.position,
+            root_digest=self.tree.digest,
+            first_id=first,
+            parents=tuple(self._identity(node.parent) for node in added if node.parent),
+            tokens=tuple(node.token for node in added),
+            edges=tuple(node.edge for node in added),
+            drawn=tuple(parent.q for parent in dict.fromkeys(node.parent for node in added) if parent and parent.q),
+            origin=origin,
+            rescored=rescored,
+            version=self._version if rescored else 0,
+            span=span,
+        )
+
+    def _unsent_ancestors(self, added: Sequence[Node]) -> list[Node]:
+        """Return the ancestors of these nodes that this drafter has not sent, parents before children."""
+        found: dict[Node, None] = {}
+        new = set(added)
+        for node in added:
+            missing = []
+            parent = node.parent
+            while parent not in (None, self.tree.root) and not _was_sent(parent) and parent not in new:
+                missing.append(parent)
+                parent = parent.parent
+            found.update(dict.fromkeys(reversed(missing)))
+        return [*found]
+
+    def remove_dropped(self, identities: Sequence[int]) -> list[tuple[int, int]]:
+        """Removes nodes that the upstream dropped. Returns all their (sender, id)."""
+        names: list[tuple[int, int]] = []
+        for identity in identities:
+            node = self.tree.node(OWN, identity)
+            if node is not None:
+                names += node.names
+                self.tree.remove(node)
+        return names
+
+    @property
+    def room(self) -> int:
+        """Nodes that the upstream's credit still allows."""
+        return max(0, self.credit - self.next_id + 1)
+
+    def _identity(self, node: Node) -> int:
+        """Return the node's id as sent to the upstream."""
+        if node is self.tree.root:
+            return 0
+        return next(identity for sender, identity in node.names if sender == OWN)
+
+
+def _was_sent(node: Node) -> bool:
+    """Whether this drafter has sent the node to the upstream."""
+    return any(sender == OWN for sender, _ in node.names)

@@ -1,0 +1,160 @@
+"""The scheduler of a drafter without a model: it proposes what followed earlier, as soon as a commit is received."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from drafter_svc.inbox import Inbox
+from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstream import Attachment
+from outrider.core.construction.expansion import floor_score
+from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
+from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.rpc.liveness import WorkClock
+
+CHUNK = 512  # tokens of a text that are read in one turn; takes about ten milliseconds
+
+
+@dataclass(slots=True)
+class NgramMember:
+    """A session in the scheduler, and its upstream's messages that are not applied yet."""
+
+    inbox: Inbox = field(default_factory=Inbox)
+    mirror: Mirror | None = None
+    lookup: Lookup | None = None
+    read: int = 0  # tokens that the lookup has read
+    answer_position: int = 0
+
+
+class NgramScheduler:
+    """Owns the sessions. It has the interface of `DraftScheduler`."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        *,
+        slots: int,
+        send: Callable[[Attachment, Delta, int, bool], None],
+        resync: Callable[[Attachment], None],
+    ) -> None:
+        self.members: dict[Attachment, NgramMember] = {}
+        self.progress = WorkClock()
+        self.nodes = 0
+        self._lookups = lookups
+        self._slots = slots
+        self._send = send
+        self._resync = resync
+        self._changed = asyncio.Event()
+
+    def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
+        """Begins or restarts a session. Ignored when there are too many."""
+        if key not in self.members and len(self.members) >= self._slots:
+            return
+        self._enqueue(key, self.members.setdefault(key, NgramMember()).inbox, snapshot)
+
+    def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
+        """Queues a commit, new terms, or hints of a session's upstream."""
+        member = self.members.get(key)
+        if member is not None:
+            self._enqueue(key, member.inbox, update)
+
+    def closed(self, key: Attachment) -> None:
+        """Ends a session. Its answer is given to the lookup's store."""
+        member = self.members.pop(key, None)
+        if member is not None and member.mirror is not None and member.lookup is not None:
+            member.lookup.finish(member.mirror.tokens[member.answer_position :])
+
+    def _enqueue(self, key: Attachment, inbox: Inbox, message: MirrorSnapshot | MirrorUpdate | Hints) -> None:
+        """Queues a message until the session's turn; requests a snapshot when too many are queued."""
+        if inbox.add(message):
+            self._changed.set()
+        else:
+            self._resync(key)
+
+    async def run(self) -> None:
+        """Proposes until cancelled. No session with a short text waits for one that reads a long text."""
+        while True:
+            self._changed.clear()
+            behind = False
+            for key, member in list(self.members.items()):
+                if self.members.get(key) is member and (member.inbox or self._is_behind(member)):
+                    self.progress.begin()
+                    self._serve(key, member)
+                    self.progress.end()
+                    if self._is_behind(member):
+                        behind = True
+                        await asyncio.sleep(0)
+            if not behind:
+                await self._changed.wait()
+
+    def _is_behind(self, member: NgramMember) -> bool:
+        return member.mirror is not None and member.mirror.worth_drafting and member.read < len(member.mirror.tokens)
+
+    def _serve(self, key: Attachment, member: NgramMember) -> None:
+        """Applies messages, reads a chunk, and proposes once all of the text is read."""
+        if not self._apply_inbox(key, member):
+            return
+        mirror, lookup = member.mirror, member.lookup
+        if mirror is None or lookup is None or not mirror.plan.depth:
+            return
+        if mirror.worth_drafting:
+            part = mirror.tokens[member.read : member.read + CHUNK]
+            lookup.extend(part)
+            member.read += len(part)
+        if not self._is_behind(member):
+            delta = self._propose(mirror, lookup)
+            self.nodes += len(delta.tokens)
+            self._send(key, delta, mirror.plan.version, True)
+
+    def _apply_inbox(self, key: Attachment, member: NgramMember) -> bool:
+        """Applies messages. Returns False when the mirror differs from the upstream's copy: a snapshot is requested."""
+        while member.inbox:
+            message = member.inbox.popleft()
+            if isinstance(message, MirrorSnapshot):
+                first = member.mirror.next_id if member.mirror is not None else 1
+                member.mirror = Mirror(message, first_id=first)
+                member.lookup, member.read = self._lookups.begin(key.tenant, message.contract), 0
+                member.answer_position = message.answer_position
+                in_step = member.mirror.tree.digest == message.digest
+            elif member.mirror is None:
+                continue  # sent before the requested snapshot
+            elif isinstance(message, Hints):
+                member.mirror.tree.hint(message)
+                in_step = True
+            else:
+                in_step = member.mirror.apply_update(message)
+            if not in_step:
+                member.mirror = member.lookup = None
+                member.inbox.clear()
+                self._resync(key)
+                return False
+        return True
+
+    def _propose(self, mirror: Mirror, lookup: Lookup) -> Delta:
+        """Return new nodes that may follow; none for a rule that draws nodes from q."""
+        if not mirror.worth_drafting or not fits(mirror.contract):
+            return mirror.announce(())
+        plan, tree = mirror.plan, mirror.tree
+        best = tree.best_first(depth=plan.depth, width=plan.width)
+        hinted = next((node for _, node in best if node.judged and not node.children), None)
+        added: list[Node] = []
+        for start in (tree.root, hinted):
+            if start is None:
+                break
+            added += (
+                node
+                for node, _ in grow(
+                    tree,
+                    lookup,
+                    nodes=plan.nodes,
+                    depth=plan.depth,
+                    width=plan.width,
+                    vocabulary=mirror.sayable,
+                    floor=floor_score(mirror.price),
+                    room=mirror.room - len(added),
+                    start=start,
+                )
+            )
+        return mirror.announce(added)

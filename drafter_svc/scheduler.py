@@ -1,0 +1,427 @@
+"""The drafter's scheduler over all its sessions: choose, forward, propose, send; one level of each tree at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from drafter_svc.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.inbox import Inbox
+from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.refusals import UPSTREAM_ENDED
+from drafter_svc.relay import LowerTier, NoLowerTier, Relay
+from drafter_svc.sampled_session import SampledSession
+from drafter_svc.session import DraftSession
+from drafter_svc.topk_session import TopKSession
+from drafter_svc.upstream import Attachment
+from outrider.core.acceptance import ChildSampling, rule_of
+from outrider.core.construction import construction_of, static_construction_of
+from outrider.core.construction.expansion import CANDIDATES, DrafterFits
+from outrider.core.sampling.noise import Draw
+from outrider.core.session.contract import Contract
+from outrider.core.stats import Ema
+from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.engine.batch import Segment
+from outrider.engine.engine import Engine
+from outrider.engine.executor import Executor
+from outrider.engine.kv_slots import AcquiredSlot, KvSlots
+from outrider.engine.logits import Logits, logits_rows
+from outrider.engine.page_budget import PageBudget
+from outrider.rpc.liveness import WorkClock
+
+READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds
+EMA_WEIGHT = 0.1  # weight of the latest level in the average time of a level
+
+
+@dataclass(slots=True)
+class ScheduledSession:
+    """A session in the scheduler, and the upstream's messages since the last level."""
+
+    kv_slot: AcquiredSlot
+    inbox: Inbox = field(default_factory=Inbox)
+    session: DraftSession | None = None
+    relay: Relay | None = None  # the session as the lower tier sees it
+    next: tuple[Segment, list[Node]] | None = None  # the segment to run next, and the nodes that it expands
+    has_read: bool = False  # it has just read all of a long text, so it may propose more
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPart:
+    """One session's part of a level."""
+
+    key: Attachment
+    session: DraftSession
+    segment: Segment
+    nodes: list[Node]  # the nodes that the segment's last rows expand
+
+
+class DraftScheduler:
+    """Owns the engine and the sessions.
+
+    It calls `send` with new nodes, the plan's version, and whether these were all nodes until the next commit. It calls
+    `resync` to request a snapshot when a mirror drifted.
+
+    A commit waits at most for the level that is running: commits are applied before the next level is chosen.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        level_nodes: int,
+        prefill_chunk: int,
+        send: Callable[[Attachment, Delta, int, bool], None],
+        resync: Callable[[Attachment], None],
+        tree: str = "best-first",
+        lower_tier: LowerTier | None = None,
+    ) -> None:
+        """`tree`: name of the construction; `lower_tier`: sends to it. Raises ConfigError for an unknown name."""
+        self._construction, self._static_construction = construction_of(tree), static_construction_of(tree)
+        self.members: dict[Attachment, ScheduledSession] = {}
+        self.sessions: dict[str, Relay] = {}  # by session id, for the lower tier
+        self.progress = WorkClock()
+        self.slots = KvSlots(engine.slots)
+        self.nodes = 0
+        self.preempted = 0  # how often a session's KV was released for lack of memory
+        self._budget = PageBudget(engine, self.slots)
+        self._engine = engine
+        self._executor = Executor(engine)
+        self._level_s = Ema(EMA_WEIGHT, mean=0.0)  # average time of a level, from the choice to the proposals
+        self._level_nodes = level_nodes
+        self._prefill_chunk = prefill_chunk
+        self._send = send
+        self._resync = resync
+        self._lower_tier = lower_tier or NoLowerTier()
+        self._fits: dict[tuple[str, str], DrafterFits] = {}
+        self._changed = asyncio.Event()
+        self._agreed_before: dict[str, tuple[int, int]] = {}  # counts with earlier engines
+        self._next_engine: Engine | None = None  # replaces the present engine before the next level
+
+    def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
+        """Begins or restarts a session. Ignored when no slot is free."""
+        member = self.members.get(key)
+        if member is None:
+            if not self.slots.free:
+                return
+            member = self.members[key] = ScheduledSession(self._acquire_slot(key, snapshot))
+        self._enqueue(key, member.inbox, snapshot)
+
+    def updated(self, key: Attachment, update: MirrorUpdate | Hints) -> None:
+        """Queues a commit, new terms, or hints of a session's upstream."""
+        member = self.members.get(key)
+        if member is not None:
+            self._enqueue(key, member.inbox, update)
+
+    def wake(self) -> None:
+        """Wakes the scheduler: the lower tier has sent something."""
+        self._changed.set()
+
+    def on_drafter_connected(self) -> None:
+        """Does nothing: no measurement depends on which drafters the lower tier has."""
+
+    def closed(self, key: Attachment) -> None:
+        """Ends a session. Its KV stays until memory is needed.
+
+        A pass that runs writes only behind the rows that count, so the slot may be acquired at once.
+        """
+        member = self.members.pop(key, None)
+        if member is not None:
+            if member.relay is not None:
+                del self.sessions[member.relay.id]
+                member.relay.dismiss(UPSTREAM_ENDED)
+            self._give_back(key, member)
+            self._changed.set()  # there may be memory for another session
+
+    def _enqueue(self, key: Attachment, inbox: Inbox, message: MirrorSnapshot | MirrorUpdate | Hints) -> None:
+        """Queues a message until the running pass ends; requests a snapshot when too many are queued."""
+        if inbox.add(message):
+            self._changed.set()
+        else:
+            self._resync(key)
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Drafts with another engine of the same shape from the next level on. Sessions read their texts again."""
+        self._next_engine = engine
+        self._changed.set()
+
+    def agreement(self) -> dict[str, tuple[int, int]]:
+        """Return, by temperature bucket, how many best candidates were the target's choice, of how many compared."""
+        counts = dict(self._agreed_before)
+        for (_, bucket), fits in tuple(self._fits.items()):
+            agreed, judged = counts.get(bucket, (0, 0))
+            counts[bucket] = agreed + fits.agreed, judged + fits.judged
+        return counts
+
+    async def run(self) -> None:
+        """Grows trees until cancelled."""
+        try:
+            while True:
+                parts = await self._choose()
+                began = time.monotonic()
+                logits = await self._forward(parts)
+                self._propose(parts, logits)
+                if all(part.nodes for part in parts):
+                    self._level_s.observe(time.monotonic() - began)
+        finally:
+            self._executor.close()
+
+    async def _choose(self) -> list[LevelPart]:
+        """Return the parts of the next level, once a level is worth running. Applies the upstreams' messages."""
+        while True:
+            self._changed.clear()
+            self._take_engine()
+            parts, chunk, hold = [], self._prefill_chunk, math.inf
+            line = list(self.members.items())
+            self._budget.open()
+            for index, (key, member) in enumerate(line):
+                if member.inbox or member.has_read or (member.relay is not None and member.relay.changed):
+                    self._catch_up(key, member)
+                if (left := self._hold_s(member)) > 0.0:
+                    hold = min(hold, left)
+                elif member.session is not None and member.next is not None:
+                    segment, nodes = member.next
+                    reads = len(segment.tokens) - len(nodes)
+                    # All sessions share the chunk; one whose prompt does not fit waits for the next level.
+                    if reads <= chunk and self._reserve(member.session, segment, line[index + 1 :]):
+                        chunk -= reads
+                        parts.append(LevelPart(key, member.session, segment, nodes))
+            if parts:
+                return parts
+            if self._read_on():
+                await asyncio.sleep(0)  # let other tasks run
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold if hold < math.inf else None):
+                    await self._executor.wait_idle(self._changed)
+
+    def _reserve(
+        self, session: DraftSession, segment: Segment, behind: Sequence[tuple[Attachment, ScheduledSession]]
+    ) -> bool:
+        """Whether there is memory for a session's next segment and all of its text. Preempts sessions `behind` it as
+        far as needed: the first session in line always drafts.
+        """
+        if not self._budget.bounded:
+            return True
+        self._executor.run_queued()
+        end = max(segment.prefix + segment.span, len(session.tokens))
+        return self._budget.reserve(session.slot, session.cached, end, self._preemptions(behind))
+
+    def _preemptions(self, behind: Sequence[tuple[Attachment, ScheduledSession]]) -> Iterator[ScheduledSession]:
+        """Yields sessions whose KV was released, from the last one on; they read their texts again later."""
+        for _, member in reversed(behind):
+            if member.session is not None and member.session.cached:
+                self.preempted += 1
+                self._drop_kv(member)
+                self.slots.mark_computed(member.kv_slot.slot, 0)
+                self._engine.release(member.kv_slot.slot, 0)
+                yield member
+
+    def _drop_kv(self, member: ScheduledSession) -> None:
+        """Drops a session's KV; the nodes that it has sent stay valid at the upstream."""
+        member.kv_slot, member.next = AcquiredSlot(member.kv_slot.slot, 0, None), None
+        if member.session is not None and not member.session.drop_kv():
+            member.inbox.appendleft(member.session.snapshot())
+
+    def _read_on(self) -> bool:
+        """Reads more of long texts, to find repetitions in. Returns whether any session read."""
+        left = READ_ON
+        for member in self.members.values():
+            if left and member.session is not None and member.session.behind:
+                left -= member.session.read_on(left)
+                member.has_read = not member.session.behind
+        return left < READ_ON
+
+    def _take_engine(self) -> None:
+        """Installs the new engine, if one is set. No pass may run. Slots hold no KV of the new engine."""
+        if self._next_engine is None:
+            return
+        self._engine, self._next_engine = self._next_engine, None
+        self._executor.replace_engine(self._engine)
+        self._agreed_before = self.agreement()
+        self._fits.clear()  # fitted to another model's scores
+        self.slots.clear()
+        self._budget = PageBudget(self._engine, self.slots)
+        for member in self.members.values():
+            self._drop_kv(member)
+
+    def _hold_s(self, member: ScheduledSession) -> float:
+        """Return the seconds that a level may wait for nodes of the lower tier; a prompt is read at once."""
+        if member.relay is None or member.next is None or not member.next[1]:
+            return 0.0
+        return member.relay.hold_s(time.monotonic(), self._level_s.mean)
+
+    def _catch_up(self, key: Attachment, member: ScheduledSession) -> None:
+        """Applies the upstream's messages. A session with nothing left to draft sends `exhausted` at once."""
+        self._apply_inbox(key, member)
+        session, member.has_read = member.session, False
+        if session is not None:
+            if member.relay is not None:
+                member.relay.changed = False
+            delta = session.refill(self._fit(session.contract))
+            member.next = self._next(member, session)
+            if session.plan.depth:
+                self._send_new(key, member, session, delta)
+
+    def _next(self, member: ScheduledSession, session: DraftSession) -> tuple[Segment, list[Node]] | None:
+        return session.next_segment(
+            self._fit(session.contract),
+            chunk=self._prefill_chunk,
+            limit=max(self._level_nodes, session.plan.nodes if member.relay and member.relay.subscriptions else 0),
+            context=self._engine.context,
+            rows=self._engine.rows,
+            level_s=self._level_s.mean,
+        )
+
+    def _apply_inbox(self, key: Attachment, member: ScheduledSession) -> None:
+        while member.inbox:
+            message = member.inbox.popleft()
+            if isinstance(message, MirrorSnapshot):
+                member.session = self._begin(key, member, message)
+                if member.session.tree.digest == message.digest:
+                    self._relay(key, member, member.session)
+                    continue
+            elif member.session is None or self._apply(member, member.session, message):
+                continue
+            member.session = member.next = None
+            member.kv_slot = AcquiredSlot(member.kv_slot.slot, 0, None)  # the slot's contents are unknown now
+            self.slots.mark_computed(member.kv_slot.slot, 0)
+            member.inbox.clear()
+            self._resync(key)
+
+    def _begin(self, key: Attachment, member: ScheduledSession, snapshot: MirrorSnapshot) -> DraftSession:
+        """Return a session over a snapshot, whose text may be shorter than before; KV that is still valid is kept."""
+        first_id, repeats = 1, None
+        if member.session is not None:
+            first_id = member.session.next_id
+            repeats = member.session.repeats if isinstance(member.session, TopKSession) else None
+            self._give_back(key, member)
+            member.kv_slot = self._acquire_slot(key, snapshot)
+        kv_slot, vocabulary = member.kv_slot, self._engine.sayable
+        if snapshot.features is not None:
+            first = len(snapshot.tokens) - len(snapshot.features)
+            self._executor.enqueue(partial(self._engine.feed, kv_slot.slot, first, snapshot.features, restart=True))
+        if rule_of(snapshot.contract).child_sampling is ChildSampling.SAMPLED:
+            sampled_type = EagleSampledSession if self._engine.fed_width else SampledSession
+            return sampled_type(
+                snapshot, kv_slot.slot, vocabulary, self._static_construction, first_id=first_id, cached=kv_slot.cached
+            )
+        topk_type = EagleTopKSession if self._engine.fed_width else TopKSession
+        return topk_type(
+            snapshot,
+            kv_slot.slot,
+            vocabulary,
+            self._construction,
+            first_id=first_id,
+            cached=kv_slot.cached,
+            repeats=repeats,
+        )
+
+    def _acquire_slot(self, key: Attachment, snapshot: MirrorSnapshot) -> AcquiredSlot:
+        kv_slot = self.slots.acquire(snapshot.tokens, key.tenant, key.session_id)
+        self._executor.prepare_slot(kv_slot)
+        return kv_slot
+
+    def _give_back(self, key: Attachment, member: ScheduledSession) -> None:
+        held = member.session.tokens[: member.session.cached] if member.session else []
+        self.slots.release(member.kv_slot.slot, held, key.tenant, key.session_id)
+        self._executor.release(member.kv_slot.slot, len(held))
+
+    def _relay(self, key: Attachment, member: ScheduledSession, session: DraftSession) -> None:
+        """Opens the session for the lower tier, or restarts it there."""
+        if member.relay is not None:
+            member.relay.restart(session)
+            return
+        member.relay = Relay(key, session, self._lower_tier, partial(self._forward_up, key, member))
+        self.sessions[key.session_id] = member.relay
+        self._lower_tier.subscribe_waiting(member.relay)
+
+    def _forward_up(
+        self, key: Attachment, member: ScheduledSession, nodes: Sequence[Node], origin: str, span: bytes
+    ) -> None:
+        """Sends the lower tier's nodes up at once, with this model's scores where it has them."""
+        session = member.session
+        if session is not None and nodes:
+            session.judge(nodes, self._fit(session.contract))
+            self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
+
+    def _apply(self, member: ScheduledSession, session: DraftSession, message: MirrorUpdate | Hints) -> bool:
+        """Applies a message. Returns False when the mirror differs from the upstream's copy."""
+        if isinstance(message, Hints):
+            session.tree.hint(message)
+            return True
+        update, relay = message, member.relay
+        if update.position != len(session.tokens):
+            return False
+        if update.tokens:
+            if relay is not None:
+                relay.calibrate_committed(update.tokens)
+            move = session.commit(update.tokens)
+            if move is not None:
+                self._executor.move(session.slot, move.source, move.target)
+            if update.features is not None:
+                self._executor.enqueue(
+                    partial(self._engine.feed, session.slot, update.position, update.features, restart=False)
+                )
+        dropped = session.apply_terms(update)
+        if session.tree.digest != update.digest:
+            return False
+        if relay is not None:
+            self._lower_tier.report_dropped(relay.owners(dropped))
+            relay.publish(update.position, update.tokens, time.monotonic())
+        return True
+
+    async def _forward(self, parts: Sequence[LevelPart]) -> Logits:
+        """Runs the packed pass; prepares noise, fits scores and reads long texts meanwhile."""
+        draws = [part.session.draw if self._engine.draws else None for part in parts]
+        segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
+        self.progress.begin()
+        logits = await self._executor.judge(segments, draws, prepare, CANDIDATES)
+        self.progress.end()
+        return logits
+
+    def _prepare(self, parts: Sequence[LevelPart], draws: Sequence[Draw | None]) -> None:
+        for part, draw in zip(parts, draws, strict=True):
+            for node in part.nodes if draw is None else ():
+                part.session.sampler.prepare(node.position + 1)
+            part.session.learn(self._fit(part.session.contract))
+        self._read_on()
+
+    def _propose(self, parts: Sequence[LevelPart], logits: Logits) -> None:
+        first = 0
+        for part in parts:
+            rows = logits_rows(logits, first, len(part.nodes))
+            first += len(rows)
+            member = self.members.get(part.key)
+            if member is None or member.session is not part.session:
+                continue  # the session ended while the pass ran
+            part.session.advance(part.segment, part.nodes)
+            self.slots.mark_computed(part.session.slot, part.session.cached)
+            delta = part.session.expand(part.nodes, rows, self._fit(part.session.contract))
+            if member.relay is not None and part.nodes:
+                member.relay.hint(time.monotonic())
+            member.next = self._next(member, part.session)
+            self._send_new(part.key, member, part.session, delta)
+
+    def _send_new(self, key: Attachment, member: ScheduledSession, session: DraftSession, delta: Delta) -> None:
+        """Sends new nodes; when these are the last before the next commit, also those that were held back."""
+        exhausted = member.next is None and not (member.relay is not None and member.relay.drafting)
+        if exhausted:
+            held_back = session.flush(self._fit(session.contract))
+            if held_back.tokens:
+                self._deliver(key, session, delta, exhausted=False)
+                delta = held_back
+        self._deliver(key, session, delta, exhausted=exhausted)
+
+    def _deliver(self, key: Attachment, session: DraftSession, delta: Delta, *, exhausted: bool) -> None:
+        self.nodes += len(delta.tokens)
+        if delta.tokens or delta.rescored or exhausted:
+            self._send(key, delta, session.plan.version, exhausted)
+
+    def _fit(self, contract: Contract) -> DrafterFits:
+        """Return the fits of scores, which are shared by rule and temperature bucket."""
+        return self._fits.setdefault((contract.rule, contract.temperature_bucket), DrafterFits())

@@ -1,0 +1,242 @@
+"""How long a verifier holds a step back for a better tree: as long as waiting raises goodput, expected tokens per
+second.
+
+All times are in seconds. An expected value is the number of tokens that a step over the tree is expected to commit. See
+docs/performance.md, "Who waits for whom".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outrider.core.stats import Ema
+
+EMA_WEIGHT = 0.15  # weight of one delta in an average
+
+
+class ArrivalPattern:
+    """Moving averages of the delay and the gain of the k-th delta after a commit."""
+
+    DEPTH = 16
+
+    def __init__(self) -> None:
+        self._delays: list[Ema] = []  # seconds since the delta before; of the first, since the commit was sent
+        self._gains: list[Ema] = []  # expected tokens
+
+    @property
+    def known(self) -> int:
+        """Deltas after a commit of which something is known."""
+        return len(self._delays)
+
+    @property
+    def delays(self) -> list[float]:
+        """Seconds from the delta before to each delta; to the first, from when the commit was sent."""
+        return [delay.mean for delay in self._delays]
+
+    @property
+    def gains(self) -> list[float]:
+        """Expected tokens that each delta adds."""
+        return [gain.mean for gain in self._gains]
+
+    def learn(self, index: int, delay: float, gain: float) -> None:
+        if index == len(self._delays) and index < self.DEPTH:
+            self._delays.append(Ema(EMA_WEIGHT, warm_up=True))
+            self._gains.append(Ema(EMA_WEIGHT, warm_up=True))
+        if index < len(self._delays):
+            self._delays[index].observe(delay)
+            self._gains[index].observe(gain)
+
+    def end(self, index: int, delay: float) -> None:
+        """Record that delta `index` did not arrive within `delay` seconds, hence no later one either."""
+        self.learn(index, delay, 0.0)
+        for later in range(index + 1, len(self._gains)):
+            self.learn(later, self._delays[later].mean, 0.0)
+
+    def forecast(self, index: int) -> tuple[float, float]:
+        """Return the expected delay in seconds and the gain in tokens of delta `index`.
+
+        A delta that no step has waited for yet is expected to have half the gain of the last known one.
+        """
+        if index < self.known:
+            return self._delays[index].mean, self._gains[index].mean
+        return self._delays[-1].mean, self._gains[-1].mean / 2
+
+
+class HoldTrials:
+    """Schedules trial waits after waiting did not pay. The interval doubles with every trial, up to a maximum."""
+
+    FIRST, LAST = 2, 64  # steps without a wait before a trial: at first, and at most
+
+    def __init__(self) -> None:
+        self._interval = self.FIRST
+        self._unwaited = 0
+        self._at = 0.0
+
+    def step(self, now: float) -> None:
+        """Count a step that ended at `now`. Several sessions of one step count once."""
+        if now != self._at:
+            self._unwaited += 1
+            self._at = now
+
+    @property
+    def due(self) -> bool:
+        """Whether a trial is due."""
+        return self._unwaited >= self._interval
+
+    def wait(self, *, trial: bool) -> None:
+        """Record that a wait begins: as a trial, or because waiting pays."""
+        self._interval = min(self.LAST, 2 * self._interval) if trial else self.FIRST
+        self._unwaited = 0
+
+
+class ArrivalPatterns(NamedTuple):
+    """Arrival patterns that the sessions of a verifier share, so that a new session starts with known patterns.
+
+    Deltas after a commit that keeps a part of the tree follow another pattern than deltas after one that keeps nothing.
+    """
+
+    fresh: ArrivalPattern
+    kept: ArrivalPattern
+    trials: HoldTrials
+
+    @classmethod
+    def unknown(cls) -> ArrivalPatterns:
+        """Return patterns without observations."""
+        return cls(ArrivalPattern(), ArrivalPattern(), HoldTrials())
+
+
+class Arrivals:
+    """Predicts when one session's deltas arrive and how many expected tokens they add, from earlier commits.
+
+    The delay of a delta that arrives while a pass runs is not learned, because on a shared machine the pass slows the
+    drafter. To measure a drafter that no step waits for, a wait of half a step is tried from time to time.
+    """
+
+    def __init__(self, patterns: ArrivalPatterns) -> None:
+        self._patterns = patterns
+        self._pattern = patterns.fresh
+        self._count = 0  # deltas since the last commit
+        self._last = 0.0  # time at which the latest delta arrived, or the commit was sent
+        self._expected = 0.0
+        self._quiet = False  # whether nothing has disturbed the drafter since the commit
+        self._waited = False  # whether a step waits for the next delta
+        self._began = 0.0  # time at which the commit was sent
+        self._first = 0.0  # seconds from the commit to the first undisturbed delta, and to the last one
+        self._latest = 0.0
+        self._undisturbed = 0  # undisturbed deltas after the first
+
+    def disturb(self) -> None:
+        """Ignore delays until the next commit, because a drafter has just started and reads the prompt."""
+        self._quiet = False
+
+    def restart(self, now: float, expected: float) -> None:
+        """Record that a commit was sent at `now`. A step over the remaining tree would commit `expected` tokens."""
+        if self._waited and self._quiet:
+            self._pattern.end(self._count, now - self._last)
+        self._pattern = self._patterns.kept if expected > 1.0 else self._patterns.fresh
+        self._patterns.trials.step(now)
+        self._count = 0
+        self._last = now
+        self._expected = expected
+        self._quiet = True
+        self._waited = False
+        self._began, self._first, self._latest = now, 0.0, 0.0
+        self._undisturbed = 0
+
+    def arrived(self, now: float, expected: float, *, passing: bool) -> None:
+        """Record that a delta arrived at `now`, during a pass or not. A step over the tree would now commit `expected`
+        tokens."""
+        self._quiet = self._quiet and not passing
+        if self._quiet:
+            self._pattern.learn(self._count, now - self._last, max(0.0, expected - self._expected))
+            self._latest = now - self._began
+            self._first = self._first or self._latest
+            self._undisturbed = self._count
+        self._last, self._expected = now, expected
+        self._waited = False
+        self._count += 1
+
+    def grew(self, expected: float) -> None:
+        """Record that the tree grew without a delta. A step over it would now commit `expected` tokens."""
+        self._expected = expected
+
+    @property
+    def due(self) -> bool:
+        """Whether a trial wait is due or runs."""
+        return self._count == 0 and (self._patterns.trials.due or self._waited)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Seconds from the commit to the first delta, and on average between two deltas; 0 where not measured."""
+        between = (self._latest - self._first) / self._undisturbed if self._undisturbed else 0.0
+        return self._first, between
+
+    def forecast(self, deltas: int) -> tuple[float, float]:
+        """Return the time until the next `deltas` + 1 deltas have arrived, in seconds since the last delta, and their
+        gain in expected tokens."""
+        pattern, first = self._pattern, self._count
+        if not pattern.known or first >= ArrivalPattern.DEPTH:
+            return 0.0, 0.0
+        coming = [pattern.forecast(index) for index in range(first, first + deltas + 1)]
+        return sum(delay for delay, _ in coming), sum(gain for _, gain in coming)
+
+    def passed(self, now: float) -> float:
+        """Return the seconds since the last delta arrived or, without one, since the commit was sent."""
+        return now - self._last
+
+    @property
+    def begun(self) -> bool:
+        """Whether a delta has arrived since the last commit."""
+        return self._count > 0
+
+    @property
+    def learned(self) -> int:
+        """The number of deltas after a commit for which there are averages."""
+        return self._pattern.known
+
+    def wait(self, *, trial: bool) -> None:
+        """Record that a step waits for the next delta: as a trial, or because waiting pays."""
+        if not trial or self._patterns.trials.due:
+            self._patterns.trials.wait(trial=trial)
+        self._waited = True
+
+
+def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float) -> bool:
+    """Return whether waiting for some number of further deltas of these sessions raises goodput.
+
+    Waiting does if (expected + gains) / (seconds + delays) > expected / seconds, where `expected` are the tokens and
+    `seconds` the duration of the step over all sessions, including the wait so far.
+    """
+    for deltas in range(max((max(1, each.learned) for each in group), default=0)):
+        coming = [(*each.forecast(deltas), each.passed(now)) for each in group]
+        gain = sum(gain for _, gain, _ in coming)
+        delay = max(
+            delay - min(passed, each.forecast(0)[0]) for each, (delay, _, passed) in zip(group, coming, strict=True)
+        )
+        if (expected + gain) * seconds > expected * (seconds + delay):
+            return True
+    return False
+
+
+def hold_seconds(
+    group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, judged: bool = False
+) -> float:
+    """Return how many seconds longer to wait for the next delta of any of these sessions; 0 starts the step.
+
+    `judged` means that drafters themselves stop when a level is not worth its time; then a step waits for levels that
+    drafters have begun.
+    """
+    trial = True
+    if pays(group, now, expected, seconds):
+        trial = False
+        holds = [2 * each.forecast(0)[0] - each.passed(now) for each in group]
+    elif judged and any(each.begun for each in group):
+        holds = [2 * (each.forecast(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
+    elif any(each.due for each in group):
+        holds = [seconds / 2 - each.passed(now) for each in group]
+    else:
+        return 0.0
+    for each in group:
+        each.wait(trial=trial)
+    return max(0.0, *holds)

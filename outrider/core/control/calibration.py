@@ -1,0 +1,40 @@
+"""Calibration of a drafter's edge scores by how often its nodes turn out to be the target's token.
+
+Scores are natural logarithms of probabilities. See docs/protocol.md, section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+
+from outrider.core.stats import FadingRatio
+
+# Bounds of the classes of claims, as minus the logarithm of the claimed probability: finer near certainty.
+BOUNDS = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 9.0)
+PRIOR = 8.0  # hits that the initial trust in a drafter counts as
+MEMORY = 0.995  # weight of a class's past at each observation
+MIN_FACTOR, MAX_FACTOR = 1 / 64, 4.0  # bounds of the correction factor
+
+
+class Calibration:
+    """Corrects one drafter's edge scores so that they equal the rate at which its nodes are the target's token.
+
+    In each class of claims the correction is hits / claimed hits, both with a prior that trusts the drafter. Correct
+    scores stay unchanged; scores that are too high fall until they match the observed rate.
+    """
+
+    def __init__(self) -> None:
+        self._hits = [FadingRatio(MEMORY) for _ in range(len(BOUNDS) + 1)]  # of claimed hits
+
+    def observe(self, claimed: float, hit: bool) -> None:
+        """Record a verified node whose parent was on the target's path. `claimed` is the logarithm of its claimed
+        probability, `hit` whether it was the target's token."""
+        kind = bisect_right(BOUNDS, -claimed)
+        self._hits[kind].observe(hit, math.exp(claimed))
+
+    def corrected(self, claimed: float) -> float:
+        """Return the logarithm of the corrected probability of a claim; at most 0."""
+        kind = bisect_right(BOUNDS, -claimed)
+        factor = (self._hits[kind].hits + PRIOR) / (self._hits[kind].attempts + PRIOR)
+        return min(0.0, claimed + math.log(min(MAX_FACTOR, max(MIN_FACTOR, factor))))

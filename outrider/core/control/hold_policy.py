@@ -1,0 +1,128 @@
+"""When the verifier holds a step back for its drafters, and in which overlap mode drafters work.
+
+See docs/performance.md, "Who waits for whom".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, hold_seconds
+from outrider.core.control.budget import CostModel, VerificationBudget
+from outrider.core.control.overlap import OverlapMode, OverlapSelector
+from outrider.core.session.contract import Plan
+from outrider.core.stats import Ema
+
+_MAX_RATE = 2**32 - 1  # largest rate that fits the report's field, in thousandths of a token per second
+EMA_WEIGHT = 0.05  # weight of one step in the average number of open sessions
+
+
+class Paced(Protocol):
+    """The properties of a session that the hold policy uses."""
+
+    plan: Plan
+    committed_at: float  # seconds on the clock of `now`: when the session's last commit was sent
+    arrivals: Arrivals
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the session decodes greedily."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the session's drafters draft while steps run."""
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the session's drafters may still send nodes that a step could take."""
+
+    @property
+    def awaiting_depth(self) -> bool:
+        """Whether the session's plan forbids a step before its tree is deeper."""
+
+
+class HoldPolicy:
+    """Learns from every step of a verifier whether waiting for drafters pays, and which overlap mode is fastest.
+
+    Where drafters compute on the verifier's own cores, every level takes time from the steps; where they are far away,
+    a step must not wait for them; and with many sessions a step is long without them. So the overlap mode is measured,
+    separately by the number of open sessions, and with a single session also by whether it is greedy. All times are in
+    seconds.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.overlap_mode = OverlapMode.TURNS  # the mode to use now
+        self._cost = cost
+        self._open = Ema(
+            EMA_WEIGHT
+        )  # average number of open sessions; smooth, because drafters that start must first catch up
+        self._patterns: dict[
+            bool, ArrivalPatterns
+        ] = {}  # by whether a session is greedy, because drafters predict greedy text better
+        self._selectors: dict[
+            tuple[int, bool], OverlapSelector
+        ] = {}  # by the rounded log2 of the number of sessions, and whether a single session is greedy
+        self._latest: OverlapSelector | None = None  # the one that learned from the last step
+
+    def patterns(self, *, greedy: bool) -> ArrivalPatterns:
+        """Return the arrival patterns that greedy, or other, sessions share."""
+        return self._patterns.setdefault(greedy, ArrivalPatterns.unknown())
+
+    def hold_seconds(self, sessions: Sequence[Paced], budget: VerificationBudget, now: float) -> float:
+        """Return the seconds for which to hold a step back; 0 unless the expected deltas are worth the time of all its
+        sessions.
+
+        Several sessions in the mode AHEAD are not held back, because their deltas arrive while steps run.
+        """
+        ahead = any(session.ahead for session in sessions)
+        group = [session for session in sessions if session.awaited]
+        awaiting = [session for session in group if session.awaiting_depth]
+        if awaiting:
+            return max(_left(session, now) for session in awaiting)
+        if not group or (ahead and len(sessions) > 1):
+            return 0.0
+        left = min(_left(session, now) for session in group)
+        arrivals = [session.arrivals for session in group]
+        return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
+
+    def learn(self, sessions: Collection[Paced], decoding: int, read: int, committed: int, seconds: float) -> None:
+        """Record a step with the open `sessions`, `seconds` after the step before, and choose the overlap mode.
+
+        The step read `read` prompt tokens, and committed `committed` tokens for the `decoding` sessions that decoded.
+        """
+        self._open.observe(len(sessions))
+        size = round(math.log2(max(1.0, self._open.mean)))
+        selector = self._selector_of(size, size == 0 and all(session.greedy for session in sessions))
+        selector.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
+        self.overlap_mode, self._latest = selector.arm, selector
+
+    @property
+    def rates(self) -> tuple[int, int]:
+        """The rates of all sessions while drafters rest and while they draft, in thousandths of a token per second; 0
+        where they were not measured with this number of sessions, or where they are not why drafters rest."""
+        plain, drafted = (0.0, 0.0) if self._latest is None else self._latest.rates
+        return min(_MAX_RATE, round(plain * 1000)), min(_MAX_RATE, round(drafted * 1000))
+
+    def _selector_of(self, size: int, greedy: bool) -> OverlapSelector:
+        """Return the selector for a number of sessions. A new one starts from the selector of the nearest number."""
+        selector = self._selectors.get((size, greedy))
+        if selector is None:
+            others = [known for known in self._selectors if known[0] != size]
+            nearest = min(others, key=lambda known: abs(known[0] - size), default=None)
+            selector = (
+                OverlapSelector(OverlapMode.TURNS) if nearest is None else self._selectors[nearest].warm_started()
+            )
+            self._selectors[size, greedy] = selector
+        return selector
+
+    def forget(self) -> None:
+        """Forget all measurements of overlap modes, because other drafters have connected."""
+        self._selectors.clear()
+        self._latest = None
+
+
+def _left(session: Paced, now: float) -> float:
+    """Return the seconds for which the session's plan still allows a step to be held back."""
+    return session.plan.wait_us * 1e-6 - (now - session.committed_at)

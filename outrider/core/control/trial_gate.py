@@ -1,0 +1,60 @@
+"""Decides whether an optional feature that costs every step a little pays. The feature is tried, measured, and switched
+off while it does not pay.
+
+Lookahead decoding (docs/drafters.md, "Drafting without a model") and heads on the target use it. Gains and prices are
+in tokens per step.
+"""
+
+from __future__ import annotations
+
+from outrider.core.stats import FadingRatio
+
+TRIAL = 48  # steps of a trial
+LOSS = 0.01  # share of the committed tokens that trials may cost
+MAX_PRICE = 0.5  # tokens per step: a trial that costs more is postponed, because too many sessions would pay for it
+MEMORY = 0.99  # weight of the past at each step
+
+
+class TrialGate:
+    """Compares a feature's measured gain with its price, both in tokens per step.
+
+    The gain is the average number of tokens that the feature added. The price is the number of tokens that the step in
+    question could commit in the feature's time. So when passes become longer, or are shared by more sessions, the
+    feature is switched off without a trial.
+    """
+
+    def __init__(self, max_price: float = MAX_PRICE) -> None:
+        self._max_price = max_price
+        self._gains = FadingRatio(MEMORY)  # of steps that used the feature
+        self._left = TRIAL  # remaining steps of the running trial
+        self._lost = 0.0  # tokens that the trial cost at most
+        self._due = 0.0  # tokens to commit until the next trial
+
+    @property
+    def gain(self) -> float:
+        """Tokens that the feature adds per step, on average; 0 before the first observation."""
+        return self._gains.ratio
+
+    @property
+    def trying(self) -> bool:
+        """Whether a trial runs."""
+        return self._left > 0
+
+    def takes(self, price: float, *, trial: bool) -> bool:
+        """Return whether a step should use the feature at that price. With `trial`, also for a trial if one runs."""
+        return self.gain > price or (trial and self.trying and price <= self._max_price)
+
+    def observe(self, gain: float, price: float) -> None:
+        """Record a step that used the feature: the tokens that it added, and its price in tokens."""
+        self._gains.observe(gain)
+        if self.trying:
+            self._left -= 1
+            self._lost += price
+            self._due = self._lost / LOSS
+
+    def observe_unused(self, tokens: int) -> None:
+        """Record a step that did not use the feature though it could have, and the tokens that the step committed."""
+        self._due -= tokens
+        if not self.trying and self._due <= 0.0:
+            self._gains, self._lost = FadingRatio(MEMORY), 0.0
+            self._left = TRIAL

@@ -1,0 +1,70 @@
+"""The encoding of log-probabilities on the wire and in the token log: a fixed number of bytes for each token.
+
+A token's entry has 4 + 8n bytes, little-endian: its own log-probability (float32), then n times a token id (uint32) and
+its log-probability (float32), most likely first. All are the raw model's: at temperature 1, before any filter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.sampling.compiled import log_total
+
+_ENTRY = np.dtype([("id", "<u4"), ("logprob", "<f4")])
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """The log-probabilities at one position."""
+
+    logprob: float  # of the committed token
+    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, most likely first
+
+
+def stride(alternatives: int) -> int:
+    """Return the size of one token's entry in bytes."""
+    return 4 + 8 * alternatives
+
+
+def pack(logits: NDArray[np.float32], token: int, alternatives: int) -> bytes:
+    """Return the entry of `token`, committed after a row of logits [vocabulary].
+
+    The entry has `alternatives` alternatives; where the vocabulary is smaller, the rest has log-probability -inf.
+    """
+    best, scores, total = log_total(logits, min(alternatives, logits.size))
+    top = np.zeros(alternatives, _ENTRY)
+    top["logprob"] = -np.inf
+    top["id"][: best.size] = best
+    top["logprob"][: best.size] = scores - total
+    return np.float32(logits[token] - total).tobytes() + top.tobytes()
+
+
+def narrowed(blob: bytes, held: int, wanted: int | None) -> bytes:
+    """Return the entries with only the first `wanted` of their `held` alternatives; no bytes where `wanted` is None."""
+    if wanted is None:
+        return b""
+    entries = np.frombuffer(blob, np.uint8).reshape(-1, stride(held))
+    return entries[:, : stride(wanted)].tobytes()
+
+
+def alternatives(blob: bytes, held: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return the ids of all entries' alternatives, and their log-probabilities: [tokens, held] each."""
+    entries = np.frombuffer(blob, np.uint8).reshape(-1, stride(held))
+    top = np.ascontiguousarray(entries[:, 4:]).view(_ENTRY)
+    return top["id"].astype(np.int64), top["logprob"].astype(np.float32)
+
+
+def unpack(blob: bytes, alternatives: int) -> list[LogprobEntry]:
+    """Return the entries of several tokens. Raises ValueError when `blob` is not a whole number of entries."""
+    size = stride(alternatives)
+    if len(blob) % size:
+        raise ValueError(f"{len(blob)} bytes are not a whole number of entries of {size}")
+    entries = []
+    for start in range(0, len(blob), size):
+        logprob = float(np.frombuffer(blob, "<f4", 1, start)[0])
+        top = np.frombuffer(blob, _ENTRY, alternatives, start + 4)
+        entries.append(LogprobEntry(logprob, tuple((int(entry["id"]), float(entry["logprob"])) for entry in top)))
+    return entries

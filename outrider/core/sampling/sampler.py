@@ -1,0 +1,147 @@
+"""Token choice of one generation: from logits through the contract's penalties, filters and noise to a token.
+
+The verifier and each drafter have a sampler over the same committed tokens. At a tree node the penalties also count the
+tokens on the node's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.sampling.compiled import compiled_sampler
+from outrider.core.sampling.filters import FloatRow, History, best_of, ids_within, keep_sampled, penalize
+from outrider.core.sampling.logprobs import pack
+from outrider.core.sampling.noise import Draw, NoiseRows, generation_base
+from outrider.core.session.contract import Contract
+
+
+class Choice(NamedTuple):
+    """The target's token, and by how much its log p + g exceeds the runner-up's (inf without one)."""
+
+    token: int
+    gap: float
+    logprobs: bytes = b""  # see outrider.core.sampling.logprobs; empty where the contract asks for none
+
+
+class Sampler:
+    """Chooses one generation's tokens. In all methods `path` holds the tokens between the last committed one and the
+    row of logits."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        vocabulary: int,
+        tokens: Sequence[int],
+        answer_position: int,
+        *,
+        compiled: bool = True,
+    ) -> None:
+        """`tokens` are the committed tokens, prompt included; the answer begins at `answer_position`. With `compiled`,
+        compiled code chooses where it is installed; else numpy does.
+
+        Tokens, and ids in the contract, may lie outside the vocabulary, because a drafter may lack ids of the target;
+        they change nothing. The contract must allow at least one id of the vocabulary (`Contract.allows_any`).
+        """
+        self.contract = contract
+        self._compiled = compiled_sampler(contract, vocabulary, tokens, answer_position) if compiled else None
+        self._length = len(tokens)
+        self._first_stop = answer_position + contract.min_tokens  # position from which a stop id may be chosen
+        self._noise = NoiseRows.of(contract, vocabulary)
+        self._history = History(vocabulary, tokens, answer_position) if contract.penalizes else None
+        self._biased = ids_within([token for token, _ in contract.logit_bias], vocabulary)
+        self._bias = np.array([by for _, by in contract.logit_bias])[: self._biased.size]  # in the order of the ids
+        self._stops = ids_within(contract.stop_ids, vocabulary)
+        self._banned = self._forbidden_ids(vocabulary)
+        plain = not (contract.restricts or contract.logprobs is not None or (contract.cuts and not contract.greedy))
+        self._draw = Draw(generation_base(contract.seed, contract.choice), contract.temperature) if plain else None
+
+    @property
+    def draw(self) -> Draw | None:
+        """What `choose` needs beside the logits, where base and temperature suffice; None where it needs more."""
+        return None if self._stops.size and self._length < self._first_stop else self._draw
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens."""
+        self._length += len(tokens)
+        if self._compiled is not None:
+            self._compiled.extend(tokens)
+        self._noise.forget_below(self._length)
+        if self._history is not None:
+            self._history.extend(tokens)
+
+    def prepare(self, position: int) -> None:
+        """Compute the noise of `position` in advance, if numpy chooses."""
+        if self._compiled is None:
+            self._noise.row(position)
+
+    def log_weights(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """Return log p up to a constant, after all filters; -inf for forbidden tokens: [vocabulary].
+
+        `logits` is the row after the path's last token. At temperature 0, temperature, top-k, top-p and min-p are not
+        applied, because they cannot change an argmax.
+        """
+        scores = logits.astype(np.float64)
+        if self._biased.size:
+            scores[self._biased] += self._bias
+        if self._history is not None:
+            with self._history.following(path):
+                penalize(scores, self.contract, self._history)
+        if self._banned.size:
+            scores[self._banned] = -np.inf
+        if self._stops.size and self._length + len(path) < self._first_stop:
+            scores[self._stops] = -np.inf
+        if not self.contract.greedy:
+            keep_sampled(scores, self.contract)
+        return scores
+
+    def probabilities(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """Return p: [vocabulary], sum 1. At temperature 0 the likeliest token has all of it, the lowest id on a tie."""
+        weights = self.log_weights(logits, path)
+        if self.contract.greedy:
+            weights = np.where(np.arange(weights.size) == weights.argmax(), 0.0, -np.inf)
+        p: FloatRow = np.exp(weights - weights.max())
+        p /= p.sum()
+        return p
+
+    def scores(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> FloatRow:
+        """Return log p + g up to a constant: [vocabulary]. The target's token is the first with the largest value."""
+        scores = self.log_weights(logits, path)
+        noise = self._noise.row(self._length + len(path))
+        if noise is not None:
+            scores += noise
+        return scores
+
+    def leading(
+        self, logits: NDArray[np.float32], path: Sequence[int], count: int, *, noised: bool = True
+    ) -> tuple[NDArray[np.int64], FloatRow]:
+        """Return the tokens with the best scores, and these scores, best first; lower ids first among equals.
+
+        The scores are those of `scores` if `noised`, else those of `log_weights`. There are at most `count`, and fewer
+        where fewer tokens are allowed.
+        """
+        if self._compiled is not None:
+            leading = self._compiled.leading(logits, path, count, noised=noised)
+            if leading is not None:
+                return leading
+        return best_of(self.scores(logits, path) if noised else self.log_weights(logits, path), count)
+
+    def choose(self, logits: NDArray[np.float32], path: Sequence[int] = ()) -> Choice:
+        """Return the target's token. The lowest id wins a tie."""
+        tokens, scores = self.leading(logits, path, 2)
+        if tokens.size:
+            token, gap = int(tokens[0]), float(scores[0] - scores[1]) if tokens.size > 1 else np.inf
+        else:  # no score is finite
+            token, gap = int(self.scores(logits, path).argmax()), np.nan
+        wanted = self.contract.logprobs
+        return Choice(token, gap, b"" if wanted is None else pack(logits, token, wanted))
+
+    def _forbidden_ids(self, vocabulary: int) -> NDArray[np.int64]:
+        """Return the ids that are banned or not among those allowed."""
+        banned = ids_within(self.contract.banned_ids, vocabulary)
+        if not self.contract.allowed_ids:
+            return banned
+        return np.union1d(banned, np.setdiff1d(np.arange(vocabulary), self.contract.allowed_ids))

@@ -1,0 +1,203 @@
+"""The contract of a generation, the ceilings on its speculation, and the report of one verifier step."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Literal, get_args
+
+from outrider.errors import InvalidRequest
+
+SHARED_NOISE: Final = "shared-noise"
+RuleName = Literal[  # acceptance rules; see outrider.core.acceptance
+    "shared-noise",
+    "target-match",
+    "speculative-sampling",
+    "recursive-rejection",
+    "block-verification",
+    "traversal-verification",
+    "lenient-speculative-sampling",
+    "typical-acceptance",
+]
+Priority = Literal["interactive", "batch"]  # batch requests wait where all KV slots are in use
+PolicyName = Literal["goodput", "ema", "heuristic", "fixed", "rounds", "off"]  # see outrider.core.control.policies
+RULES: tuple[str, ...] = get_args(RuleName)
+LENIENT = "lenient-speculative-sampling"
+LOSSY = (LENIENT, "typical-acceptance")  # the text's distribution differs from the target's own
+FILLING = 2**32 - 1  # value of `max_tokens` with which the answer may fill the context; no context is so long
+MAX_STOP_IDS = 64
+MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
+MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The immutable terms of one generation. Raises InvalidRequest, which names the field, for a value out of range.
+
+    Lists may be given as any sequence, `logit_bias` also as a mapping; they are stored as sorted tuples.
+    """
+
+    seed: int  # 0 .. 2**64 - 1
+    max_tokens: int  # new tokens at most
+    choice: int = 0  # number of the sample among several for one prompt, 0 .. 2**32 - 1
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0  # 1 keeps all
+    min_p: float = 0.0  # share of the likeliest token's probability; 0 keeps all
+    repetition_penalty: float = 1.0  # on tokens of the session, prompts included; 1: none
+    presence_penalty: float = 0.0  # on tokens of the answer
+    frequency_penalty: float = 0.0  # on tokens of the answer, times their count
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, number that is added to its logit)
+    allowed_ids: tuple[int, ...] = ()  # the only ids that may be chosen; empty: all
+    banned_ids: tuple[int, ...] = ()  # ids that may not be chosen
+    min_tokens: int = 0  # tokens of the answer before a stop id may be chosen
+    stop_ids: tuple[int, ...] = ()  # ids that end the generation
+    rule: str = SHARED_NOISE
+    lenience: float = 1.0  # of lenient speculative sampling; 1 is lossless
+    typical_epsilon: float = 0.09  # of typical acceptance: upper threshold
+    typical_delta: float = 0.3  # of typical acceptance: factor of the entropy's threshold
+    logprobs: int | None = None  # alternatives with log-probabilities beside each token's own; None: none at all
+
+    def __post_init__(self) -> None:
+        biased = dict(self.logit_bias)
+        checks = (
+            ("seed", 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
+            ("choice", 0 <= self.choice < 2**32, "an integer from 0 to 2**32 - 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "a number from 0 to 100"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (all) or a positive integer"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "a number above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "a number from 0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "a number above 0 and at most 100"),
+            ("presence_penalty", -100.0 <= self.presence_penalty <= 100.0, "a number from -100 to 100"),
+            ("frequency_penalty", -100.0 <= self.frequency_penalty <= 100.0, "a number from -100 to 100"),
+            ("logit_bias", len(biased) <= MAX_LISTED, f"at most {MAX_LISTED} entries"),
+            (
+                "logit_bias",
+                all(abs(by) <= MAX_BIAS for by in biased.values()),
+                f"-{MAX_BIAS:g} to {MAX_BIAS:g} for each",
+            ),
+            ("banned_ids", len(self.banned_ids) <= MAX_LISTED, f"at most {MAX_LISTED} ids"),
+            ("allowed_ids", len(self.allowed_ids) <= MAX_LISTED, f"at most {MAX_LISTED} ids"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "0 to max_tokens"),
+            ("stop_ids", len(self.stop_ids) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS} ids"),
+            ("rule", self.rule in RULES, f"one of {', '.join(RULES)}"),
+            ("lenience", 0.0 < self.lenience <= 1.0, "a number above 0 and at most 1"),
+            ("lenience", self.lenience == 1.0 or self.rule == LENIENT, f"1, unless the rule is {LENIENT}: it is lossy"),
+            ("typical_epsilon", 0.0 <= self.typical_epsilon <= 1.0, "a number from 0 to 1"),
+            ("typical_delta", 0.0 <= self.typical_delta <= 1.0, "a number from 0 to 1"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"absent or 0 to {MAX_LOGPROBS}"),
+        )
+        for field, holds, allowed in checks:
+            if not holds:
+                raise InvalidRequest(field, f"is {reprlib.repr(getattr(self, field))}, must be {allowed}")
+        object.__setattr__(self, "logit_bias", tuple(sorted(biased.items())))
+        for listed in ("allowed_ids", "banned_ids", "stop_ids"):
+            object.__setattr__(self, listed, tuple(sorted(set(getattr(self, listed)))))
+
+    def check_vocabulary(self, vocabulary: int, sayable: int | None = None) -> None:
+        """Raise InvalidRequest for an id outside the vocabulary, or when the contract allows no id of it.
+
+        `sayable`, where it is given, bounds the ids that the target can choose: they are below it.
+        """
+        for field in ("logit_bias", "allowed_ids", "banned_ids", "stop_ids"):
+            ids = [id_ for id_, _ in self.logit_bias] if field == "logit_bias" else getattr(self, field)
+            if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+                worst = max(ids) if max(ids) >= vocabulary else min(ids)
+                raise InvalidRequest(field, f"token id {worst} is outside the vocabulary (0 to {vocabulary - 1})")
+        if not self.allows_any(vocabulary if sayable is None else sayable):
+            raise InvalidRequest(
+                "allowed_ids", "and banned_ids (and, with min_tokens, stop ids) leave no token to choose"
+            )
+
+    def allows_any(self, vocabulary: int) -> bool:
+        """Return whether at every position of the answer an id below `vocabulary` may be chosen."""
+        unsayable = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
+        return any(id_ < vocabulary and id_ not in unsayable for id_ in self.allowed_ids or range(vocabulary))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
+        return self.temperature == 0.0
+
+    @property
+    def temperature_bucket(self) -> str:
+        """The temperature bucket, within which sessions share acceptance statistics; greedy has its own bucket."""
+        t = self.temperature
+        return "greedy" if t == 0 else "cool" if t <= 0.5 else "warm" if t <= 0.8 else "hot"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-k, top-p or min-p excludes unlikely tokens."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether penalties, a bias, or lists of allowed or banned ids change the model's distribution."""
+        return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether, because of the rule, the text's distribution differs from the target's own."""
+        return self.rule in LOSSY
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's probability depends on how often the token occurred before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+class Overlap(IntEnum):
+    """Whether drafters draft while a step runs."""
+
+    MEASURED = 0  # where that was measured to be faster
+    ALWAYS = 1
+    NEVER = 2
+    ROUNDS = 3  # never; also, a step begins only when the tree has the plan's depth, and takes the whole tree
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ceilings on speculation for one session. A higher version replaces a lower one."""
+
+    version: int = 0
+    depth: int = 0  # gamma: tokens beyond the root; 0 is no speculation
+    width: int = 4  # children of one node
+    nodes: int = 32  # nodes of the session in one verifier step
+    wait_us: int = 500_000  # longest hold of a step, in microseconds
+    overlap: Overlap = Overlap.MEASURED
+
+    def __post_init__(self) -> None:
+        limits = (("depth", 64), ("width", 64), ("nodes", 1024), ("wait_us", 10_000_000), ("overlap", 3))
+        for field, largest in limits:
+            if not 0 <= getattr(self, field) <= largest:
+                raise InvalidRequest(f"plan.{field}", f"is {getattr(self, field)}, must be 0 to {largest}")
+        object.__setattr__(self, "overlap", Overlap(self.overlap))  # the wire gives a number
+
+
+OFF = Plan(depth=0, nodes=0, wait_us=0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The result of one verifier step for one session. Fields that end in `_us` are in microseconds."""
+
+    verified: int = 0  # nodes verified
+    accepted: int = 0  # verified nodes that were committed
+    verified_depth: int = 0  # depth of the deepest verified node
+    waited_us: int = 0
+    forward_us: int = 0
+    wire_bytes: int = 0  # bytes on drafters' streams since the last report, both directions
+    plan_version: int = 0
+    drafters: int = 0
+    elapsed_us: int = 0  # from the session's previous commit to this one; 0 for its first
+    rows: int = 0  # tokens in the pass, over all its sessions
+    sessions: int = 0  # sessions in the pass
+    first_us: int = 0  # from the previous commit to the first delta after it; 0: a pass ran meanwhile, or none arrived
+    level_us: int = 0  # between two of these deltas, on average; 0 as for `first_us`
+    ranks: bytes = b""  # for each accepted node, how many of its siblings had a better score
+    resting: bool = False  # whether steps were measured to be faster while drafters rest
+    plain_rate: int = 0  # thousandths of a token per second, of all sessions, while drafters rest; 0: not measured
+    drafted_rate: int = 0  # the same measure when drafters last drafted; 0: not measured

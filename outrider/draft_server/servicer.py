@@ -1,0 +1,334 @@
+"""The TreeSink service: receives drafters' nodes; sends snapshots, commits, plans, prices and credit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Protocol
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from outrider.core.control.calibration import Calibration
+from outrider.core.tree.token_tree import Drifted, Hints
+from outrider.draft_server.draft_session import RESTING_PRICE, DraftedSession, DraftStream, Subscription
+from outrider.draft_server.snapshot import snapshot_parts
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
+from outrider.rpc import liveness
+from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb
+from outrider.rpc.status import errors_as_status
+from outrider.rpc.tickets import Permit
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
+
+log = logging.getLogger(__name__)
+
+SUBSCRIBE_BYTES = 4096  # size of a subscription, its ticket included
+WAITING_SUBSCRIPTIONS = 1024  # subscriptions of one drafter that came before their session
+PATIENCE_S = 5.0  # how long such a subscription may wait
+LAST_WRITE_S = 1.0  # time for a write that is under way when a stream ends
+MAX_REFUSED = 1000  # refused frames in a row that a stream may have; a session's end explains a handful
+DRAFTERS_REMEMBERED = 1024  # drafters whose calibration is kept
+
+Requests = AsyncIterator[pb.DraftUp]
+
+
+class Host(Protocol):
+    """The owner of the sessions: a verifier's scheduler, or that of a drafter that serves a lower tier."""
+
+    @property
+    def sessions(self) -> Mapping[str, DraftedSession]:
+        """The sessions by their ids."""
+
+    @property
+    def progress(self) -> liveness.WorkClock:
+        """The progress of the owner's passes, for heartbeats."""
+
+    def wake(self) -> None:
+        """Wakes the owner: something changed that may make a session ready or a tree better."""
+
+    def on_drafter_connected(self) -> None:
+        """A drafter's stream has opened."""
+
+
+class DraftStreamServicer(TreeSinkServicer):
+    """Grafts the nodes that drafters send onto their sessions' trees, and sends drafters the commits."""
+
+    def __init__(
+        self, worker_id: str, tokenizer_digest: bytes, ticket_verifier: TicketVerifier, fusion: bytes = b""
+    ) -> None:
+        """`fusion`: digest of the fusion of sessions' features; empty: sessions have no features."""
+        self.refused = 0
+        self._fusion = fusion
+        self._worker_id = worker_id
+        self._tokenizer_digest = tokenizer_digest
+        self._ticket_verifier = ticket_verifier
+        self._streams: set[DraftStream] = set()
+        self._calibrations: dict[str, Calibration] = {}  # by drafter
+        self._host: Host
+
+    @property
+    def streams(self) -> int:
+        """Number of open draft streams."""
+        return len(self._streams)
+
+    def serve(self, host: Host) -> None:
+        """Takes the sessions from `host`. Called once, before the first stream."""
+        self._host = host
+
+    def begin_drain(self) -> None:
+        """Ends all streams, once all queued frames are written."""
+        for stream in self._streams:
+            stream.finish()
+
+    async def Draft(self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Serves one drafter's stream for as long as it is open."""
+        async with errors_as_status(context), self._counting():
+            frames = liveness.monitored(requests, "the drafter")
+            stream = await self._greet(frames)
+            reading = asyncio.create_task(self._read(stream, frames))
+            writing = asyncio.create_task(self._write(stream, context))
+            self._streams.add(stream)
+            self._host.on_drafter_connected()
+            try:
+                done, _ = await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                self._forget(stream)
+                reading.cancel()
+                stream.end()  # gRPC cannot send the status of a call while a write is under way
+                await asyncio.wait({writing}, timeout=LAST_WRITE_S)
+                writing.cancel()
+                await asyncio.gather(reading, writing, return_exceptions=True)
+
+    def subscribe_waiting(self, session: DraftedSession) -> None:
+        """Subscribes the drafters that were waiting for this session, which has opened."""
+        for stream in self._streams:
+            for subscribe in list(stream.waiting.values()):
+                if subscribe.session_id == session.id:
+                    del stream.waiting[subscribe.attachment]
+                    self._open(stream, subscribe)
+
+    def pause(self, session: DraftedSession) -> None:
+        """Lets drafters rest until the next commit, if they have begun below the present root: their nodes would come
+        too late. A drafter that still reads what it missed goes on.
+        """
+        root = session.tree.root.position
+        for subscription in session.subscriptions.values():
+            if subscription.begun == root != subscription.exhausted:
+                self._send_commit(subscription, pb.Commit(position=len(session.tokens)), RESTING_PRICE)
+
+    def refresh(self, session: DraftedSession) -> None:
+        """Sends a plan or credit that changed without a commit, also to drafters that rest."""
+        for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, False)
+            self._send_commit(subscription, pb.Commit(position=len(session.tokens)))
+
+    def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
+        """Sends a session's drafters the committed tokens, from `position` on."""
+        for subscription in session.subscriptions.values():
+            subscription.stream.hold(subscription.attachment, session.resting)
+            if subscription.awaits_features:
+                self._snapshot(subscription)
+            else:
+                self._send_commit(subscription, pb.Commit(position=position, tokens=tokens))
+
+    def report_dropped(self, dropped: Mapping[Subscription, Sequence[int]]) -> None:
+        """Reports nodes that were dropped from the tree although the target may still choose them."""
+        for subscription, ids in dropped.items():
+            self._send_commit(subscription, pb.Commit(position=len(subscription.session.tokens), dropped=ids))
+
+    def resend_snapshots(self, session: DraftedSession) -> None:
+        """Sends a snapshot to all drafters of a session, whose tree was replaced."""
+        for subscription in session.subscriptions.values():
+            self._snapshot(subscription)
+
+    def hint(self, session: DraftedSession, hints: Hints) -> None:
+        """Sends a session's drafters the scores of this upstream's model."""
+        for subscription in session.subscriptions.values():
+            message = hints_to_pb(hints, attachment=subscription.attachment, epoch=session.epoch)
+            session.wire_bytes += message.ByteSize()
+            subscription.stream.hint(message)
+
+    def _send_commit(self, subscription: Subscription, commit: pb.Commit, price: float | None = None) -> None:
+        session = subscription.session
+        if subscription.awaits_features:
+            return  # its snapshot will include all of this
+        if session.fused is not None and subscription.wants_features:
+            before = commit.position - 1
+            commit.features = session.fused.rows(before, before + len(commit.tokens))
+        commit.attachment = subscription.attachment
+        commit.epoch = session.epoch
+        commit.digest = session.tree.digest
+        commit.price = session.price if price is None else price
+        commit.time_price, commit.ahead = session.time_price, session.ahead
+        commit.credit = session.grant(subscription)
+        if subscription.plan_version != session.plan.version:
+            commit.plan.CopyFrom(plan_to_pb(session.ceilings))
+            subscription.plan_version = session.plan.version
+        session.wire_bytes += commit.ByteSize()
+        if not subscription.stream.commit(commit):
+            self._snapshot(subscription)
+
+    def _snapshot(self, subscription: Subscription) -> None:
+        session = subscription.session
+        subscription.awaits_features = subscription.wants_features and not session.features_known
+        if subscription.awaits_features:
+            session.exhaust(subscription, session.tree.root.position)  # no step waits for nodes that it cannot draft
+            return
+        subscription.stream.snapshot(subscription.attachment, partial(snapshot_parts, subscription))
+
+    @asynccontextmanager
+    async def _counting(self) -> AsyncIterator[None]:
+        """Counts a refused frame that ends its stream."""
+        try:
+            yield
+        except (InvalidRequest, TokenizerMismatch, DecodeError):
+            self.refused += 1
+            raise
+
+    async def _greet(self, frames: Requests) -> DraftStream:
+        first = await anext(frames, None)
+        if first is None or first.WhichOneof("frame") != "hello":
+            raise InvalidRequest("hello", "must be the first frame of Draft")
+        hello = first.hello
+        if hello.tokenizer_digest != self._tokenizer_digest:
+            raise TokenizerMismatch(
+                f"tokenizer_digest: drafter '{hello.drafter_id}' uses another tokenizer than this upstream's model; "
+                "draft with a model of the same family, or start the drafter with --target"
+            )
+        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat)
+        stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
+        return stream
+
+    async def _read(self, stream: DraftStream, frames: Requests) -> None:
+        refused_in_a_row = 0
+        async for frame in frames:
+            refused = self.refused
+            match frame.WhichOneof("frame"):
+                case "delta":
+                    self._graft(stream, frame.delta)
+                case "subscribe":
+                    self._subscribe(stream, frame.subscribe)
+                case "unsubscribe":
+                    self._unsubscribe(stream, frame.unsubscribe)
+                case "heartbeat":
+                    liveness.check_heartbeat(frame.heartbeat, f"drafter {stream.drafter_id}")
+                case kind:
+                    raise InvalidRequest("frame", f"'{kind}' is not allowed here")
+            refused_in_a_row = refused_in_a_row + 1 if self.refused > refused else 0
+            if refused_in_a_row > MAX_REFUSED:
+                raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
+            stream.check()
+
+    async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; the reader gets the error
+            while (frame := await stream.next()) is not None:
+                await context.write(frame)
+
+    def _subscribe(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+        if subscribe.attachment <= stream.attached:
+            self.refused += 1  # a replay
+            return
+        stream.attached = subscribe.attachment
+        if subscribe.ByteSize() > SUBSCRIBE_BYTES:
+            self._refuse(stream, subscribe.attachment, f"malformed: a subscription has at most {SUBSCRIBE_BYTES} bytes")
+        else:
+            self._open(stream, subscribe)
+
+    def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+        """Subscribes a drafter to its session, has it wait for the session, or refuses it with the reason."""
+        session = self._host.sessions.get(subscribe.session_id)
+        try:
+            if session is None:
+                self._wait(stream, subscribe)
+            else:
+                self._admit(stream, subscribe, session)
+        except OutriderError as error:
+            self._refuse(stream, subscribe.attachment, str(error))
+
+    def _admit(self, stream: DraftStream, subscribe: pb.Subscribe, session: DraftedSession) -> None:
+        if subscribe.epoch != session.epoch:
+            raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
+        permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
+        self._ticket_verifier.check(subscribe.ticket, permit)
+        self._check_features(subscribe.features)
+        calibration, wants_features = self._calibration(stream.drafter_id), bool(subscribe.features)
+        self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features))
+        session.on_drafter_subscribed()
+        self._host.wake()
+
+    def _check_features(self, wanted: bytes) -> None:
+        if wanted and not self._fusion:
+            raise InvalidRequest(
+                "features", "this upstream gives none; start the verifier with the drafter's heads as its features"
+            )
+        if wanted and wanted != self._fusion:
+            raise InvalidRequest(
+                "features", "this verifier's are fused by other heads; give both the same folder, and start them anew"
+            )
+
+    def _calibration(self, drafter_id: str) -> Calibration:
+        if drafter_id not in self._calibrations and len(self._calibrations) >= DRAFTERS_REMEMBERED:
+            del self._calibrations[next(iter(self._calibrations))]
+        return self._calibrations.setdefault(drafter_id, Calibration())
+
+    def _wait(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+        if len(stream.waiting) >= WAITING_SUBSCRIPTIONS:
+            raise Overloaded("too many subscriptions wait for their session")
+        stream.waiting[subscribe.attachment] = subscribe
+        asyncio.get_running_loop().call_later(PATIENCE_S, self._expire, stream, subscribe.attachment)
+
+    def _expire(self, stream: DraftStream, attachment: int) -> None:
+        if stream.waiting.pop(attachment, None):
+            self._refuse(stream, attachment, "unknown session")
+
+    def _unsubscribe(self, stream: DraftStream, unsubscribe: pb.Unsubscribe) -> None:
+        subscription = stream.subscriptions.get(unsubscribe.attachment)
+        if subscription:
+            subscription.session.unsubscribe(stream)
+            self._host.wake()
+        elif not stream.waiting.pop(unsubscribe.attachment, None):
+            self.refused += 1  # sent before the session's end was received
+
+    def _graft(self, stream: DraftStream, message: pb.TreeDelta) -> None:
+        """Adds a delta to its session's tree. A malformed delta costs that session its drafter, and no more."""
+        subscription = stream.subscriptions.get(message.attachment)
+        if subscription is None or subscription.session.epoch != message.epoch:
+            self.refused += 1  # sent before the session's end or new owner was known
+            return
+        session = subscription.session
+        session.wire_bytes += message.ByteSize()
+        try:
+            delta = delta_from_pb(message, session.sayable)
+            dropped = session.graft(subscription, delta, time.monotonic(), passing=self._host.progress.running)
+        except Drifted:
+            self.refused += 1
+            self._snapshot(subscription)
+            return
+        except OutriderError as error:
+            log.warning("drafter %s is detached from a session: %s", stream.drafter_id, error)
+            session.unsubscribe(stream)
+            self._refuse(stream, message.attachment, f"malformed: {error}")
+            return
+        if message.exhausted:
+            session.exhaust(subscription, message.root_position)
+        self.report_dropped(dropped)
+        self._host.wake()
+
+    def _refuse(self, stream: DraftStream, attachment: int, reason: str) -> None:
+        self.refused += 1
+        stream.close(attachment, reason)
+
+    def _forget(self, stream: DraftStream) -> None:
+        self._streams.discard(stream)
+        stream.waiting.clear()
+        for subscription in list(stream.subscriptions.values()):
+            subscription.session.unsubscribe(stream)
+        self._host.wake()

@@ -1,0 +1,105 @@
+"""Runs the passes of an engine, one at a time in one thread; queued KV changes run before the next pass."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.sampling.noise import Draw
+from outrider.engine.batch import Segment
+from outrider.engine.engine import Engine
+from outrider.engine.kv_slots import AcquiredSlot
+from outrider.engine.logits import Logits
+
+T = TypeVar("T")
+
+
+class Executor:
+    """Runs an engine for one event loop. No other thread may use the engine meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._queued: list[Callable[[], None]] = []  # changes, mostly of KV, to run in order before the next pass
+        self._thread = ThreadPoolExecutor(1, "forward")
+
+    def prepare_slot(self, acquired: AcquiredSlot) -> None:
+        """Queue the release of what a slot held beyond its cached rows, and the copy of those from another slot."""
+        self.release(acquired.slot, acquired.cached if acquired.source is None else 0)
+        if acquired.source is not None:
+            self._queued.append(partial(self._engine.copy, acquired.source, acquired.slot, acquired.cached))
+
+    def release(self, slot: int, rows: int) -> None:
+        """Queue the release of a slot's KV rows from `rows` on."""
+        self._queued.append(partial(self._engine.release, slot, rows))
+
+    def move(self, slot: int, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        """Queue the move of rows of a slot's KV."""
+        self._queued.append(partial(self._engine.move, slot, source, target))
+
+    def enqueue(self, change: Callable[[], None]) -> None:
+        """Queue a change, which runs before the next pass or call, in the order of the queue."""
+        self._queued.append(change)
+
+    def run_queued(self) -> None:
+        """Run all queued changes at once. No pass may be running."""
+        changes, self._queued = self._queued, []
+        for change in changes:
+            change()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which runs in the thread of the passes, after the queued changes."""
+        changes, self._queued = self._queued, []
+
+        def changes_and_work() -> T:
+            for change in changes:
+                change()
+            return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, changes_and_work)
+
+    def replace_engine(self, engine: Engine) -> None:
+        """Use another engine from the next pass on. Closes the old one, whose KV and queued changes are dropped."""
+        self._engine.close()
+        self._engine = engine
+        self._queued.clear()
+
+    async def judge(
+        self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 0
+    ) -> Logits:
+        """Run one packed pass, see `Engine.judge`; the calling thread calls `meanwhile` while the pass runs."""
+        changes, self._queued = self._queued, []
+        running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, changes, segments, draws, best)
+        meanwhile()
+        return await running
+
+    async def wait_idle(self, changed: asyncio.Event) -> None:
+        """Wait for the event; meanwhile an engine of several ranks exchanges heartbeats with them. Raises RankLost."""
+        while not changed.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._engine.heartbeat_s):
+                    await changed.wait()
+                    return
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.heartbeat)
+
+    def close(self) -> None:
+        """Wait until the running pass ends, then close the engine. No pass may follow."""
+        self._thread.shutdown(wait=True)
+        self._engine.close()
+
+    def _pass(
+        self,
+        changes: Sequence[Callable[[], None]],
+        segments: Sequence[Segment],
+        draws: Sequence[Draw | None],
+        best: int,
+    ) -> Logits:
+        for change in changes:
+            change()
+        return self._engine.judge(segments, draws, best)

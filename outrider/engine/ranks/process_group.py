@@ -1,0 +1,192 @@
+"""The tensor-parallel groups of engines on torch: ranks exchange their parts over torch.distributed.
+
+On CPUs they use gloo. Every rank sends its part straight to the others, and all add in the order of ranks. So a sum has
+the same bits on all ranks whatever its size, and takes one exchange; gloo's own collectives go around a ring and took
+two to five times as long (docs/performance.md). On GPUs ranks use NCCL's collectives; messages still go over gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from fcntl import ioctl
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.ranks.group import RankLost
+from outrider.engine.ranks.sharding import Shard
+
+TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
+RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
+GATHER = timedelta(hours=1)  # for all ranks to have loaded
+FRAME = 8192  # bytes of a message's first frame; few messages have a second one
+
+_LENGTH = 8  # bytes of the length, at the beginning of a message
+_SIOCGIFADDR = 0x8915  # request for an interface's address (Linux)
+_TAG = 0  # messages between two ranks arrive in the order in which they were sent
+
+
+class TorchRanks:
+    """A `TensorGroup` over the default process group of torch.distributed."""
+
+    def __init__(
+        self, rank: int, of: int, rendezvous: str, *, host: str = "127.0.0.1", timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Connect to the other ranks at `rendezvous`, "tcp://HOST:PORT" on rank 0's host. Waits for all of them.
+
+        `host`: the address at which the other ranks reach this one.
+
+        Raises RankLost when not all ranks connect.
+        """
+        self.shard = Shard(rank, of)
+        self._others = [other for other in range(of) if other != rank]
+        self._timeout = timedelta(seconds=timeout_s)
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
+        with self._raising_rank_lost():
+            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=of, timeout=RENDEZVOUS)
+        assert dist.group.WORLD is not None
+        self._ranks = dist.group.WORLD
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        first, *rest = self._exchange(part)
+        total = first.float() + rest[0] if rest else first.float()
+        for other in rest[1:]:
+            total.add_(other)
+        return total
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat(self._exchange(part), -1)
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        with self._raising_rank_lost():
+            if self.shard.rank:
+                self._wait([self._ranks.send([part.contiguous()], 0, _TAG)])
+                return None
+            parts = [part, *(torch.empty_like(part) for _ in self._others)]
+            self._wait(self._start_receiving(parts))
+            return torch.cat(parts, -1)
+
+    def send(self, message: NDArray[np.uint8]) -> None:
+        frame = np.zeros(max(FRAME, _LENGTH + len(message)), np.uint8)
+        frame[:_LENGTH].view(np.int64)[0] = len(message)
+        frame[_LENGTH : _LENGTH + len(message)] = message
+        content = torch.from_numpy(frame)
+        frames = [content[:FRAME]] if len(content) == FRAME else [content[:FRAME], content[FRAME:]]
+        with self._raising_rank_lost():
+            self._wait([work for frame in frames for work in self._start_sending(frame)])
+
+    def receive(self) -> NDArray[np.uint8]:
+        with self._raising_rank_lost():
+            first = self._receive(FRAME)
+            length = int(first[:_LENGTH].view(np.int64)[0])
+            message = first[_LENGTH : _LENGTH + length]
+            missing = length - len(message)
+            return np.concatenate([message, self._receive(missing)]) if missing else message
+
+    def heartbeat(self) -> None:
+        self._exchange(torch.zeros(1))
+
+    def barrier(self) -> None:
+        self._exchange(torch.zeros(1), GATHER)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _receive(self, size: int) -> NDArray[np.uint8]:
+        """Wait for a frame from rank 0."""
+        frame = torch.empty(size, dtype=torch.uint8)
+        self._wait([self._ranks.recv([frame], 0, _TAG)])
+        return frame.numpy()
+
+    def _exchange(self, part: Tensor, timeout: timedelta | None = None) -> list[Tensor]:
+        """Return the parts of all ranks, in the order of ranks."""
+        part = part.contiguous()
+        parts = [part if rank == self.shard.rank else torch.empty_like(part) for rank in range(self.shard.of)]
+        with self._raising_rank_lost():
+            self._wait([*self._start_sending(part), *self._start_receiving(parts)], timeout)
+        return parts
+
+    def _start_sending(self, part: Tensor) -> list[dist.Work]:
+        """Begin to send this rank's part to all others."""
+        return [self._ranks.send([part], other, _TAG) for other in self._others]
+
+    def _start_receiving(self, parts: Sequence[Tensor]) -> list[dist.Work]:
+        """Begin to receive the parts of all others into `parts`."""
+        return [self._ranks.recv([parts[other]], other, _TAG) for other in self._others]
+
+    def _wait(self, works: Sequence[dist.Work], timeout: timedelta | None = None) -> None:
+        for work in works:
+            work.wait(timeout or self._timeout)
+
+    @contextmanager
+    def _raising_rank_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # what torch.distributed raises for a broken or silent connection
+            raise RankLost(
+                f"rank {self.shard.rank} of {self.shard.of} has lost another one: {str(error).splitlines()[0]}"
+            ) from error
+
+
+class CudaRanks(TorchRanks):
+    """A group of ranks with one GPU each. Tensors on it go over NCCL, in stream order, without a wait on the host.
+
+    So a recorded pass includes its sums. Messages and signs of life still go over gloo.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        of: int,
+        rendezvous: str,
+        *,
+        device: torch.device,
+        host: str = "127.0.0.1",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """See `TorchRanks`. `device`: the GPU of this rank."""
+        super().__init__(rank, of, rendezvous, host=host, timeout_s=timeout_s)
+        torch.cuda.set_device(device)
+        with self._raising_rank_lost():
+            self._nccl = dist.new_group(backend="nccl", timeout=self._timeout)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return super().all_reduce(part)
+        total = part.to(torch.float32, copy=True)
+        with self._raising_rank_lost():
+            dist.all_reduce(total, group=self._nccl)
+        return total
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return super().all_gather(part)
+        parts = part.new_empty((self.shard.of, *part.shape))
+        with self._raising_rank_lost():
+            dist.all_gather_into_tensor(parts, part.contiguous(), group=self._nccl)
+        return parts.movedim(0, -2).flatten(-2)
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        if part.device.type == "cpu":
+            return super().gather(part)
+        gathered = self.all_gather(part)
+        return None if self.shard.rank else gathered
+
+
+def _interface(host: str) -> str:
+    """Return the name of the network interface with this address, for gloo. Raises RankLost when there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # an interface without an address
+                if socket.inet_ntoa(ioctl(query, _SIOCGIFADDR, request)[20:24]) == host:
+                    return name
+    raise RankLost(f"no network interface here has the address {host}")

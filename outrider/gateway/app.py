@@ -1,0 +1,99 @@
+"""OpenAI's HTTP interface in front of a router. It is stateless: each request contains the whole conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from outrider.client import Options
+from outrider.config import GatewayConfig
+from outrider.errors import NotFound, OutriderError, Unauthenticated
+from outrider.gateway import serialize
+from outrider.gateway.body_limit import Bounded
+from outrider.gateway.clients import TenantClients
+from outrider.gateway.errors import body, invalid, refusal
+from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.multiplex import Prompt, streams
+from outrider.gateway.respond import answer, unless_gone
+from outrider.gateway.schema import Chat, Completion, Sampled
+from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
+from outrider.rpc.supervision import keep_running
+
+HEALTH_S = 2.0  # timeout of the router's answer to a health check
+
+
+def make_app(config: GatewayConfig) -> FastAPI:
+    """Return the application. Raises ConfigError for settings with which no caller could use the router."""
+    clients, metrics = TenantClients(config), GatewayMetrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        measuring = asyncio.create_task(keep_running("loop lag", metrics.lag.run))
+        yield
+        measuring.cancel()
+        await clients.close()
+
+    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Bounded, max_bytes=config.max_request_bytes)
+    app.add_middleware(clients.tracking_requests)
+    app.add_middleware(metrics.counted)
+
+    async def answered(
+        parsed: Sampled, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
+    ) -> Response:
+        groups = streams(clients.client(request), prompts, parsed.n, options, config.timeout_s)
+        return await unless_gone(request, answer(parsed, groups, form))
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(parsed: Completion, request: Request) -> Response:
+        return await answered(parsed, parsed.prompts, parsed.options(), CompletionForm(), request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(parsed: Chat, request: Request) -> Response:
+        options: Options = {**parsed.options(), "messages": [message.for_template for message in parsed.messages]}
+        return await answered(parsed, [None], options, ChatForm(), request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Json:
+        listed = await clients.client(request).models(timeout=config.timeout_s)
+        return {"object": "list", "data": [serialize.model(entry) for entry in listed]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str, request: Request) -> Json:
+        for entry in await clients.client(request).models(timeout=config.timeout_s):
+            if entry.name == name:
+                return serialize.model(entry)
+        raise NotFound(f"model {name!r} is not served here")
+
+    @app.get("/health")
+    async def health(request: Request) -> Json:
+        with suppress(Unauthenticated):  # the router answers, so it is healthy
+            await clients.client(request).models(timeout=HEALTH_S)
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def counters() -> Response:
+        return Response(metrics.shown(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(OutriderError)
+    async def refused(request: Request, error: OutriderError) -> Response:
+        status, content, headers = refusal(error)
+        return JSONResponse(content, status, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
+        return JSONResponse(invalid(error), 400)
+
+    @app.exception_handler(HTTPException)
+    async def not_served(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(body(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+    return app

@@ -1,0 +1,89 @@
+"""Errors in OpenAI's format: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+
+from outrider.errors import (
+    Busy,
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    OutriderError,
+    Overloaded,
+    Superseded,
+    Unauthenticated,
+    Unavailable,
+)
+from outrider.gateway import schema
+
+
+class Refusal(NamedTuple):
+    """An error response."""
+
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
+class _Kind(NamedTuple):
+    status: int
+    type: str
+    code: str | None = None
+
+
+_KINDS: tuple[tuple[type[OutriderError], _Kind], ...] = (
+    (InvalidRequest, _Kind(400, "invalid_request_error")),
+    (Unauthenticated, _Kind(401, "invalid_request_error", "invalid_api_key")),
+    (Forbidden, _Kind(403, "permission_error")),
+    (NotFound, _Kind(404, "invalid_request_error", "model_not_found")),
+    (Busy, _Kind(409, "conflict_error")),
+    (Conflict, _Kind(409, "conflict_error")),
+    (Superseded, _Kind(409, "conflict_error")),
+    (Overloaded, _Kind(429, "rate_limit_error", "rate_limit_exceeded")),
+    (Cancelled, _Kind(499, "server_error", "cancelled")),
+    (Unavailable, _Kind(503, "server_error", "unavailable")),
+    (DeadlineExceeded, _Kind(504, "server_error", "timeout")),
+)
+_BUG = _Kind(500, "server_error", "internal_error")
+
+
+def refusal(error: OutriderError) -> Refusal:
+    """Return the response for an error of the cluster. A retry delay goes into the header that OpenAI's clients use."""
+    kind = next((kind for family, kind in _KINDS if isinstance(error, family)), _BUG)
+    param = error.field if isinstance(error, InvalidRequest) else None
+    headers = {"retry-after": str(math.ceil(error.retry_after))} if isinstance(error, Overloaded) else {}
+    return Refusal(kind.status, body(str(error), kind.type, param, kind.code), headers)
+
+
+def body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the JSON of an error."""
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def invalid(error: RequestValidationError) -> dict[str, Any]:
+    """Return the JSON for a malformed request body: its first error, in OpenAI's words."""
+    entry = error.errors()[0]
+    path = [str(part) for part in entry["loc"][1:]]
+    match entry["type"]:
+        case "extra_forbidden":
+            return body(f"Unrecognized request argument supplied: {'.'.join(path)}", "invalid_request_error")
+        case "missing":
+            return body(f"you must provide a {'.'.join(path)} parameter", "invalid_request_error", ".".join(path))
+        case "json_invalid":
+            return body("We could not parse the JSON body of your request.", "invalid_request_error")
+        case schema.UNSUPPORTED:
+            message = f"Unsupported parameter: '{'.'.join(path)}' {entry['msg']}"
+            return body(message, "invalid_request_error", ".".join(path), "unsupported_parameter")
+    text = str(entry["msg"]).removeprefix("Value error, ")
+    if path:  # later parts of the path only name the alternative that pydantic tried
+        code = "unsupported_value" if entry["type"] == "literal_error" else None
+        return body(f"{path[0]}: {text}", "invalid_request_error", path[0], code)
+    named = text.partition(":")[0]
+    return body(text, "invalid_request_error", named if named.isidentifier() else None)

@@ -1,0 +1,82 @@
+"""Sends an answer as server-sent events, in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from outrider.client import Generation
+from outrider.errors import OutriderError
+from outrider.gateway import serialize
+from outrider.gateway.errors import refusal
+from outrider.gateway.multiplex import ReceivedPart
+from outrider.gateway.schema import Sampled
+from outrider.gateway.serialize import Json, ResponseForm
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events. When the HTTP client disconnects, the sources are closed at once."""
+
+    def __init__(self, events: AsyncGenerator[str, None], parts: AsyncGenerator[ReceivedPart, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._sources = (events, parts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for source in self._sources:
+                await source.aclose()
+
+
+async def server_sent_events(
+    form: ResponseForm,
+    head: Json,
+    parsed: Sampled,
+    choices: int,
+    first: ReceivedPart,
+    parts: AsyncGenerator[ReceivedPart, None],
+) -> AsyncGenerator[str, None]:
+    """Yield the events of `first` and the following parts, then the usage if the request wants it, then [DONE].
+
+    An error becomes the last event, because the HTTP status has been sent already.
+    """
+    begun: set[int] = set()
+    characters = [0] * choices  # sent so far, of each choice
+    ended: dict[int, Generation] = {}
+    no_usage: Json = {"usage": None} if parsed.include_usage else {}  # OpenAI sends it in all events but the last
+
+    def event(choice: Json) -> str:
+        return _event(serialize.envelope(form.piece, **head, choices=[choice], **no_usage))
+
+    try:
+        part: ReceivedPart | None = first
+        while part is not None:
+            index = part.index
+            if index not in begun:
+                begun.add(index)
+                if (opening := form.first(index)) is not None:
+                    yield event(opening)
+            if part.chunk is not None and (part.chunk.text or part.chunk.logprobs):
+                entries = part.chunk.logprobs if parsed.alternatives is not None else None
+                yield event(form.part(index, part.chunk.text, entries, characters[index]))
+                characters[index] += len(part.chunk.text)
+            if part.ended is not None:
+                ended[index] = part.ended
+                yield event(form.last(index, serialize.reason(part.ended)))
+            part = await anext(parts, None)
+        if parsed.include_usage:
+            usage = serialize.cost([ended[index] for index in range(choices)], parsed.n)
+            yield _event(serialize.envelope(form.piece, **head, choices=[], usage=usage))
+    except OutriderError as error:
+        yield _event(refusal(error).body)
+        return
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content)}\n\n"

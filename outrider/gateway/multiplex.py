@@ -1,0 +1,94 @@
+"""Runs the several answers of one request concurrently and merges their parts in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from outrider.client import AsyncClient, AsyncStream, Chunk, Generation, Options
+from outrider.errors import InvalidRequest
+
+Prompt = str | Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedPart:
+    """A chunk of one choice, or its end."""
+
+    index: int
+    chunk: Chunk | None = None
+    ended: Generation | None = None
+
+
+def streams(
+    client: AsyncClient, prompts: Sequence[Prompt], n: int, options: Options, timeout_s: float
+) -> list[list[AsyncStream]]:
+    """Return the streams of each prompt's choices, which share a seed. No stream has begun.
+
+    Raises InvalidRequest for options that only a single answer can have.
+    """
+    count = n * len(prompts)
+    for name in ("session", "idempotency_key"):
+        if name in options and count > 1:
+            raise InvalidRequest(
+                name, f"applies to a single answer, but the request is for {count}; send a request for each"
+            )
+    seed = options.get("seed")
+    seeded: Options = {**options, "seed": secrets.randbits(64) if seed is None else seed}
+
+    def stream(prompt: Prompt, choice: int) -> AsyncStream:
+        with_choice: Options = {**seeded, "choice": choice}
+        return client.stream(prompt, timeout=timeout_s, **with_choice)
+
+    return [[stream(prompt, choice) for choice in range(n)] for prompt in prompts]
+
+
+async def merged(groups: Sequence[Sequence[AsyncStream]]) -> AsyncGenerator[ReceivedPart, None]:
+    """Yield the parts of all streams until all streams have ended.
+
+    The further choices of a prompt begin when its first choice has its first chunk, so that the prompt is read once.
+    When a stream fails or the iteration is left, all streams are cancelled on the server.
+    """
+    queue: asyncio.Queue[ReceivedPart | BaseException] = asyncio.Queue(maxsize=16)  # bounded: a slow reader slows them
+    index = 0
+    tasks = []
+    for group in groups:
+        prompt_read = asyncio.Event()
+        for choice, stream in enumerate(group):
+            tasks.append(asyncio.create_task(_follow(stream, index, prompt_read, waits=choice > 0, queue=queue)))
+            index += 1
+    left = len(tasks)
+    try:
+        while left:
+            part = await queue.get()
+            if isinstance(part, BaseException):
+                raise part
+            left -= part.ended is not None
+            yield part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _follow(
+    stream: AsyncStream,
+    index: int,
+    prompt_read: asyncio.Event,
+    *,
+    waits: bool,
+    queue: asyncio.Queue[ReceivedPart | BaseException],
+) -> None:
+    try:
+        if waits:
+            await prompt_read.wait()
+        async with stream:
+            async for chunk in stream:
+                prompt_read.set()
+                await queue.put(ReceivedPart(index, chunk))
+        prompt_read.set()
+        await queue.put(ReceivedPart(index, ended=stream.result))
+    except Exception as error:
+        await queue.put(error)

@@ -1,0 +1,66 @@
+"""Turns the streams of a request into its HTTP response, as long as the HTTP client waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from outrider.client import AsyncStream, Generation
+from outrider.errors import Cancelled
+from outrider.gateway import serialize
+from outrider.gateway.event_stream import EventStream, server_sent_events
+from outrider.gateway.multiplex import merged
+from outrider.gateway.schema import Sampled
+from outrider.gateway.serialize import Json, ResponseForm
+
+
+async def answer(parsed: Sampled, groups: Sequence[Sequence[AsyncStream]], form: ResponseForm) -> Response:
+    """Return the response with all choices of all prompts, complete or as a stream of events.
+
+    Raises the SDK's errors; for a stream of events, only those before the first part.
+    """
+    count = sum(map(len, groups))
+    head: Json = {"id_": form.prefix + secrets.token_hex(12), "model": parsed.model, "created": int(time.time())}
+    parts = merged(groups)
+    if parsed.stream:
+        try:
+            first = await anext(parts)  # a refused request gets its own HTTP status, not an event
+        except BaseException:
+            await parts.aclose()
+            raise
+        return EventStream(server_sent_events(form, head, parsed, count, first, parts), parts)
+    ended: dict[int, Generation] = {}
+    async with aclosing(parts):
+        async for part in parts:
+            if part.ended is not None:
+                ended[part.index] = part.ended
+    generations = [ended[index] for index in range(count)]
+    choices = [form.complete(index, generation) for index, generation in enumerate(generations)]
+    usage = serialize.cost(generations, parsed.n)
+    return JSONResponse(serialize.envelope(form.kind, **head, choices=choices, usage=usage))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return the response of `work`. When the HTTP client disconnects, cancel `work` and raise Cancelled."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise Cancelled("the client has gone")
+        return answering.result()
+    finally:
+        for task in (answering, leaving):
+            task.cancel()
+        await asyncio.wait({answering, leaving})

@@ -1,0 +1,234 @@
+"""The bodies of OpenAI's requests, as far as a text model can serve them, and the SDK options that they stand for.
+
+A field whose effect this cluster cannot provide is refused by name, never ignored: a wrong answer is worse than none.
+Fields that only label a request (`user`, `metadata`, `store`, ...) are accepted and have no effect. docs/gateway.md has
+a table of all fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.client import Options
+from outrider.core.session.contract import PolicyName, Priority, RuleName
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+UNSUPPORTED = "unsupported"  # pydantic's name for the error of a field that is not served
+COMPLETION_TOKENS = 16  # OpenAI's default limit on the new tokens of a completion
+
+
+def _refuse(value: object) -> None:
+    raise PydanticCustomError(UNSUPPORTED, "is not served here; leave it out")
+
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that would change the answer
+NoEffect = Any  # a field of OpenAI's that does not change the answer
+
+
+class Body(BaseModel):
+    """Base of all bodies. As in OpenAI's API, an unknown field is an error, and null is the same as no value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Outrider(Body):
+    """The fields that this cluster adds to OpenAI's, as `extra_body={"outrider": {...}}`."""
+
+    speculation: PolicyName | None = None  # changes the speed, never the text
+    depth: int | None = None  # ceiling on gamma
+    rule: RuleName | None = None  # acceptance rule
+    priority: Priority | None = None
+    session: str | None = None  # the session to continue with a turn
+    whole_history: bool | None = None  # the prompt is the whole conversation
+    idempotency_key: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # accepted, and has no effect
+
+
+class Sampled(Body):
+    """The fields that completions and chats share."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None  # by token id
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: NoEffect = None
+    outrider: Outrider = Outrider()
+
+    @property
+    def token_limit(self) -> int | None:
+        """Limit on the new tokens of each answer; None: as many as fit into the context."""
+        raise NotImplementedError
+
+    @property
+    def alternatives(self) -> int | None:
+        """Number of likeliest tokens whose log-probabilities are wanted; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for streams; set stream to true")
+        return self
+
+    def options(self) -> Options:
+        """Return the SDK's keywords for this request."""
+        options: dict[str, Any] = {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()},
+            "seed": None if self.seed is None else self.seed % 2**64,
+            "stop": self.stop,
+            "logprobs": self.alternatives,
+            **self.outrider.model_dump(),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
+
+
+class Completion(Sampled):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    suffix: Unserved = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | Sequence[int]]:
+        """One or several prompts, as text or token ids."""
+        if isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return [*self.prompt]
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _best_is_all(self) -> Completion:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError("best_of: must be the same as n; answers are not ranked here")
+        return self
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: NoEffect = None
+    refusal: Unserved = None  # it is null in an answer that the caller sends back as a part of the conversation
+    tool_calls: Unserved = None
+    function_call: Unserved = None
+    audio: Unserved = None
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """The message in the form that chat templates take. The role developer becomes system."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ResponseFormat(Body):
+    """The format of an answer."""
+
+    type: Literal["text"]
+
+
+class Chat(Sampled):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)  # the older name of max_completion_tokens
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: NoEffect = None
+    parallel_tool_calls: NoEffect = None
+    prediction: NoEffect = None  # only affects speed, and drafters provide that
+    prompt_cache_key: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    safety_identifier: NoEffect = None
+    service_tier: NoEffect = None
+    store: NoEffect = None
+    audio: Unserved = None
+    function_call: Unserved = None
+    functions: Unserved = None
+    moderation: Unserved = None
+    reasoning_effort: Unserved = None
+    tool_choice: Unserved = None
+    tools: Unserved = None
+    verbosity: Unserved = None
+    web_search_options: Unserved = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Chat:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: is the older name of max_completion_tokens; give one of them")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        return self

@@ -1,0 +1,174 @@
+"""Serializes the SDK's results in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+from outrider.client import FinishReason, Generation, Model, TokenLogprobs
+
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+Json = dict[str, Any]
+
+
+class ResponseForm(Protocol):
+    """The format of one endpoint's responses."""
+
+    kind: str  # `object` of a complete answer
+    piece: str  # `object` of a streamed part
+    prefix: str  # of an answer's id
+
+    def complete(self, index: int, generation: Generation) -> Json:
+        """Return a choice that has ended."""
+
+    def first(self, index: int) -> Json | None:
+        """Return the event that a stream sends before the text of a choice; None: it sends none."""
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        """Return a part of a choice's text; `entries` belong to its tokens, if log-probabilities are wanted."""
+
+    def last(self, index: int, reason: str) -> Json:
+        """Return the last event of a choice."""
+
+
+class CompletionForm:
+    """The format of /v1/completions."""
+
+    kind = piece = "text_completion"
+    prefix = "cmpl-"
+
+    def complete(self, index: int, generation: Generation) -> Json:
+        entries = generation.logprobs or None
+        return self._choice(index, generation.text, entries, 0, reason(generation))
+
+    def first(self, index: int) -> Json | None:
+        return None
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        return self._choice(index, text, entries, offset, None)
+
+    def last(self, index: int, reason: str) -> Json:
+        return self._choice(index, "", None, 0, reason)
+
+    def _choice(
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int, reason: str | None
+    ) -> Json:
+        logprobs = None if entries is None else _columns(entries, offset)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+class ChatForm:
+    """The format of /v1/chat/completions."""
+
+    kind = "chat.completion"
+    piece = "chat.completion.chunk"
+    prefix = "chatcmpl-"
+
+    def complete(self, index: int, generation: Generation) -> Json:
+        message = {"role": "assistant", "content": generation.text, "refusal": None}
+        entries = _rows(generation.logprobs) if generation.logprobs else None
+        return {"index": index, "message": message, "logprobs": entries, "finish_reason": reason(generation)}
+
+    def first(self, index: int) -> Json | None:
+        return self._delta(index, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, offset: int) -> Json:
+        return self._delta(index, {"content": text}, None if entries is None else _rows(entries), None)
+
+    def last(self, index: int, reason: str) -> Json:
+        return self._delta(index, {}, None, reason)
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def reason(generation: Generation) -> str:
+    """Return why a generation ended, in OpenAI's words. Reasons that OpenAI does not know become "length"."""
+    return _REASONS.get(generation.finish_reason, "length")
+
+
+def cost(generations: Sequence[Generation], n: int) -> Json:
+    """Return the usage of all choices, `n` for each prompt, one prompt after another. A prompt counts once.
+
+    Beside OpenAI's figures it has the reason for no speculation, of the first choice that had none.
+    """
+    prompts = sum(generation.usage.prompt_tokens for generation in generations[::n])
+    completion = sum(generation.usage.completion_tokens for generation in generations)
+    accepted = sum(generation.usage.accepted for generation in generations)
+    statuses = [generation.usage.speculation for generation in generations]
+    speculation = next((status for status in statuses if not status.drafting), statuses[0])
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": completion,
+        "total_tokens": prompts + completion,
+        "prompt_tokens_details": {"cached_tokens": max((one.cached_tokens for one in generations), default=0)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(one.usage.verified for one in generations) - accepted,
+        },
+        "outrider": {"speculation": speculation.reason, "explanation": speculation.explanation},
+    }
+
+
+def model(entry: Model) -> Json:
+    """Return an entry of /v1/models."""
+    return {
+        "id": entry.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "outrider",
+        "context_window": entry.context,
+    }
+
+
+def envelope(kind: str, id_: str, model: str, created: int, choices: Sequence[Json], **more: Any) -> Json:
+    """Return the response object around some choices."""
+    return {"id": id_, "object": kind, "created": created, "model": model, "choices": [*choices], **more}
+
+
+def _columns(entries: Sequence[TokenLogprobs], offset: int) -> Json:
+    """Return log-probabilities in the format of completions: one list for each field.
+
+    `offset`: characters before the first token.
+    """
+    texts = [_shown(entry.text) for entry in entries]
+    offsets = [offset + length for length in accumulate((len(text) for text in texts[:-1]), initial=0)]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [
+            {_shown(text): logprob for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _rows(entries: Sequence[TokenLogprobs]) -> Json:
+    """Return log-probabilities in the format of chats: one object for each token."""
+    return {
+        "content": [
+            {
+                **_row(entry.text, entry.logprob),
+                "top_logprobs": [
+                    _row(text, logprob) for (_, logprob), text in zip(entry.top, entry.top_texts, strict=True)
+                ],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _row(text: bytes, logprob: float) -> Json:
+    return {"token": _shown(text), "logprob": logprob, "bytes": [*text]}
+
+
+def _shown(text: bytes) -> str:
+    """Return a token's text; bytes that are not whole characters are written as OpenAI does."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)

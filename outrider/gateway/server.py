@@ -1,0 +1,95 @@
+"""Runs the gateway as an HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from outrider.config import GatewayConfig
+from outrider.errors import ConfigError
+from outrider.gateway.app import make_app
+
+POLL_S = 0.2  # between two checks of the open connections during shutdown
+
+
+async def serve(config: GatewayConfig, *, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled; then running answers get `drain_s` to end. `announce` receives the bound address.
+
+    Raises ConfigError for an address, a certificate or router settings that cannot be used.
+    """
+    running = server(config)
+    with bound(config.listen) as listening:
+        serving = asyncio.create_task(running.serve([listening]))
+        host, port = listening.getsockname()[:2]
+        announce(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        try:
+            await asyncio.shield(serving)
+        finally:
+            running.should_exit = True
+            await serving
+
+
+class GatewayServer(uvicorn.Server):
+    """A uvicorn server that does not handle signals, and whose shutdown ends when the running answers have ended."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the running answers, then close."""
+        ending = asyncio.create_task(self._close_idle_connections())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _close_idle_connections(self) -> None:
+        """Abort connections without an answer to send: with TLS they wait half a minute for the client's close."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if not self.server_state.tasks:
+                for connection in [*self.server_state.connections]:
+                    transport = connection.transport
+                    if transport is not None and not transport.get_write_buffer_size():
+                        transport.abort()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture no signals."""
+        yield
+
+
+def server(config: GatewayConfig) -> GatewayServer:
+    """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
+    settings = uvicorn.Config(
+        make_app(config),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=math.ceil(config.drain_s),
+        ssl_certfile=config.cert,
+        ssl_keyfile=config.key,
+        ssl_keyfile_password="none",  # without it, an encrypted key would prompt on the terminal
+    )
+    try:
+        settings.load()
+    except (ssl.SSLError, OSError):
+        raise ConfigError(
+            f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"
+        ) from None
+    return GatewayServer(settings)
+
+
+def bound(address: str) -> socket.socket:
+    """Return a socket that listens at an address. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=1024)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error  # Python's text repeats the address
+        raise ConfigError(f"listen: cannot use {address} ({reason}); choose another") from None

@@ -1,0 +1,74 @@
+"""Evaluates a drafter on held-out texts: its loss, and the acceptance length of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.engine.engine import Dtype
+from outrider.engine.loading import load_engine
+from outrider.training.acceptance import TargetTexts, generate_texts
+from outrider.training.corpus import Ids, OnProgress
+from outrider.training.task import TrainingTask
+from outrider.training.windows import spread
+
+WINDOWS = 16
+PROMPTS = 16
+PROMPT = 96  # tokens
+ANSWER = 64  # tokens that the target generates after each prompt
+TEMPERATURES = (0.0, 1.0)
+SEED = 20231011
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The results of a measurement."""
+
+    held_out_loss: float  # of a model: nats per token; of heads: the training loss
+    acceptance: Mapping[float, float]  # temperature -> acceptance length; empty without a target
+
+    def by_name(self) -> dict[str, float]:
+        """Return the acceptance lengths by temperature, in the form in which they are recorded."""
+        return {f"{temperature:g}": round(length, 4) for temperature, length in self.acceptance.items()}
+
+
+class HeldOut:
+    """Some windows of the held-out text, and the target's answers to some of its prompts."""
+
+    def __init__(
+        self, ids: Ids, window: int, target: Path | None, *, dtype: Dtype, device: str, on_progress: OnProgress
+    ) -> None:
+        """Load the target from its folder and generate the answers, once. Its context must be at least the window."""
+        self._windows = spread(ids, window + 1, WINDOWS)
+        self._target_texts: dict[float, TargetTexts] = {}
+        if target is None:
+            return
+        answer = min(ANSWER, window // 2)
+        prompts = [prompt.tolist() for prompt in spread(ids, min(PROMPT, window - answer), PROMPTS)]
+        rows = len(prompts[0]) + answer
+        threads = torch.get_num_threads()
+        engine = load_engine(target, dtype=dtype, device=device, slots=len(prompts), rows=rows, threads=threads)
+        for done, temperature in enumerate(TEMPERATURES):
+            on_progress("the target answers held-out prompts", done / len(TEMPERATURES))
+            self._target_texts[temperature] = generate_texts(
+                engine, prompts, temperature=temperature, tokens=answer, seed=SEED
+            )
+
+    @torch.no_grad()
+    def measure(self, task: TrainingTask, student: Any) -> Evaluation:
+        """Measure a student. Its training mode is restored."""
+        training = student.training
+        student.eval()
+        try:
+            device = next(student.parameters()).device
+            losses = [task.held_out(student, window.to(device)) for window in self._windows]
+            lengths = {
+                temperature: task.acceptance(student, texts) for temperature, texts in self._target_texts.items()
+            }
+            return Evaluation(sum(losses) / len(losses), lengths)
+        finally:
+            student.train(training)

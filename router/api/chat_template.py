@@ -1,0 +1,165 @@
+"""A checkpoint's chat template, which turns a conversation into a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.errors import CheckpointError, InvalidRequest
+
+FILE = "chat_template.jinja"
+CONFIG = "tokenizer_config.json"
+
+
+class TemplateMessage(NamedTuple):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """Renders conversations, one at a time, in a bounded child process (`router.api.template_sandbox`).
+
+    The process starts with the first rendering, and again after a rendering that ended it. `close` ends it.
+    """
+
+    def __init__(self, path: Path, source: str, variables: dict[str, str]) -> None:
+        """`path`: the template's file; `variables`: the special tokens, by the names that templates use."""
+        self._path = path
+        self._setup = {"template": source, "variables": variables}
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+
+    def check(self) -> None:
+        """Raises CheckpointError for a template that does not compile."""
+        try:
+            self._thread.submit(self._start).result()
+        except _TemplateError as error:
+            raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
+
+    async def render(self, messages: Sequence[TemplateMessage]) -> str:
+        """Return the prompt of the messages, up to where the assistant is to answer, special tokens included.
+
+        Raises InvalidRequest with the template's objection.
+        """
+        conversation = [message._asdict() for message in messages]
+        try:
+            text: str = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._render_blocking, conversation
+            )
+        except _TemplateError as error:
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
+        if not text:
+            raise InvalidRequest("messages", "the model's chat template renders an empty prompt")
+        return text
+
+    def close(self) -> None:
+        """End the process, and wait for a rendering that runs."""
+        self._thread.submit(self._stop).result()
+        self._thread.shutdown()
+
+    def _render_blocking(self, messages: list[dict[str, str]]) -> str:
+        if self._process is None:
+            self._start()
+        return self._request(messages)
+
+    def _start(self) -> None:
+        # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our
+        # modules.
+        command = [sys.executable, "-P", "-m", "router.api.template_sandbox"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            self._request(self._setup)
+        except _TemplateError:
+            self._stop()
+            raise
+
+    def _request(self, message: Any) -> str:
+        """Send a request to the process and return the text of its answer. Raises _TemplateError."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(message) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = process.wait()
+            self._stop()
+            raise _TemplateError(
+                "it takes too long" if status == -signal.SIGXCPU else f"its process ended with {status}"
+            )
+        answer: dict[str, str] = json.loads(line)
+        if "error" in answer:
+            raise _TemplateError(answer["error"])
+        return answer["text"]
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+class _TemplateError(Exception):
+    """A template does not compile, or refuses messages."""
+
+
+def read_chat_template(folder: Path) -> ChatTemplate | None:
+    """Return the chat template in a checkpoint's folder, checked; None if it has none.
+
+    Raises CheckpointError naming the file.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        config = {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object; download it again")
+    source = config.get("chat_template")
+    if (folder / FILE).exists():
+        path = folder / FILE
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    elif isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
+    template = ChatTemplate(path, source, _special_tokens(config))
+    try:
+        template.check()
+    except BaseException:
+        template.close()
+        raise
+    return template
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Return bos_token and the like by name; each is a string, or an object whose content is one."""
+    contents = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: content for name, content in contents.items() if isinstance(content, str)}

@@ -1,0 +1,115 @@
+"""Converts a generation's events and sessions to the clients' messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.core.sampling.logprobs import unpack
+from outrider.core.session.contract import Contract
+from outrider.core.session.speculation_status import SpeculationStatus
+from outrider.store.sessions import SessionRecord
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1 import types_pb2
+from router.sessions.outbox import Event, FinishedEvent, StartedEvent
+from router.sessions.response import EndReason, ResponsePart
+
+_REASONS = {
+    EndReason.STOP: types_pb2.FINISH_REASON_STOP,
+    EndReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    EndReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
+    EndReason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
+    EndReason.ABANDONED: types_pb2.FINISH_REASON_ABANDONED,
+    EndReason.FAILED: types_pb2.FINISH_REASON_FAILED,
+}
+
+
+def event_to_pb(event: Event, contract: Contract, token_text: Callable[[int], bytes]) -> pb.GenerateResponse:
+    """Return the message for an event; `token_text` maps a token to its bytes."""
+    match event:
+        case StartedEvent():
+            return pb.GenerateResponse(
+                started=pb.Started(
+                    session_id=event.session_id,
+                    model=event.model,
+                    seed=event.seed,
+                    prompt_tokens=event.prompt_tokens,
+                    generation=event.generation,
+                    cached_tokens=event.cached_tokens,
+                    forked_from=event.forked_from,
+                    rule=contract.rule,
+                    lossy=contract.lossy,
+                )
+            )
+        case ResponsePart():
+            return pb.GenerateResponse(chunk=_chunk_to_pb(event, contract, token_text))
+        case FinishedEvent():
+            return pb.GenerateResponse(finished=_finished_to_pb(event))
+
+
+def _chunk_to_pb(part: ResponsePart, contract: Contract, token_text: Callable[[int], bytes]) -> pb.Chunk:
+    entries = [] if contract.logprobs is None else unpack(part.logprobs, contract.logprobs)
+    return pb.Chunk(
+        text=part.text,
+        token_ids=part.tokens,
+        gaps=part.gaps,
+        next_position=part.position + len(part.tokens),
+        text_offset=part.text_offset,
+        logprobs=[
+            pb.TokenLogprobs(
+                logprob=entry.logprob,
+                top_ids=[token for token, _ in entry.top],
+                top_logprobs=[logprob for _, logprob in entry.top],
+                text=token_text(token),
+                top_texts=[token_text(likely) for likely, _ in entry.top],
+            )
+            for token, entry in zip(part.tokens, entries, strict=False)
+        ],
+    )
+
+
+def session_to_pb(record: SessionRecord) -> pb.Session:
+    """Return what a client may know of a session."""
+    return pb.Session(
+        session_id=record.session_id,
+        model=record.model,
+        length=record.length,
+        digest=record.digest,
+        generation=record.generation,
+        running=record.generation > 0 and not record.finished,
+        reason=_REASONS[EndReason(record.finished)] if record.finished else None,
+        answer_position=record.turn.answer_position if record.turn else 0,
+        epoch=record.epoch,
+        verifier=record.verifier,
+        drafters=record.drafters,
+    )
+
+
+def _finished_to_pb(event: FinishedEvent) -> pb.Finished:
+    usage = event.usage
+    return pb.Finished(
+        reason=_REASONS[event.reason],
+        usage=pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            steps=usage.steps,
+            verified=usage.verified,
+            accepted=usage.accepted,
+            reached_by_depth=usage.reached_by_depth,
+            tried_by_depth=usage.tried_by_depth,
+            wire_bytes=usage.wire_bytes,
+            first_token_us=usage.first_token_us,
+            total_us=usage.elapsed_us(),
+            decode_us=usage.last_token_us - usage.first_token_us,
+            speculation=_speculation_to_pb(usage.speculation.summary(usage.accepted)),
+        ),
+    )
+
+
+def _speculation_to_pb(status: SpeculationStatus) -> types_pb2.SpeculationStatus:
+    return types_pb2.SpeculationStatus(
+        reason=f"SPECULATION_REASON_{status.reason.name}",
+        detail=status.detail,
+        steps=status.steps,
+        plain_rate=round(status.plain_rate * 1000),
+        drafted_rate=round(status.drafted_rate * 1000),
+    )

@@ -1,0 +1,274 @@
+"""Parses requests: a `GenerateParams` has been checked."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from outrider.config import RouterConfig
+from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.control.policies import GammaPolicy, policy
+from outrider.core.session.contract import FILLING, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
+from outrider.rpc.codec import check_tokens
+from outrider.store.registry import Worker
+from outrider.store.sessions import SessionRecord
+from outrider.v1 import inference_pb2
+from router.api.chat_template import TemplateMessage
+from router.api.served_models import ServedModel
+from router.scheduling.fair_queue import QueueClass
+
+DEFAULT_MAX_TOKENS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_DEPTH = 64
+MAX_KEY = 128  # characters
+CHARACTERS = 4  # characters of a token, roughly
+PRIORITIES: dict[int, QueueClass] = {
+    inference_pb2.PRIORITY_UNSPECIFIED: QueueClass.INTERACTIVE,
+    inference_pb2.PRIORITY_INTERACTIVE: QueueClass.INTERACTIVE,
+    inference_pb2.PRIORITY_BATCH: QueueClass.BATCH,
+}
+OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
+
+
+class Conversation(tuple[TemplateMessage, ...]):
+    """A prompt as messages: all of the conversation, for the model's chat template."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """One valid request, but for what depends on the verifier (see `check_fits`)."""
+
+    model: ServedModel
+    prompt: str | tuple[int, ...] | Conversation
+    contract: Contract
+    stops: tuple[str, ...]
+    policy: GammaPolicy
+    whole_history: bool
+    idempotency_key: str  # idempotency key; empty: none
+    fingerprint: bytes  # of the request's content
+    priority: QueueClass
+    tenant: str = ""
+
+    @property
+    def estimated_prompt_tokens(self) -> int:
+        """Estimated tokens of the prompt, before it is tokenized."""
+        match self.prompt:
+            case str() as text:
+                return len(text) // CHARACTERS
+            case Conversation() as messages:
+                return sum(len(message.content) for message in messages) // CHARACTERS
+            case tokens:
+                return len(tokens)
+
+    @property
+    def fills_context(self) -> bool:
+        """Whether the response may take all the room in the context."""
+        return self.contract.max_tokens == FILLING
+
+    @property
+    def estimated_output_tokens(self) -> int:
+        """Estimated maximum of the response's tokens."""
+        return DEFAULT_MAX_TOKENS if self.fills_context else self.contract.max_tokens
+
+    @property
+    def request_id(self) -> str:
+        """Name of a request with an idempotency key; empty without one."""
+        return (
+            hashlib.sha256(self.idempotency_key.encode() + self.fingerprint).hexdigest()[:32]
+            if self.idempotency_key
+            else ""
+        )
+
+
+def parse(
+    request: inference_pb2.GenerateRequest,
+    models: Mapping[str, ServedModel],
+    config: RouterConfig,
+    session: SessionRecord | None = None,
+    priors: Callable[[ServedModel, str], AcceptancePriors] | None = None,
+    *,
+    tenant: str = "",
+) -> GenerateParams:
+    """Check a tenant's request and fill in defaults. `session` is the session that it continues; `priors` returns the
+    acceptance priors that its policy starts with.
+
+    Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of another
+    tokenizer.
+    """
+    if (size := request.ByteSize()) > config.max_request_bytes:  # checked before the text is tokenized
+        most = config.max_request_bytes
+        raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
+    if session and request.model not in ("", session.model):
+        raise InvalidRequest(
+            "model", f"is {request.model!r}, but session {session.session_id} is for {session.model!r}"
+        )
+    model = find_model(session.model if session else request.model, models)
+    if len(request.idempotency_key) > MAX_KEY:
+        raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
+    contract = _contract(request.sampling, request.acceptance, model)
+    known = priors(model, contract.temperature_bucket) if priors is not None else None
+    return GenerateParams(
+        model=model,
+        prompt=_prompt(request, model),
+        contract=contract,
+        stops=_stops(request.sampling.stop),
+        policy=_policy(request.speculation, config, known),
+        whole_history=request.whole_history,
+        idempotency_key=request.idempotency_key,
+        fingerprint=_fingerprint(request),
+        tenant=tenant,
+        priority=_priority(request.priority),
+    )
+
+
+def fill_context(tokens: Sequence[int], contract: Contract, verifiers: Sequence[Worker]) -> Contract:
+    """Return the contract of a response that may take all the room that one of these verifiers has behind the prompt.
+
+    Raises InvalidRequest if that is less than its `min_tokens`.
+    """
+    room = max(worker.context for worker in verifiers) - len(tokens)
+    return replace(contract, max_tokens=max(room, 1))  # without room `check_fits` raises
+
+
+def check_fits(
+    tokens: Sequence[int], contract: Contract, verifiers: Sequence[Worker], answer_position: int | None = None
+) -> list[Worker]:
+    """Return those of one model's verifiers that can hold prompt and response. Raises InvalidRequest when none can.
+
+    `tokens`: the prompt, or with an `answer_position` the prompt and a part of the response.
+    """
+    prompt = tokens[:answer_position]
+    vocabulary = max(worker.vocabulary for worker in verifiers)
+    check_tokens(prompt, vocabulary, "prompt")
+    contract.check_vocabulary(vocabulary)
+    needed = len(prompt) + contract.max_tokens
+    context = max(worker.context for worker in verifiers)
+    if len(prompt) >= context:
+        raise InvalidRequest("prompt", f"has {len(prompt)} tokens, must have at most {context - 1}")
+    if needed > context:
+        raise InvalidRequest(
+            "max_tokens",
+            f"is {contract.max_tokens}, must be at most {context - len(prompt)}: "
+            f"the prompt takes {len(prompt)} of the context of {context}",
+        )
+    return [worker for worker in verifiers if worker.context >= needed]
+
+
+def find_model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
+    """Return the model of that name, or for an empty name the only one. Raises NotFound."""
+    if not name and len(models) == 1:
+        return next(iter(models.values()))
+    if name not in models:
+        there = ", ".join(sorted(models))
+        raise NotFound(f"model {name!r} is not served here; there are: {there}" if name else f"name one of: {there}")
+    return models[name]
+
+
+def _priority(value: int) -> QueueClass:
+    if value not in PRIORITIES:
+        raise InvalidRequest("priority", f"is {value}, must be INTERACTIVE (1, the default) or BATCH (2)")
+    return PRIORITIES[value]
+
+
+def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...] | Conversation:
+    kind = request.WhichOneof("prompt")
+    if request.messages:
+        if kind is not None:
+            raise InvalidRequest("messages", "are set together with a prompt; send one of the two")
+        return _conversation(request.messages)
+    if kind == "token_ids":
+        digest = request.token_ids.tokenizer_digest
+        if digest and digest != model.digest:
+            raise TokenizerMismatch(
+                f"token_ids.tokenizer_digest: is {digest.hex()}, model {model.name!r} has {model.digest.hex()}; "
+                "tokenize with the model's own tokenizer or send text"
+            )
+        prompt: str | tuple[int, ...] = tuple(request.token_ids.ids)
+    else:
+        prompt = request.text
+    if not prompt:
+        raise empty_prompt()
+    return prompt
+
+
+def _conversation(messages: Iterable[inference_pb2.Message]) -> Conversation:
+    conversation = Conversation(TemplateMessage(message.role, message.content) for message in messages)
+    for index, message in enumerate(conversation):
+        if not message.role:
+            raise InvalidRequest(f"messages[{index}].role", "is empty, must be a role, for example user")
+    return conversation
+
+
+def empty_prompt() -> InvalidRequest:
+    """Return the error for a prompt without a single token."""
+    return InvalidRequest(
+        "prompt", "is empty, must be text or token_ids with at least one token, unless there are messages"
+    )
+
+
+def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:
+    names = ("lenience", "typical_epsilon", "typical_delta")
+    parameters = {name: getattr(acceptance, name) for name in names if acceptance.HasField(name)}
+    return Contract(
+        rule=acceptance.rule or SHARED_NOISE,
+        **parameters,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        choice=sampling.choice,
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        allowed_ids=tuple(sampling.allowed_ids),
+        banned_ids=tuple(sampling.banned_ids),
+        min_tokens=sampling.min_tokens,
+        max_tokens=(sampling.max_tokens or FILLING) if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
+        stop_ids=(*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+
+
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest("stop", f"has {len(stops)} strings, must have at most {MAX_STOPS}")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(f"stop[{index}]", f"has {len(stop)} characters, must have 1 to {MAX_STOP_CHARACTERS}")
+    return tuple(stops)
+
+
+def _policy(
+    speculation: inference_pb2.Speculation, config: RouterConfig, priors: AcceptancePriors | None
+) -> GammaPolicy:
+    if speculation.depth > MAX_DEPTH:
+        raise InvalidRequest("speculation.depth", f"is {speculation.depth}, must be 0 (the default) to {MAX_DEPTH}")
+    return policy(speculation.policy or config.policy, ceilings(config, speculation.depth), priors)
+
+
+def ceilings(config: RouterConfig, depth: int = 0) -> Plan:
+    """Return the router's ceilings; a `depth` other than 0 replaces the router's."""
+    return Plan(
+        depth=depth or config.depth,
+        width=config.width,
+        nodes=config.nodes,
+        wait_us=config.wait_us,
+        overlap=OVERLAP[config.overlap],
+    )
+
+
+def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
+    """Return a digest of the request's content, without its key and priority."""
+    content = inference_pb2.GenerateRequest()
+    content.CopyFrom(request)
+    content.idempotency_key = ""
+    content.priority = inference_pb2.PRIORITY_UNSPECIFIED  # the priority does not change the response
+    return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()

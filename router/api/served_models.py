@@ -1,0 +1,106 @@
+"""A model that the router serves: its tokenizer, its chat template and its end-of-text tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.core.session.contract import MAX_STOP_IDS
+from outrider.core.session.digest import tokenizer_digest
+from outrider.errors import CheckpointError, InvalidRequest
+from outrider.hub import checkpoint_folder
+from router.api.chat_template import ChatTemplate, TemplateMessage, read_chat_template
+from router.text.token_text import TokenText
+
+_LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that this router takes requests for."""
+
+    name: str
+    tokenizer: Tokenizer
+    digest: bytes  # of the tokenizer
+    eos_ids: tuple[int, ...]
+    chat: ChatTemplate | None = None
+    token_text: TokenText = field(init=False)  # maps a token to its bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_text", TokenText(self.tokenizer))
+
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a text; `special`: with the tokens that the tokenizer itself puts around a prompt."""
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text, special)
+        return self._encode(text, special)
+
+    async def encode_chat(self, messages: Sequence[TemplateMessage]) -> tuple[int, ...]:
+        """Return the token ids of the prompt of messages; the template contains the special tokens.
+
+        Raises InvalidRequest if there is no template, or it refuses the messages.
+        """
+        if self.chat is None:
+            raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
+        return await self.encode(await self.chat.render(messages), special=False)
+
+    def close(self) -> None:
+        """End the model's child processes."""
+        if self.chat is not None:
+            self.chat.close()
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+
+
+def load_model(name: str, checkpoint: Path) -> ServedModel:
+    """Read tokenizer.json and, if present, generation_config.json, config.json and the chat template.
+
+    Raises CheckpointError naming the file that is missing or broken.
+    """
+    folder = checkpoint_folder(checkpoint, weights=False)
+    path = folder / "tokenizer.json"
+    blob = _read(path)
+    if blob is None:
+        raise CheckpointError(f"{path}: no such file; models.{name} must be a folder that holds tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_buffer(blob)
+        digest = tokenizer_digest(blob)
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
+    return ServedModel(name, tokenizer, digest, tuple(_eos_ids(folder)), read_chat_template(folder))
+
+
+def _eos_ids(folder: Path) -> Iterable[int]:
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        blob = _read(path)
+        if blob is None:
+            continue
+        try:
+            values: Any = json.loads(blob)
+            found = values.get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise CheckpointError(f"{path}: not a JSON object") from None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if len(ids) > MAX_STOP_IDS or not all(type(token) is int and token >= 0 for token in ids):
+            raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of up to {MAX_STOP_IDS}")
+        return ids
+    return ()
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None

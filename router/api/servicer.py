@@ -1,0 +1,395 @@
+"""The Inference service, and the router's start: load tokenizers, serve until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from outrider.config import RouterConfig
+from outrider.core.control.tier_selection import TierSwitch
+from outrider.errors import Cancelled, Moved, NotFound, Superseded
+from outrider.rpc.server import serving
+from outrider.rpc.status import errors_as_status
+from outrider.rpc.supervision import supervising
+from outrider.rpc.tls import Tls, is_loopback
+from outrider.rpc.tracing import server_span
+from outrider.store.acceptance_priors import share
+from outrider.store.client import connect, ping
+from outrider.store.keys import Keys
+from outrider.store.registry import Registry
+from outrider.store.sessions import SessionRecord, Sessions
+from outrider.store.tickets import ticket_key
+from outrider.telemetry.logs import session_context
+from outrider.telemetry.metrics import register_metric
+from outrider.telemetry.process import exporting_telemetry
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from router.api.auth import ApiKeyAuthenticator, Authenticator, NoAuthentication
+from router.api.messages import event_to_pb, session_to_pb
+from router.api.requests import GenerateParams, find_model, parse
+from router.api.served_models import ServedModel, load_model
+from router.background import BackgroundTasks
+from router.reporting.dashboard import pages
+from router.reporting.request_metrics import RequestMetrics, RouterMetrics, mean
+from router.reporting.step_stream import session_steps
+from router.scheduling.admission import GOING_DOWN, OUTPUT_WEIGHT, Admission, AdmissionSlot, AnswerLimit
+from router.scheduling.fair_queue import AdmissionTicket, QueueClass
+from router.scheduling.workers import WorkerPool
+from router.sessions import session_open
+from router.sessions.generation import OwnedGeneration
+from router.sessions.maintenance import refresh_workers, sweep
+from router.sessions.outbox import Event, Outbox
+from router.sessions.pending_requests import PendingRequest, PendingRequests
+from router.sessions.session_open import OpenedGeneration, RouterContext
+from router.speculation.sample_writer import SampleWriter
+from router.speculation.warm_start import WarmStart
+
+_CLEAN_UP_S = 5.0  # how long ended generations have to tell other processes
+MAX_INCOMPATIBLE = 64  # incompatible drafters that a model's description names
+STALE_S = 0.05  # after so long in the queue a session's record is read again
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext
+
+
+class GenerateServicer(InferenceServicer):
+    """Translates requests to generations, and their events to messages."""
+
+    def __init__(self, router: RouterContext, authenticator: Authenticator) -> None:
+        self._router = router
+        self._authenticator = authenticator
+        self._draining = False
+        self._pending = PendingRequests()
+        self._answers = AnswerLimit(router.config)
+        self._outboxes: set[Outbox] = set()
+        self._active_calls = 0  # running Generate and Resume calls
+        self._idle = asyncio.Event()  # set while there are no such calls
+        self._idle.set()
+        self.running: dict[str, OwnedGeneration] = {}
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context[Any, Any]) -> None:
+        """Run one generation for as long as the call lasts."""
+        async with self._measured(context, "Generate", "text_completion") as metrics:
+            arrived = time.monotonic()
+            tenant = await self._authenticator.tenant(context)
+            remaining = context.time_remaining()
+            deadline = None if remaining is None else time.time() + remaining
+            session = await self._find_session(tenant, request)
+            params = parse(
+                request,
+                self._router.models,
+                self._router.config,
+                session,
+                self._router.warm_start.priors,
+                tenant=tenant,
+            )
+            metrics.on_parsed(params)
+            async with AsyncExitStack() as answering, self._outbox() as outbox, AsyncExitStack() as stack:
+                pending = stack.enter_context(self._pending.register(tenant, request.session_id))
+                admitted = stack.enter_async_context(self._router.admission.slot(self._ticket(params, remaining)))
+                slot = await pending.wait_for(admitted)
+                metrics.on_admitted(slot.since)
+                answering.enter_context(self._answers.hold(tenant))
+                if session is not None and time.monotonic() - arrived > STALE_S:
+                    session = await self._find_session(tenant, request)
+                opened = await session_open.begin(self._router, params, session, deadline)
+                opened.response.usage.add_wait(slot.since - arrived)
+                slot.spend(prompt=opened.response.start)
+                await self._run(opened, slot, outbox, context, metrics, pending)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
+        """Resume a generation, whichever router owned it."""
+        async with self._measured(context, "Resume", "resume") as metrics, AsyncExitStack() as stack:
+            tenant = await self._authenticator.tenant(context)
+            stack.enter_context(self._answers.hold(tenant))
+            outbox = await stack.enter_async_context(self._outbox())
+            found = await session_open.find(
+                self._router,
+                tenant,
+                request.session_id,
+                request.generation,
+                request.next_position,
+                request.text_offset,
+            )
+            slot = None
+            if not found.record.finished:
+                ticket = AdmissionTicket(
+                    found.model.name, tenant, QueueClass.RESUMED, 0.0, self._deadline_at(context.time_remaining())
+                )
+                running = self.running.get(request.session_id)
+                handed_on = running is not None and running.hand_on_slot()
+                slot = await stack.enter_async_context(self._router.admission.slot(ticket, handed_on=handed_on))
+                metrics.on_admitted(slot.since)
+            opened = await session_open.take(self._router, found)
+            self._router.metrics.resumes += 1
+            await self._run(opened, slot, outbox, context, metrics)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
+        """End a generation, wherever it runs."""
+        async with errors_as_status(context), server_span(context, "outrider.v1.Inference/Cancel"):
+            tenant = await self._authenticator.tenant(context)
+            await self._cancel(tenant, request.session_id)
+            await session_open.end(self._router, tenant, request.session_id)  # another router may run it
+            return pb.CancelResponse()
+
+    async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
+        """Create an empty session."""
+        async with errors_as_status(context):
+            tenant = await self._authenticator.tenant(context)
+            model = find_model(request.model, self._router.models)
+            session_id = secrets.token_hex(16)
+            await self._router.sessions.create(session_id, tenant, model.name, model.digest)
+            return session_to_pb(await self._router.sessions.get(session_id))
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
+        """Return a session's description."""
+        async with errors_as_status(context):
+            tenant = await self._authenticator.tenant(context)
+            return session_to_pb(await session_open.open_record(self._router.sessions, tenant, request.session_id))
+
+    async def CloseSession(
+        self, request: pb.CloseSessionRequest, context: Context[Any, Any]
+    ) -> pb.CloseSessionResponse:
+        """End a session and drop its log."""
+        async with errors_as_status(context):
+            tenant = await self._authenticator.tenant(context)
+            with suppress(NotFound):  # for example closed before
+                await self._router.sessions.get(request.session_id, tenant)
+                await self._cancel(tenant, request.session_id)
+                await self._router.sessions.close(request.session_id)
+            return pb.CloseSessionResponse()
+
+    async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
+        """Stream a session's steps, with their texts, until it is closed or the call ends."""
+        async with errors_as_status(context):
+            tenant = await self._authenticator.tenant(context)
+            async with aclosing(session_steps(self._router, tenant, request.session_id)) as steps:
+                async for step in steps:
+                    await context.write(step)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
+        """List the models that have a verifier."""
+        async with errors_as_status(context):
+            await self._authenticator.tenant(context)
+            listed = [await self._describe(model) for model in self._router.models.values()]
+            return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
+
+    async def _cancel(self, tenant: str, session_id: str) -> None:
+        """Cancel the generation of a tenant's session, if it runs here or is about to."""
+        await self._pending.cancel(tenant, session_id)
+        generation = self.running.get(session_id)
+        if generation is not None and generation.tenant == tenant:
+            await generation.cancel()
+
+    def begin_drain(self) -> None:
+        """End running and new calls with Moved, so that clients resume at another router."""
+        self._draining = True
+        self._router.admission.close()
+        for generation in self.running.values():
+            generation.move()
+        for outbox in self._outboxes:
+            outbox.cut_short(Moved(GOING_DOWN))
+
+    async def drained(self) -> None:
+        """Return once no Generate or Resume call runs any more."""
+        await self._idle.wait()
+
+    async def _find_session(self, tenant: str, request: pb.GenerateRequest) -> SessionRecord | None:
+        sessions = self._router.sessions
+        return await session_open.open_record(sessions, tenant, request.session_id) if request.session_id else None
+
+    def _ticket(self, params: GenerateParams, remaining: float | None) -> AdmissionTicket:
+        tokens = params.estimated_prompt_tokens + OUTPUT_WEIGHT * params.estimated_output_tokens
+        return AdmissionTicket(params.model.name, params.tenant, params.priority, tokens, self._deadline_at(remaining))
+
+    def _deadline_at(self, remaining: float | None) -> float | None:
+        """Return a deadline by admission's clock."""
+        return None if remaining is None else self._router.admission.clock() + remaining
+
+    @asynccontextmanager
+    async def _measured(self, context: Context[Any, Any], method: str, operation: str) -> AsyncIterator[RequestMetrics]:
+        """Yield a call's metrics: errors become statuses, and the span and the metrics are recorded at its end."""
+        self._active_calls += 1
+        self._idle.clear()
+        try:
+            async with errors_as_status(context), server_span(context, f"outrider.v1.Inference/{method}") as call:
+                with self._router.metrics.request(call.span, operation) as metrics:
+                    yield metrics
+        finally:
+            self._active_calls -= 1
+            if not self._active_calls:
+                self._idle.set()
+
+    @asynccontextmanager
+    async def _outbox(self) -> AsyncIterator[Outbox]:
+        """Yield the outbox of a call. At the end of the body the client has been sent everything, or does not read."""
+        outbox = Outbox(self._router.config.window)
+        self._outboxes.add(outbox)
+        try:
+            async with outbox:
+                if self._draining:
+                    outbox.cut_short(Moved(GOING_DOWN))
+                yield outbox
+        finally:
+            self._outboxes.discard(outbox)
+
+    async def _run(
+        self,
+        opened: OpenedGeneration,
+        slot: AdmissionSlot | None,
+        outbox: Outbox,
+        context: Context[Any, Any],
+        metrics: RequestMetrics,
+        pending: PendingRequest | None = None,
+    ) -> None:
+        before = self.running.get(opened.record.session_id)
+        if opened.token_log is not None and before is not None:
+            if before.epoch > opened.token_log.epoch:  # the earlier call here has taken it over meanwhile
+                raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
+            before.supersede(opened.token_log.epoch)
+        outbox.begin(partial(_send, context, opened), opened.position, opened.text_offset)
+        generation = OwnedGeneration(self._router, opened, slot, outbox)
+        metrics.on_started(generation)
+        if self._draining:
+            generation.move()
+        if opened.token_log is not None:
+            self.running[generation.session_id] = generation
+        if pending is not None:
+            pending.settled.set()
+            if pending.cancelled:
+                generation.stop()
+        try:
+            with session_context(generation.session_id):
+                await generation.run()
+            metrics.on_finished(generation)
+        finally:
+            if self.running.get(generation.session_id) is generation:
+                del self.running[generation.session_id]
+
+    async def _describe(self, model: ServedModel) -> pb.Model:
+        worker_pool = self._router.worker_pool
+        verifiers = [
+            worker for worker in await worker_pool.verifiers(model.name) if worker.tokenizer_digest == model.digest
+        ]
+        return pb.Model(
+            name=model.name,
+            context=max((worker.context for worker in verifiers), default=0),
+            vocabulary=max((worker.vocabulary for worker in verifiers), default=0),
+            tokenizer_digest=model.digest,
+            verifiers=len(verifiers),
+            drafters=len(await worker_pool.drafters(model.digest)),
+            misfits=[
+                f"{worker.worker_id}: {why.explanation}"
+                for worker, why in worker_pool.incompatible_drafters(model.name)[:MAX_INCOMPATIBLE]
+            ],
+        )
+
+
+async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled. `announce` gets the bound address once calls are answered.
+
+    On cancellation new calls are refused and running ones end as Moved; calls that have not ended within `drain_s` are
+    cut off.
+
+    Raises CheckpointError for a tokenizer or chat template that cannot be loaded, Unavailable when Redis cannot be
+    reached at the start, ConfigError for an address that cannot be bound.
+    """
+    models: dict[str, ServedModel] = {}
+    try:
+        for name, checkpoint in config.models.items():
+            models[name] = await asyncio.to_thread(load_model, name, checkpoint)
+        await _serve(config, models, redis_url, announce)
+    finally:
+        for model in models.values():
+            await asyncio.to_thread(model.close)
+
+
+async def _serve(
+    config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
+) -> None:
+    client = connect(redis_url)
+    tls = Tls.read(config.ca, config.cert, config.key)
+    if config.auth == "keys" and tls is None and not is_loopback(config.listen.rpartition(":")[0]):
+        log.warning(
+            "API keys cross the network in the clear on %s: give this router a certificate (ca, cert and key), or "
+            "listen on 127.0.0.1 behind something that speaks TLS",
+            config.listen,
+        )
+    worker_pool = WorkerPool(Registry(client), config.zone, tls)
+    background = BackgroundTasks()
+    admission = Admission(config, worker_pool.capacity)
+    router = RouterContext(
+        router_id=f"router-{secrets.token_hex(4)}",
+        config=config,
+        models=models,
+        worker_pool=worker_pool,
+        sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
+        background=background,
+        admission=admission,
+        tiers=TierSwitch(measured=config.tiers == "measured"),
+        ticket_key=partial(ticket_key, client),
+        warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
+        sample_writer=SampleWriter(client, config.teaches),
+        metrics=RouterMetrics(),
+    )
+    service = GenerateServicer(
+        router, ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()
+    )
+
+    register_metric("outrider.requests.running", lambda: len(service.running))
+    register_metric("outrider.queue.depth", admission.depths)
+    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
+    register_metric("outrider.workers", worker_pool.counts)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_InferenceServicer_to_server(service, server)
+        return [pb.DESCRIPTOR.services_by_name["Inference"].full_name]
+
+    try:
+        await ping(client)
+        shown = pages(router, lambda: tuple(service.running.values()))
+        with exporting_telemetry("router", router.router_id, config.metrics, shown):
+            async with (
+                supervising() as tasks,
+                serving(
+                    config.listen,
+                    register,
+                    drain_s=config.drain_s,
+                    begin_drain=service.begin_drain,
+                    drained=service.drained,
+                    tls=tls,
+                    mutual=False,
+                    probes=config.health,
+                ) as address,
+            ):
+                tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
+                tasks.keep_running("sweep", partial(sweep, router.sessions))
+                tasks.keep_running("lessons", router.warm_start.run)
+                tasks.keep_running("teaching", router.sample_writer.run)
+                announce(address)
+                await asyncio.Event().wait()
+    finally:
+        # The server forgets cancelled calls; their handlers may still be ending.
+        await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
+        await background.drain(_CLEAN_UP_S)
+        await worker_pool.close()
+        await client.aclose()
+
+
+async def _send(context: Context[Any, Any], opened: OpenedGeneration, event: Event) -> None:
+    try:
+        await context.write(event_to_pb(event, opened.turn.contract, opened.model.token_text))
+    except (
+        grpc.aio.InternalError,
+        grpc.aio.UsageError,
+    ):  # the call ended during the write; that we are cancelled follows in a moment
+        raise Cancelled("the client has gone") from None

@@ -1,0 +1,98 @@
+"""A snapshot of the router for `outrider top` and the live page, which poll it.
+
+All counters are sums since the start, so two snapshots give rates. No prompt and no response is in a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from typing import Any
+
+from outrider.telemetry.pages import Content, Page
+from router.sessions.generation import OwnedGeneration
+from router.sessions.session_open import RouterContext
+
+MAX_LISTED = 200
+ID_CHARACTERS = 8  # characters; enough to tell ids apart
+PAGES = {"/": "index.html", "/live.js": "live.js", "/live.css": "live.css"}
+KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+
+
+def pages(router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]]) -> dict[str, Page]:
+    """Return the live page, its files, and /live, the snapshot that it shows."""
+    own = {path: _file(name) for path, name in PAGES.items()}
+    return {**own, "/live": lambda: Content("application/json", json.dumps(snapshot(router, running())).encode())}
+
+
+def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
+    """Return all figures. May be called in another thread."""
+    metrics, generations = router.metrics, list(running)
+    return {
+        "router": router.router_id,
+        "time": time.time(),
+        "running": len(generations),
+        "waiting": router.admission.depths(),
+        "outcomes": metrics.outcomes(),
+        "tokens": metrics.tokens.total(),
+        "steps": metrics.steps,
+        "verified": metrics.depths.verified,
+        "accepted": metrics.depths.accepted,
+        "tried_by_depth": metrics.depths.tried,
+        "reached_by_depth": metrics.depths.reached,
+        "drafters": metrics.drafters(),
+        "models": [_model(router, name, generations) for name in router.models],
+        "workers": [
+            {
+                "id": worker.worker_id,
+                "role": worker.role,
+                "model": worker.model,
+                "zone": worker.zone,
+                "tier": worker.tier,
+                "sessions": router.worker_pool.sessions(worker),
+                "slots": worker.slots,
+                "suspected": router.worker_pool.suspected(worker),
+            }
+            for worker in router.worker_pool.listed
+        ],
+        "generations": [_generation(generation) for generation in generations[:MAX_LISTED]],
+    }
+
+
+def _generation(generation: OwnedGeneration) -> dict[str, Any]:
+    usage, plan = generation.usage, generation.plan
+    return {
+        "session": generation.session_id[:ID_CHARACTERS],
+        "model": generation.model,
+        "seconds": usage.elapsed_us() / 1e6,
+        "tokens": usage.completion_tokens,
+        "steps": usage.steps,
+        "verified": usage.verified,
+        "accepted": usage.accepted,
+        "gamma": plan.depth,
+        "width": plan.width,
+        "verifier": generation.verifier,
+        "drafters": generation.drafters,
+        "speculation": usage.speculation.now.reason,
+        "why": "" if usage.speculation.now.drafting else usage.speculation.now.explanation,
+    }
+
+
+def _model(router: RouterContext, name: str, generations: Iterable[OwnedGeneration]) -> dict[str, Any]:
+    """Return a model's steps by what kept them from verifying drafts, its running generations likewise, and drafters
+    that cannot draft for it."""
+    running = Counter(generation.usage.speculation.now.reason for generation in generations if generation.model == name)
+    steps = {reason: count for (model, reason), count in tuple(router.metrics.speculation.items()) if model == name}
+    misfits = [
+        (worker.worker_id, status.explanation)
+        for worker, status in router.worker_pool.incompatible_drafters(name)[:MAX_LISTED]
+    ]
+    return {"name": name, "running": running, "steps": steps, "misfits": misfits}
+
+
+def _file(name: str) -> Page:
+    content = Content(KINDS[name.rpartition(".")[2]], files("router.page").joinpath(name).read_bytes())
+    return lambda: content

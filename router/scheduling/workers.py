@@ -1,0 +1,267 @@
+"""The workers as this router sees them: what they announced, which sessions it placed there since, and the channels to
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import grpc.aio
+
+from outrider.core.session.prefix_keys import prefix_keys, shared_length, unpack_keys
+from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, nearest
+from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
+from outrider.rpc.channels import open_channel
+from outrider.rpc.tls import NAMES, Tls
+from outrider.store.compatibility import incompatibility, incompatible_drafters
+from outrider.store.registry import Registry, Role, Worker
+from router.api.rate_limits import ResidencyEma
+from router.scheduling.placement import VerifierCandidate, in_other_zone, order_candidates
+
+_RETIRED_CHANNEL_S = 3600.0  # how long a channel is kept for running calls after certificates were renewed
+_SUSPECTED_S = 5.0  # how long a worker that failed is the last choice
+LISTING_MAX_AGE_S = 0.25  # a list of drafters may be this old: sessions ask for it all the time
+_ROOM_RETRY_S = 0.25  # a verifier that refused for lack of room gets one more try each time this has passed
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """The workers that sessions are placed on, and their load. Announcements are a heartbeat old, so sessions placed
+    since then count too.
+
+    Everything known of a worker is kept by its id: a process that starts at the address of a dead one is another
+    worker, which has not failed and can be reached at once.
+
+    Draining workers are not listed. Methods that read the registry raise Unavailable when Redis cannot be reached.
+    """
+
+    def __init__(self, registry: Registry, zone: str = "", tls: Tls | None = None) -> None:
+        self._registry = registry
+        self._zone = zone
+        self._tls = tls
+        self._listed: list[Worker] = []  # as last read
+        self._seen_at = float("-inf")  # monotonic time of that read
+        self._registry_error: OutriderError | None = None  # why the last read failed
+        self._refresh_lock = asyncio.Lock()
+        self._channels: dict[
+            str, grpc.aio.Channel
+        ] = {}  # by worker id; that of a dead process at an address would be in its backoff
+        self._retired: set[asyncio.Task[None]] = set()  # tasks that close channels once their calls have ended
+        self._placed: Counter[str] = Counter()  # sessions of this router, by worker id
+        self._suspects: dict[str, float] = {}  # worker id -> end of the suspicion
+        self._refusals: dict[str, tuple[int, float]] = {}  # worker id -> sessions of ours at its refusal, and when
+        self._draining_ids: set[str] = set()  # ids of workers that answered Moved
+        self._residency: dict[str, ResidencyEma] = {}  # worker id -> how long sessions of ours stay there
+        self._logged_incompatible: set[tuple[str, str]] = set()  # ids of a drafter and a verifier
+
+    async def verifiers(self, model: str) -> list[Worker]:
+        """Return the verifiers of a model, best choice first."""
+        await self._refresh_listing(time.monotonic())
+        return [worker for worker in self._available("verifier") if worker.model == model]
+
+    async def drafters(
+        self, tokenizer_digest: bytes, verifier: Worker | None = None, *, sampled: bool = False
+    ) -> list[Worker]:
+        """Return the drafters of a tokenizer. With a verifier: those that can draft for it, best choice first, near
+        ones before others.
+
+        `sampled`: only those that can draft for rules that draw from q.
+        """
+        await self._refresh_listing(time.monotonic() - LISTING_MAX_AGE_S)
+        drafters = [worker for worker in self._available("drafter") if worker.tokenizer_digest == tokenizer_digest]
+        if verifier is None:
+            return drafters
+        fitting = [drafter for drafter in drafters if self._fits(drafter, verifier, sampled)]
+        return sorted(fitting, key=lambda worker: (self.suspected(worker), in_other_zone(worker.zone, verifier.zone)))
+
+    def why_no_drafter(self, verifier: Worker, *, sampled: bool = False) -> SpeculationStatus:
+        """Return why none of the listed drafters can draft for a verifier; of several reasons the one of the drafter
+        that comes nearest."""
+        found = [incompatibility(drafter, verifier, sampled=sampled) for drafter in self._available("drafter")]
+        return nearest(status for status in found if status is not None)
+
+    def incompatible_drafters(self, model: str) -> list[tuple[Worker, SpeculationStatus]]:
+        """Return the listed drafters that can draft for none of a model's verifiers, each with the reason."""
+        verifiers = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
+        return incompatible_drafters(self._listed, verifiers)
+
+    def drafter_models(self, tokenizer_digest: bytes) -> list[str]:
+        """Return the models of the listed drafters of a tokenizer."""
+        listed = (worker for worker in self._listed if worker.role == "drafter")
+        return sorted({worker.model for worker in listed if worker.tokenizer_digest == tokenizer_digest})
+
+    def is_listed(self, worker_id: str) -> bool:
+        """Whether a worker is listed and has not failed lately."""
+        return any(worker.worker_id == worker_id and not self.suspected(worker) for worker in self._listed)
+
+    @property
+    def listed(self) -> tuple[Worker, ...]:
+        """The workers that were there at the last read."""
+        return tuple(self._listed)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of listed workers by role. A role without workers has a 0, which must be shown, too."""
+        listed = [worker.role for worker in self._listed]
+        return {role: listed.count(role) for role in get_args(Role)}
+
+    async def refresh(self) -> None:
+        """Read the registry. If the certificate was renewed, later calls use the new one."""
+        latest = self._tls and self._tls.renewed()
+        if latest is not self._tls:
+            self._tls = latest
+            self._retire_channels()
+        await self._refresh_listing(time.monotonic())
+
+    def capacity(self, model: str) -> int | None:
+        """Return how many sessions of ours a model's verifiers can hold, as far as is known; None: no verifier serves
+        the model.
+
+        Several routers share a verifier and do not know of each other's sessions, so a refusal shows how many it has
+        room for; from then on one more is tried every quarter of a second.
+        """
+        serving = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
+        return sum(map(self._room, serving)) if serving else None
+
+    def rank_verifiers(
+        self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], tenant: str
+    ) -> list[Worker]:
+        """Return verifiers in the order in which a tenant's session over these tokens is to try them; `holder` has its
+        KV."""
+        keys = prefix_keys(tokens, tenant) if len(workers) > 1 else []
+        return order_candidates([self._candidate(worker, holder, keys) for worker in workers], len(tokens))
+
+    def add_session(self, worker: Worker) -> None:
+        """Count a session in, until `remove_session`. The worker's channel stays open that long."""
+        self._placed[worker.worker_id] += 1
+
+    def channel(self, worker: Worker) -> grpc.aio.Channel:
+        """Return the one channel to a worker."""
+        if worker.worker_id not in self._channels:
+            self._channels[worker.worker_id] = open_channel(worker.address, self._tls, NAMES[worker.role][0])
+        return self._channels[worker.worker_id]
+
+    def remove_session(self, worker: Worker, stayed_s: float = 0.0) -> None:
+        """Count a session out, which was served for `stayed_s` seconds."""
+        self._placed[worker.worker_id] -= 1
+        if stayed_s:
+            self._residency.setdefault(worker.worker_id, ResidencyEma()).observe(stayed_s)
+
+    def _fits(self, drafter: Worker, verifier: Worker, sampled: bool) -> bool:
+        """Whether a drafter can draft for a verifier. A permanent mismatch is logged once."""
+        status, pair = incompatibility(drafter, verifier, sampled=sampled), (drafter.worker_id, verifier.worker_id)
+        if status is not None and status.reason is not SpeculationReason.RULE and pair not in self._logged_incompatible:
+            self._logged_incompatible.add(pair)
+            log.warning("drafter %s is not used: %s", drafter.address, status.explanation)
+        return status is None
+
+    def suspected(self, worker: Worker) -> bool:
+        """Whether a worker failed lately."""
+        return self._suspects.get(worker.worker_id, 0.0) > time.monotonic()
+
+    def suspect(self, worker: Worker) -> None:
+        """Make a worker that failed the last choice for a while."""
+        self._suspects[worker.worker_id] = time.monotonic() + _SUSPECTED_S
+
+    def on_failure(self, worker: Worker, error: Exception) -> None:
+        """Take a worker's error in answer to the placement of a session that is counted in."""
+        match error:
+            case Moved():
+                self._draining_ids.add(worker.worker_id)
+            case Overloaded() if worker.role == "verifier":
+                self._refusals[worker.worker_id] = (self._placed[worker.worker_id] - 1, time.monotonic())
+            case _:
+                self.suspect(worker)
+
+    async def close(self) -> None:
+        """Close all channels."""
+        for retired in self._retired:
+            retired.cancel()
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close(None)
+
+    def _retire_channels(self) -> None:
+        """Let the channels take no further calls; running calls continue."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            task = asyncio.create_task(channel.close(_RETIRED_CHANNEL_S))
+            self._retired.add(task)
+            task.add_done_callback(self._retired.discard)
+
+    def _available(self, role: Role) -> list[Worker]:
+        """Return the workers of a role, the least loaded first."""
+        listed = (it for it in self._listed if it.role == role and it.worker_id not in self._draining_ids)
+        return sorted(listed, key=self._load_key)
+
+    async def _refresh_listing(self, since: float) -> None:
+        """Read the registry unless that was done since `since`. Raises Unavailable if the last read failed."""
+        async with self._refresh_lock:
+            if self._seen_at < since:
+                began = time.monotonic()
+                try:
+                    workers = self._alive(await self._registry.workers())
+                except OutriderError as error:
+                    self._registry_error = error
+                else:
+                    self._registry_error = None
+                    self._listed = [it for it in workers if not it.draining and it.worker_id not in self._draining_ids]
+                    await self._forget(workers)
+                self._seen_at = began
+            if self._registry_error is not None:
+                raise Unavailable(str(self._registry_error))
+
+    def _alive(self, announced: Sequence[Worker]) -> list[Worker]:
+        """Return the announced workers, and verifiers that are not announced any more but serve sessions of ours: these
+        have lost Redis."""
+        addresses = {worker.address for worker in announced}
+        lost = (worker for worker in self._listed if worker.role == "verifier" and worker.address not in addresses)
+        return [*announced, *(it for it in lost if self._placed[it.worker_id] > 0 and not self.suspected(it))]
+
+    def _load_key(self, worker: Worker) -> tuple[bool, float]:
+        return self.suspected(worker), self._load(worker)
+
+    def sessions(self, worker: Worker) -> int:
+        """Return how many sessions a worker has, as far as is known."""
+        return max(worker.sessions, self._placed[worker.worker_id])
+
+    def _load(self, worker: Worker) -> float:
+        """Return the worker's sessions per slot."""
+        return self.sessions(worker) / max(1, worker.slots)
+
+    def _room(self, worker: Worker) -> int:
+        """Return how many sessions of ours a verifier can hold."""
+        held, refused_at = self._refusals.get(worker.worker_id, (worker.slots, 0.0))
+        return min(worker.slots, held + int((time.monotonic() - refused_at) / _ROOM_RETRY_S))
+
+    def _candidate(self, worker: Worker, holder: str, keys: Sequence[int]) -> VerifierCandidate:
+        full = self._placed[worker.worker_id] >= self._room(worker)
+        residency = self._residency.get(worker.worker_id)
+        return VerifierCandidate(
+            worker,
+            suspected=self.suspected(worker),
+            holds=worker.worker_id == holder,
+            load=self._load(worker),
+            wait_s=((residency and residency.wait_s(0, worker.slots)) or 0.0) if full else 0.0,
+            full=full,
+            near=not in_other_zone(worker.zone, self._zone),
+            shared=shared_length(keys, unpack_keys(worker.prefixes)),
+        )
+
+    async def _forget(self, workers: Sequence[Worker]) -> None:
+        """Drop what is kept for workers that are gone."""
+        now = time.monotonic()
+        ids = {worker.worker_id for worker in workers}
+        self._suspects = {name: until for name, until in self._suspects.items() if until > now}
+        self._refusals = {name: value for name, value in self._refusals.items() if name in ids}
+        self._residency = {name: residency for name, residency in self._residency.items() if name in ids}
+        self._draining_ids &= ids
+        self._logged_incompatible = {pair for pair in self._logged_incompatible if ids.issuperset(pair)}
+        self._placed = +self._placed
+        unused = self._channels.keys() - ids - self._placed.keys()
+        for channel in [self._channels.pop(name) for name in unused]:
+            await channel.close(None)

@@ -1,0 +1,138 @@
+"""The response as it grows: positions, digest, text and usage. No network, no store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.core.sampling.logprobs import stride
+from outrider.core.session.contract import Contract
+from outrider.core.session.digest import EMPTY, extend
+from outrider.errors import Conflict, InternalError, InvalidRequest
+from router.reporting.usage_stats import UsageStats
+from router.sessions.verifier_client import ReceivedCommit
+from router.text.detokenizer import AnswerText
+
+REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each takes about a millisecond of the event loop
+
+
+class EndReason(Enum):
+    """Why a generation ended; the values are stored in the log."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ABANDONED = "abandoned"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePart:
+    """What the response took of one commit."""
+
+    position: int  # position of the first token
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]  # one for each token; empty for tokens from the log
+    logprobs: bytes  # as the log holds them; empty unless the contract asks for them
+    text: str  # that these tokens completed
+    text_offset: int  # characters of the response so far, this text included
+
+
+def unsent_parts(parts: Iterable[ResponsePart], next_position: int, text_offset: int) -> Iterator[ResponsePart]:
+    """Yield what a client lacks of a response's parts if it has everything before `next_position` and `text_offset`."""
+    for part in parts:
+        known = min(max(0, next_position - part.position), len(part.tokens))
+        text = part.text[max(0, text_offset - part.text_offset + len(part.text)) :]
+        if known < len(part.tokens) or text:
+            logprobs = part.logprobs[known * (len(part.logprobs) // max(1, len(part.tokens))) :]
+            position = max(next_position, part.position)
+            yield ResponsePart(position, part.tokens[known:], part.gaps[known:], logprobs, text, part.text_offset)
+
+
+def position_beyond_log(next_position: int, length: int) -> Conflict:
+    """Return the error for a client that has more tokens than the log."""
+    return Conflict(
+        f"next_position: is {next_position}, but the log ends at {length}: Redis lost tokens that were "
+        "sent already (docs/protocol.md, Durability); generate anew"
+    )
+
+
+class Response:
+    """One response. The verifier's commits go in; parts to log and to send come out."""
+
+    def __init__(self, prompt: Sequence[int], contract: Contract, text: AnswerText, usage: UsageStats) -> None:
+        self.start = self.position = len(prompt)  # positions of the first token and of the next one
+        self.digest = extend(EMPTY, prompt)
+        self.usage = usage
+        self.stopped = False  # by a stop string; later tokens do not belong to the response
+        self._contract = contract
+        self._stride = 0 if contract.logprobs is None else stride(contract.logprobs)
+        self._text = text
+        self._complete_text = ""
+        self._last: int | None = None  # the response's last token
+
+    @property
+    def reason(self) -> EndReason | None:
+        """Why the response has ended by its contract; None while it has not."""
+        if self.stopped or self._last in self._contract.stop_ids:
+            return EndReason.STOP
+        return EndReason.LENGTH if self.position - self.start >= self._contract.max_tokens else None
+
+    def add_commit(self, commit: ReceivedCommit) -> ResponsePart:
+        """Add a commit. Raises InternalError when it does not continue this response."""
+        if commit.position != self.position:
+            raise InternalError(f"the verifier committed at position {commit.position}, not {self.position}")
+        if len(commit.logprobs) != self._stride * len(commit.tokens):
+            raise InternalError(f"the verifier sent {len(commit.logprobs)} bytes of log-probabilities")
+        text, count = self._feed(commit.tokens)
+        if count == len(commit.tokens) and self.digest != commit.digest:
+            raise InternalError("the verifier's copy of the session is not the router's: digests differ")
+        self.usage.observe(commit.report, count)
+        logprobs = commit.logprobs[: count * self._stride]
+        return ResponsePart(
+            commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, len(self._complete_text)
+        )
+
+    async def replay(self, tokens: Sequence[int], logprobs: bytes) -> list[ResponsePart]:
+        """Add tokens from the log behind those added so far, in small parts so that other sessions run in between."""
+        parts = []
+        for first in range(0, len(tokens), REPLAY_TOKENS):
+            chunk, position = tuple(tokens[first : first + REPLAY_TOKENS]), self.position
+            text, _ = self._feed(chunk)
+            self.usage.add_replayed(len(chunk))
+            chunk_logprobs = logprobs[first * self._stride : (first + len(chunk)) * self._stride]
+            parts.append(ResponsePart(position, chunk, (), chunk_logprobs, text, self.text_offset))
+            await asyncio.sleep(0)
+        return parts
+
+    def check_reached(self, next_position: int, text_offset: int) -> None:
+        """Raises InvalidRequest for a text offset outside the response, Conflict for a position beyond the log."""
+        if next_position > self.position:
+            raise position_beyond_log(next_position, self.position)
+        if text_offset > self.text_offset:
+            raise InvalidRequest("text_offset", f"is {text_offset}, must be at most {self.text_offset}")
+
+    @property
+    def text_offset(self) -> int:
+        """Characters of the response that are complete."""
+        return len(self._complete_text)
+
+    def flush(self) -> ResponsePart:
+        """Return the text that was held back, once no more tokens come; empty after a stop string."""
+        text = "" if self.stopped else self._text.flush()
+        self._complete_text += text
+        return ResponsePart(self.position, (), (), b"", text, len(self._complete_text))
+
+    def _feed(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Add tokens. Return the text that they complete, and how many of them belong to the response."""
+        piece = self._text.feed(tokens)
+        count = piece.tokens
+        self.digest = extend(self.digest, tokens[:count])
+        self.position += count
+        self._complete_text += piece.text
+        self.stopped = piece.stopped
+        self._last = tokens[count - 1] if count else self._last
+        return piece.text, count

@@ -1,0 +1,51 @@
+"""Acceptance priors that this router's sessions learn for later ones, and exchange with other routers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+from outrider.core.control.goodput import AcceptancePriors
+from outrider.errors import OutriderError
+from router.api.served_models import ServedModel
+
+SHARE_S = 5.0  # between two exchanges
+
+Share = Callable[[str, AcceptancePriors], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+
+
+class WarmStart:
+    """Acceptance priors for each model, the models of its drafters, and temperature bucket."""
+
+    def __init__(self, share: Share, drafter_models: Callable[[bytes], Sequence[str]]) -> None:
+        """`drafter_models` returns the names of the models that draft for a tokenizer now."""
+        self._share = share
+        self._drafter_models = drafter_models
+        self._entries: dict[str, AcceptancePriors] = {}
+        self._entry_added = asyncio.Event()  # an entry was added that other routers may have priors for
+
+    def priors(self, model: ServedModel, temperature_bucket: str) -> AcceptancePriors:
+        """Return the priors for sessions of a model. A new entry gets the other routers' priors within some
+        milliseconds."""
+        name = f"{model.name}:{'+'.join(self._drafter_models(model.digest))}:{temperature_bucket}"
+        if name not in self._entries:
+            self._entries[name] = AcceptancePriors()
+            self._entry_added.set()
+        return self._entries[name]
+
+    async def run(self) -> None:
+        """Exchange all entries with other routers from time to time. Runs until cancelled."""
+        while True:
+            for name, priors in [*self._entries.items()]:
+                try:
+                    await self._share(name, priors)
+                except OutriderError as error:
+                    log.debug("%s", error)  # retried at the next exchange
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SHARE_S):
+                    await self._entry_added.wait()
+            self._entry_added.clear()

@@ -1,0 +1,127 @@
+"""Tokens to text, piece by piece: characters are never split, and stop strings are found across pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character, or not yet
+_CONTEXT = 5  # tokens of the prompt in front of the first piece when it is decoded
+_LONGEST_HOLD = 64  # tokens; a character has at most four bytes, so a longer sequence is none
+
+
+class Detokenizer:
+    """One response's text, token by token: the pieces together are what decoding all tokens at once gives.
+
+    A token that ends inside a character gives no text until the character is complete. Special tokens and `silent` ones
+    have no text. Each piece is decoded together with the one before it, because some decoders treat a text's first
+    token differently; the response's first piece follows the prompt's end.
+
+    Bytes that are no characters may come out as more or fewer replacement characters than at once if more than 64
+    tokens in a row leave the text undecided.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), silent: Iterable[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        added = tokenizer.get_added_tokens_decoder()
+        self._silent = {*silent, *(token for token, added_token in added.items() if added_token.special)}
+        self._settled = [token for token in prompt[-_CONTEXT:] if token not in self._silent]
+        self._settled_text = self._decode(self._settled)
+        if self._settled_text.endswith(
+            REPLACEMENT
+        ):  # the prompt ends inside a character, whose part stays in the prompt
+            self._settled, self._settled_text = [], ""
+        self._open: list[int] = []  # tokens whose text is still held back
+
+    def feed(self, token: int) -> str:
+        """Return the text that this token completes."""
+        if token in self._silent:
+            return ""
+        self._open.append(token)
+        text = self._decode(self._settled + self._open)
+        if text.endswith(REPLACEMENT) and len(self._open) < _LONGEST_HOLD:
+            return ""
+        return self._release(text)
+
+    def flush(self) -> str:
+        """Return the text of the tokens that are held back, at the end of the response."""
+        return self._release(self._decode(self._settled + self._open))
+
+    def _release(self, text: str) -> str:
+        piece = text[len(self._settled_text) :]
+        self._settled, self._open = self._open, []
+        self._settled_text = self._decode(self._settled)
+        return piece
+
+
+class StopStrings:
+    """Ends a text at the first stop string; holds back text that may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """Return the text that can be emitted, and whether it ends there because a stop string is complete."""
+        self._held += piece
+        found = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        cut = min(found) if found else len(self._held) - self._undecided()
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, bool(found)
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of a response that no stop string ended."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided(self) -> int:
+        """Return the length of the longest suffix of the held text that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            start = self._held.find(stop[0], max(0, len(self._held) - len(stop) + 1))
+            while start >= 0 and not stop.startswith(self._held[start:]):
+                start = self._held.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(self._held) - start)
+        return longest
+
+
+class TextPiece(NamedTuple):
+    """What a response took of some tokens."""
+
+    text: str  # text that the tokens complete
+    tokens: int  # number of tokens in the response: all, or those up to the end of a stop string
+    stopped: bool  # whether a stop string is complete
+
+
+class AnswerText:
+    """The text of one response. Where it stops does not depend on how the tokens are split into commits.
+
+    A stop string counts if all of it is text of tokens behind the first `unstopped` ones.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, unstopped: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._unstopped = unstopped
+
+    def feed(self, tokens: Sequence[int]) -> TextPiece:
+        """Add tokens up to the first that completes a stop string."""
+        pieces: list[str] = []
+        for count, token in enumerate(tokens, 1):
+            piece, stopped = self._detokenizer.feed(token), False
+            if self._unstopped:
+                self._unstopped -= 1
+            else:
+                piece, stopped = self._stops.feed(piece)
+            pieces.append(piece)
+            if stopped:
+                return TextPiece("".join(pieces), count, True)
+        return TextPiece("".join(pieces), len(tokens), False)
+
+    def flush(self) -> str:
+        """Return the rest of the text, if no stop string ended it."""
+        piece, stopped = self._stops.feed(self._detokenizer.flush())
+        return piece if stopped else piece + self._stops.flush()

@@ -1,0 +1,142 @@
+"""Tiers draft while they are measured to pay; trees take judgements from other tiers."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.tree.token_tree import Delta, Hints, TokenTree
+from outrider.errors import InvalidRequest
+
+BOTH, UPPER, LOWER = frozenset({0, 1}), frozenset({0}), frozenset({1})
+
+
+def stretches(choice: TierSwitch, speeds: dict[frozenset[int], float], count: int) -> list[frozenset[int]]:
+    """The tiers of each of so many stretches of two seconds."""
+    used = []
+    for _ in range(count):
+        now = choice.wanted(BOTH, greedy=False)
+        choice.observe(BOTH, False, now, round(2 * speeds[now]), 2.0)
+        used.append(now)
+    return used
+
+
+@pytest.mark.parametrize("best", [BOTH, UPPER, LOWER])
+def test_the_fastest_tiers_stay_and_the_useless_are_left_out(best: frozenset[int]) -> None:
+    choice = TierSwitch()
+    used = stretches(choice, dict.fromkeys((BOTH, UPPER, LOWER), 50.0) | {best: 70.0}, 2000)
+    assert used[0] == BOTH
+    assert set(used[:30]) == {BOTH, UPPER, LOWER}
+    assert sum(now == best for now in used[1000:]) > 900
+
+
+def test_greedy_generations_and_other_tiers_are_on_their_own() -> None:
+    choice = TierSwitch()
+    stretches(choice, {BOTH: 50.0, UPPER: 70.0, LOWER: 10.0}, 100)
+    assert choice.wanted(BOTH, greedy=True) == BOTH
+    assert choice.wanted(frozenset({0, 1, 2}), greedy=False) == {0, 1, 2}
+    assert choice.wanted(UPPER, greedy=False) == UPPER
+
+
+def test_what_was_drafted_by_other_tiers_than_are_tried_tells_nothing() -> None:
+    choice = TierSwitch()
+    assert choice.wanted(BOTH, greedy=False) == BOTH
+    for _ in range(100):
+        choice.observe(BOTH, False, UPPER, 1000, 1.0)
+        choice.observe(BOTH, False, BOTH, 0, 0.0)
+    assert choice.wanted(BOTH, greedy=False) == BOTH
+
+
+def chain(
+    tokens: list[int], first_id: int, *, edge: float = -0.5, root: TokenTree | None = None, **more: object
+) -> Delta:
+    tree = root or TokenTree([1])
+    ids = range(first_id, first_id + len(tokens))
+    parents = (0, *(before for before, _ in pairwise(ids))) if tokens else ()
+    terms: dict[str, object] = {"parents": parents, "tokens": tuple(tokens), "edges": (edge,) * len(tokens)}
+    return Delta(tree.root.position, tree.digest, first_id, **(terms | more))  # type: ignore[arg-type]
+
+
+def test_a_later_judgement_counts_be_it_lower_or_higher_and_an_older_one_does_not() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain([5, 6], 1))
+    five = tree.root.children[5]
+    six = five.children[6]
+    tree.graft(1, chain([], 3, rescored=((1, -2.0), (2, -0.25)), version=1))
+    assert (five.edge, six.edge) == (-2.0, -0.25)
+    assert tree.score(six) == pytest.approx(math.exp(-2.25))
+    tree.graft(1, chain([], 3, rescored=((1, -1.0),), version=1))  # a replay
+    assert five.edge == -2.0
+    tree.graft(1, chain([], 3, rescored=((1, -1.0),), version=2))
+    assert five.edge == -1.0
+    tree.check_integrity()
+
+
+def test_of_two_drafters_judgements_the_larger_counts() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain([5], 1, edge=-0.5))
+    tree.graft(2, chain([5], 1, edge=-1.0))
+    five = tree.root.children[5]
+    tree.graft(2, chain([], 2, rescored=((1, -2.0),), version=1))
+    assert five.edge == -0.5
+    tree.graft(3, chain([5], 1, edge=-1.0))
+    tree.graft(3, chain([], 2, rescored=((1, -0.5),), version=1))
+    assert five.claim == (1, -0.5)  # of two alike the first
+    tree.graft(2, chain([], 2, rescored=((1, -0.25),), version=2))
+    assert five.edge == -0.25
+
+
+def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent_refused() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain([5, 6], 1))
+    tree.commit([5])
+    tree.graft(1, chain([], 3, rescored=((1, -2.0), (2, -0.25)), version=1, root=tree))
+    assert tree.root.children[6].edge == -0.25
+    with pytest.raises(InvalidRequest, match="rescored"):
+        tree.graft(1, chain([], 3, rescored=((7, -2.0),), version=2, root=tree))
+
+
+def test_who_drafted_a_node_is_kept_and_not_who_sent_it_on() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain([5, 6], 1), origin=9)
+    tree.graft(1, chain([5], 3))
+    five = tree.root.children[5]
+    assert (tree.origins(five), tree.origins(five.children[6])) == ({1, 9}, {9})
+    tree.commit([5])
+    assert tree.origins(tree.root.children[6]) == {9}
+
+
+def test_hints_raise_lower_and_add_and_under_another_root_change_nothing() -> None:
+    tree = TokenTree([1])
+    tree.graft(1, chain([5, 6], 1))
+    tree.hint(Hints(3, (-1,), (5,), (-4.0,)))
+    assert tree.root.children[5].edge == -0.5
+    tree.hint(Hints(0, (-1, 0, 0, -1), (5, 6, 7, 8), (-2.0, -0.25, -0.5, -1.0)))
+    five = tree.root.children[5]
+    edges = [node.edge for node in (five, *five.children.values(), tree.root.children[8])]
+    assert edges == [-2.0, -0.25, -0.5, -1.0]
+    assert all(node.judged for node in (five, *five.children.values()))
+    tree.check_integrity()
+    tree.commit([5])
+    tree.hint(Hints(0, (-1,), (6,), (-4.0,)))  # of the root before
+    assert tree.root.children[6].edge == -0.25
+
+
+def test_hints_never_fill_a_tree_beyond_its_capacity() -> None:
+    tree = TokenTree([1], capacity=20)
+    rng = random.Random(2)
+    count = 100
+    parents = tuple(rng.randrange(-1, index) for index in range(count))
+    tree.hint(Hints(0, parents, tuple(rng.randrange(50) for _ in range(count)), (-0.5,) * count))
+    assert tree.size == 20
+    tree.check_integrity()
+
+
+def test_a_drafter_goes_on_under_its_ids_in_another_tree() -> None:
+    tree = TokenTree([1])
+    tree.resume(1, 40)
+    assert not tree.graft(1, chain([5], 40)).added
+    assert not tree.graft(1, chain([6], 41, parents=(12,))).added  # below a node that the other tree held
+    assert len(tree.graft(1, chain([5], 42)).added) == 1

@@ -1,0 +1,50 @@
+"""What costs every step a little is tried now and then, and stays while it brings more than it costs."""
+
+from outrider.core.control.trial_gate import LOSS, MAX_PRICE, TRIAL, TrialGate
+
+
+def run(gate: TrialGate, steps: int, gain: float, price: float, said: int = 1) -> list[bool]:
+    """Steps in which it is taken if it is to be, with a gain that is always the same."""
+    taken = []
+    for _ in range(steps):
+        taken.append(gate.takes(price, trial=True))
+        if taken[-1]:
+            gate.observe(gain, price)
+        else:
+            gate.observe_unused(said)
+    return taken
+
+
+def test_what_pays_is_kept_on() -> None:
+    assert all(run(TrialGate(), 1000, gain=0.3, price=0.2))
+
+
+def test_what_does_not_pay_costs_a_hundredth() -> None:
+    steps, price = 20_000, 0.25
+    taken = run(TrialGate(), steps, gain=0.0, price=price)
+    assert all(taken[:TRIAL])
+    assert not any(taken[TRIAL : 2 * TRIAL])
+    assert sum(taken) >= 2 * TRIAL  # it was tried again
+    assert sum(taken) * price <= LOSS * steps + TRIAL * price
+
+
+def test_what_begins_to_pay_is_found_out_and_what_ceases_to_is_let_go() -> None:
+    gate = TrialGate()
+    run(gate, 2 * TRIAL, gain=0.0, price=0.1)
+    assert all(run(gate, 2000, gain=0.5, price=0.1)[-500:])
+    later = run(gate, 2000, gain=0.0, price=0.1)
+    assert sum(later) < 500
+
+
+def test_a_price_that_rises_ends_it_at_once_and_one_that_falls_brings_it_back() -> None:
+    gate = TrialGate()
+    run(gate, 2 * TRIAL, gain=0.3, price=0.1)
+    assert not gate.takes(0.31, trial=True)
+    assert gate.takes(0.29, trial=False)
+
+
+def test_nothing_is_tried_that_is_too_dear_or_beside_another_trial() -> None:
+    assert not any(run(TrialGate(), 5 * TRIAL, gain=9.0, price=MAX_PRICE + 0.01))
+    gate = TrialGate()
+    assert not gate.takes(0.1, trial=False)
+    assert gate.takes(0.1, trial=True)

@@ -1,0 +1,52 @@
+"""Versions are compared temperature by temperature, and what little was seen proves nothing."""
+
+import numpy as np
+import pytest
+
+from outrider.core.control.version_comparison import MIN_POSITIONS, WINDOW, AgreementCounts, worse
+
+
+def seen(**counts: tuple[int, int]) -> AgreementCounts:
+    found = AgreementCounts()
+    for bucket, (agreed, judged) in counts.items():
+        found.add(bucket, agreed, judged)
+    return found
+
+
+def test_a_version_that_agrees_much_less_is_worse() -> None:
+    assert "30.0 points" in worse(seen(hot=(300, 1000)), seen(hot=(600, 1000)))
+    assert worse(seen(hot=(600, 1000)), seen(hot=(300, 1000))) == ""
+
+
+def test_a_difference_within_its_error_or_too_small_to_matter_is_none() -> None:
+    assert worse(seen(hot=(570, 1000)), seen(hot=(600, 1000))) == ""
+    assert worse(seen(hot=(3960, 4096)), seen(hot=(4020, 4096))) == ""
+
+
+@pytest.mark.parametrize("few", [0, MIN_POSITIONS - 1])
+def test_too_few_places_prove_nothing(few: int) -> None:
+    assert worse(seen(hot=(0, few)), seen(hot=(1000, 1000))) == ""
+    assert worse(seen(hot=(0, 1000)), seen(hot=(few, few))) == ""
+
+
+def test_traffic_that_turns_hotter_makes_no_version_worse() -> None:
+    before = seen(greedy=(1800, 2000), hot=(300, 600))
+    assert worse(seen(greedy=(540, 600), hot=(1000, 2000)), before) == ""
+    assert worse(seen(hot=(1000, 2000)), seen(greedy=(1800, 2000))) == ""  # nothing to compare it with
+
+
+def test_what_is_long_ago_fades() -> None:
+    found = seen(hot=(4000, 4000))
+    for _ in range(10):
+        found.add("hot", 0, 4000)
+    assert found.judged < WINDOW * 1.6
+    assert found.share < 0.05
+
+
+def test_equal_versions_are_seldom_taken_for_worse() -> None:
+    draw = np.random.default_rng(0)
+    wrong = sum(
+        bool(worse(seen(hot=(draw.binomial(1024, 0.6), 1024)), seen(hot=(draw.binomial(1024, 0.6), 1024))))
+        for _ in range(2000)
+    )
+    assert wrong < 20

@@ -1,0 +1,194 @@
+"""What the noise says of the next token is believed as far as it was right, and not asked where it is of no use."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+
+from outrider.core.construction.expansion import Candidates
+from outrider.core.proposers.lookup import Lookups, NoiseMixedSource
+from outrider.core.proposers.ngram_tree import NOTHING, Continuation
+from outrider.core.proposers.noise_mixture import (
+    MIN_SHARE,
+    SURE,
+    TRIAL_INTERVAL,
+    BackgroundDistribution,
+    NoiseMixtureFit,
+)
+from outrider.core.sampling.noise import gumbel_at, gumbel_row
+from outrider.core.session.contract import Contract
+
+VOCABULARY = 60
+FOUND = {7: 0.35, 3: 0.2}
+
+
+def background() -> BackgroundDistribution:
+    """Of a text that has said every token."""
+    said = BackgroundDistribution()
+    said.extend(range(VOCABULARY))
+    return said
+
+
+def world(doubt: bool, fit: NoiseMixtureFit, steps: int = 500) -> tuple[float, float]:
+    """Teaches `fit` at places where the target is in doubt each time, or never; then says how often its best token was
+    the target's, and how often it believed so."""
+    generator = np.random.default_rng(3)
+    said = background()
+    p = np.full(VOCABULARY, 0.45 / (VOCABULARY - 2))
+    p[7], p[3] = FOUND[7], FOUND[3]
+    hits, beliefs = [], []
+    for position in range(steps):
+        noise = gumbel_row(11, 0, position, VOCABULARY)
+        row = said.leading(FOUND, partial(gumbel_at, 11, 0, position))
+        token = int((np.log(p) + noise).argmax()) if doubt else int(generator.choice(VOCABULARY, p=p))
+        mixed = fit.mixed(FOUND, row, 8)
+        best = max(mixed, key=lambda each: mixed[each])
+        if position >= steps // 2:
+            hits.append(best == token)
+            beliefs.append(mixed[best])
+        fit.observe(FOUND, row, token, 1 / VOCABULARY)
+    return float(np.mean(hits)), float(np.mean(beliefs))
+
+
+def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chances_do() -> None:
+    doubtful, certain = NoiseMixtureFit(), NoiseMixtureFit()
+    assert doubtful.share(FOUND) == certain.share(FOUND) == 0.5
+    hits, believed = world(True, doubtful)
+    assert hits > 0.75  # by the chances alone 0.35
+    assert believed == pytest.approx(hits, abs=0.08)
+    hits, believed = world(False, certain)
+    assert hits == pytest.approx(0.35, abs=0.07)
+    assert believed == pytest.approx(hits, abs=0.1)
+    assert certain.share(FOUND) < 0.45 < 0.8 < doubtful.share(FOUND)
+    assert certain.share({1: 0.1}) == 0.5  # places of another class
+
+
+def test_where_it_is_of_no_use_it_is_asked_seldom_and_again_when_it_helps() -> None:
+    fit, row = NoiseMixtureFit(), Candidates(np.array([5, 6]), np.array([2.0, 1.0]))
+    for _ in range(2000):
+        fit.observe(FOUND, row, 7, 0.0)
+    assert fit.share(FOUND) < MIN_SHARE
+    assert sum(fit.wanted(FOUND) for _ in range(10 * TRIAL_INTERVAL)) == 10
+    for _ in range(200):
+        fit.observe(FOUND, row, 5, 0.0)
+    assert all(fit.wanted(FOUND) for _ in range(TRIAL_INTERVAL))
+
+
+def test_who_is_sure_does_not_ask_it() -> None:
+    fit = NoiseMixtureFit()
+    assert not fit.wanted({7: SURE, 3: 0.1})
+    assert fit.wanted({7: SURE - 0.01, 3: 0.1})
+    assert fit.wanted({})
+
+
+def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_what_is_said_often() -> None:
+    said = background()
+    said.extend([9] * 100)
+    silent = said.leading({**FOUND, 99: 0.1}, lambda tokens: np.zeros(len(tokens)))
+    q = dict(zip(silent.tokens.tolist(), np.exp(silent.scores).tolist(), strict=True))
+    assert sum(q.values()) == pytest.approx(1.0, rel=1e-6)
+    assert (q[7], q[3], q[99]) == pytest.approx((0.35, 0.2, 0.1), abs=5e-3)  # which had not been said
+    assert q[9] > 0.2
+    assert np.isfinite(said.leading({1: 1.0, 2: 1.0}, lambda tokens: np.zeros(len(tokens))).scores).all()
+
+
+def test_more_tokens_than_fit_at_first_are_all_counted() -> None:
+    said = BackgroundDistribution()
+    said.extend([*range(1000), 999])
+    row = said.leading({}, lambda tokens: np.where(tokens == 998, 0.1, 0.0))
+    assert row.tokens[:2].tolist() == [999, 998]
+
+
+class Script:
+    """A lookup that says what it is told."""
+
+    def __init__(self, proposal: Continuation) -> None:
+        self.proposal = proposal
+
+    def extend(self, tokens: list[int]) -> None:
+        """Nothing."""
+
+    def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
+        return self.proposal
+
+    def finish(self, output: list[int]) -> None:
+        """Nothing."""
+
+
+def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> None:
+    contract = Contract(seed=11, max_tokens=9)
+    lookup = NoiseMixedSource(Script(Continuation((-1, 0, 1), (7, 8, 9), (0.5, 0.9, 0.9))), NoiseMixtureFit(), contract)
+    lookup.extend([*range(20), 1, 1, 1, 1])
+    proposal = lookup.propose(24, 24)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    for index, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True)):
+        assert parent < index
+        paths[index] = (*paths[parent], token)
+    assert {(7,), (7, 8), (7, 8, 9)} < set(paths.values())
+    assert len(proposal.first) == len(proposal.tokens) - 2 == 8
+    assert proposal.first[7] != 0.5
+    leading = background().leading({7: 0.5}, partial(gumbel_at, 11, 0, 24))
+    assert next(token for token in leading.tokens.tolist() if token < 20) in proposal.first
+    assert lookup.propose(24, 24) == proposal
+    assert len(lookup.propose(2, 24).tokens) == 2
+
+
+def test_what_another_session_has_taught_the_source_meanwhile_is_proposed_too() -> None:
+    source = Script(Continuation((-1,), (7,), (0.5,)))
+    lookup = NoiseMixedSource(source, NoiseMixtureFit(), Contract(seed=11, max_tokens=9))
+    lookup.extend([*range(20)])
+    lookup.propose(4, 4)
+    source.proposal = Continuation((-1, -1), (99, 98), (0.4, 0.3))
+    assert {99, 98} < set(lookup.propose(24, 4).first)
+
+
+def test_it_learns_from_the_token_that_follows() -> None:
+    fit = NoiseMixtureFit()
+    lookup = NoiseMixedSource(Script(Continuation((-1,), (7,), (0.5,))), fit, Contract(seed=11, max_tokens=9))
+    lookup.extend([*range(20)])
+    for _ in range(50):
+        lookup.propose(4, 4)
+        lookup.extend([7])
+    assert fit.share({7: 0.5}) < 0.5
+    before = fit.share({7: 0.5})
+    lookup.extend([7])  # nothing was asked
+    assert fit.share({7: 0.5}) == before
+
+
+def test_nothing_is_asked_before_a_text_or_for_no_nodes() -> None:
+    lookup = NoiseMixedSource(Script(NOTHING), NoiseMixtureFit(), Contract(seed=1, max_tokens=9))
+    assert lookup.propose(4, 4) == NOTHING
+    lookup.extend([1])
+    assert lookup.propose(0, 4) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("terms", "asked"),
+    [
+        ({}, True),
+        ({"top_p": 0.9}, True),
+        ({"temperature": 0.0}, False),
+        ({"rule": "target-match"}, False),
+        ({"banned_ids": (7,)}, False),
+        ({"presence_penalty": 1.0}, False),
+    ],
+)
+def test_it_is_asked_where_it_is_shared_and_decides(terms: dict, asked: bool) -> None:
+    lookup = Lookups("suffix", None).begin("", Contract(seed=1, max_tokens=9, **terms))
+    assert isinstance(lookup, NoiseMixedSource) is asked
+
+
+def test_what_it_is_worth_is_learned_by_class_of_contracts() -> None:
+    lookups = Lookups("suffix", None)
+
+    def fit(**terms: float) -> NoiseMixtureFit:
+        lookup = lookups.begin("", Contract(seed=1, max_tokens=9, **terms))
+        assert isinstance(lookup, NoiseMixedSource)
+        return lookup._fit
+
+    assert fit(temperature=1.0) is fit(temperature=0.9)
+    fits = {fit(temperature=heat, top_p=share) for heat in (0.4, 0.7, 1.0) for share in (0.9, 1.0)}
+    assert len(fits) == 6
+    assert math.isclose(fit().share({}), 0.5)

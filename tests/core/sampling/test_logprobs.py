@@ -1,0 +1,59 @@
+"""Log-probabilities are the raw model's, and survive their bytes."""
+
+import numpy as np
+import pytest
+
+from outrider.core.sampling.logprobs import alternatives, narrowed, pack, stride, unpack
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
+
+LOGITS = np.random.default_rng(0).normal(0, 3, 50).astype(np.float32)
+
+
+def test_they_are_log_softmax_of_the_raw_logits_best_first() -> None:
+    blob = pack(LOGITS, 7, 3) + pack(LOGITS * 2, 9, 3)
+    assert len(blob) == 2 * stride(3)
+    first, second = unpack(blob, 3)
+    exact = LOGITS.astype(np.float64) - np.log(np.exp(LOGITS.astype(np.float64)).sum())
+    assert first.logprob == pytest.approx(exact[7], abs=1e-6)
+    assert [token for token, _ in first.top] == np.argsort(-exact)[:3].tolist()
+    assert [logprob for _, logprob in first.top] == pytest.approx(np.sort(exact)[::-1][:3], abs=1e-6)
+    assert second.logprob != first.logprob
+
+
+def test_a_choice_carries_them_whatever_temperature_and_filters_were() -> None:
+    contract = Contract(seed=1, max_tokens=1, temperature=0.3, top_k=2, logprobs=1)
+    choice = Sampler(contract, 50, [0] * 5, 0).choose(LOGITS)
+    assert choice.logprobs == pack(LOGITS, choice.token, 1)
+    assert Sampler(Contract(seed=1, max_tokens=1), 50, [0], 0).choose(LOGITS).logprobs == b""
+
+
+def test_more_alternatives_than_tokens_are_filled_with_impossible_ones() -> None:
+    (entry,) = unpack(pack(LOGITS[:2], 0, 4), 4)
+    assert [logprob for _, logprob in entry.top][2:] == [-np.inf, -np.inf]
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    (entry,) = unpack(pack(np.zeros(5, np.float32), 3, 2), 2)
+    assert [token for token, _ in entry.top] == [0, 1]
+
+
+def test_bytes_that_are_no_whole_entries_are_refused() -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        unpack(b"123", 0)
+
+
+def test_entries_that_hold_more_than_was_asked_for_are_narrowed_to_it() -> None:
+    wide = pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16)
+    assert narrowed(wide, 16, 3) == pack(LOGITS, 7, 3) + pack(LOGITS * 2, 9, 3)
+    assert narrowed(wide, 16, 0) == pack(LOGITS, 7, 0) + pack(LOGITS * 2, 9, 0)
+    assert narrowed(wide, 16, 16) == wide
+    assert narrowed(wide, 16, None) == b""
+
+
+def test_all_entries_are_read_at_once() -> None:
+    ids, logprobs = alternatives(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
+    entries = unpack(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
+    assert [[*zip(*row, strict=True)] for row in zip(ids.tolist(), logprobs.tolist(), strict=True)] == [
+        [*entry.top] for entry in entries
+    ]

@@ -1,0 +1,88 @@
+"""What is asked of an engine between two passes is done in that order, before the next one, by that engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest_asyncio
+
+from outrider.engine.executor import Executor
+from outrider.engine.kv_slots import AcquiredSlot
+
+ROWS = np.arange(2)
+
+
+class Engine:
+    """Writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self.asked.append(("copy", source, target, rows))
+
+    def release(self, slot: int, rows: int) -> None:
+        self.asked.append(("release", slot, rows))
+
+    def move(self, slot: int, *_: object) -> None:
+        self.asked.append(("move", slot))
+
+    def judge(self, *_: object) -> None:
+        self.asked.append(("judge",))
+
+    def close(self) -> None:
+        self.asked.append(("close",))
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.executor = Executor(self.engine)  # type: ignore[arg-type]
+
+    async def judge(self) -> None:
+        await self.executor.judge([], [], lambda: None)
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.executor.close()
+
+
+async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> None:
+    rig.executor.move(1, ROWS, ROWS)
+    rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
+    rig.executor.prepare_slot(AcquiredSlot(3, 30, None))  # it has what it needs
+    rig.executor.move(2, ROWS, ROWS)
+    rig.executor.release(3, 7)
+    await rig.judge()
+    await rig.judge()
+    filled = [("release", 2, 0), ("copy", 1, 2, 30), ("release", 3, 30)]
+    assert rig.engine.asked == [("move", 1), *filled, ("move", 2), ("release", 3, 7), ("judge",), ("judge",)]
+
+
+async def test_what_was_asked_for_is_done_at_once_where_that_is_wanted(rig: Rig) -> None:
+    rig.executor.move(1, ROWS, ROWS)
+    rig.executor.run_queued()
+    assert rig.engine.asked == [("move", 1)]
+    await rig.judge()
+    assert rig.engine.asked == [("move", 1), ("judge",)]
+
+
+async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:
+    rig.executor.move(1, ROWS, ROWS)
+    rig.executor.enqueue(lambda: rig.engine.asked.append(("later",)))
+    assert await rig.executor.call(lambda: len(rig.engine.asked)) == 2
+    assert rig.engine.asked == [("move", 1), ("later",)]
+
+
+async def test_another_engine_is_not_asked_for_what_was_due_to_the_one_before(rig: Rig) -> None:
+    before, rig.engine = rig.engine, Engine()
+    rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
+    rig.executor.replace_engine(rig.engine)  # type: ignore[arg-type]
+    await rig.judge()
+    assert before.asked == [("close",)]
+    assert rig.engine.asked == [("judge",)]

@@ -1,0 +1,200 @@
+"""The workers as a router sees them, and how seldom it has to ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.core.session.prefix_keys import pack_keys, prefix_keys
+from outrider.core.session.speculation_status import SpeculationReason
+from outrider.errors import Unavailable
+from outrider.store.client import connect
+from outrider.store.registry import Registry, Role, Worker
+from router.scheduling.workers import WorkerPool
+from tests.router.fakes import FakeDrafter, FakeVerifier, announced
+
+
+class _Counted(Registry):
+    asked = 0
+
+    async def workers(self, role: Role | None = None) -> list[Worker]:
+        self.asked += 1
+        await asyncio.sleep(0.02)
+        return await super().workers(role)
+
+
+async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = _Counted(client)
+    worker_pool = WorkerPool(registry)
+    async with announced(FakeVerifier([1]), registry, b"digest"), announced(FakeDrafter(), registry, b"digest"):
+        found = await asyncio.gather(*(worker_pool.verifiers("target") for _ in range(20)))
+        assert [len(verifiers) for verifiers in found] == [1] * 20
+        assert registry.asked == 2  # who came while somebody looked waits for one more look
+        assert len(await worker_pool.drafters(b"digest")) == 1
+        assert registry.asked == 2
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_a_role_that_nobody_has_counts_as_none(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = Registry(client)
+    worker_pool = WorkerPool(registry)
+    assert worker_pool.counts() == {"verifier": 0, "drafter": 0}
+    async with announced(FakeVerifier([1]), registry, b"digest"):
+        await worker_pool.verifiers("target")
+    assert worker_pool.counts() == {"verifier": 1, "drafter": 0}
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_whoever_is_cancelled_while_he_looks_has_not_looked_for_others(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = _Counted(client)
+    worker_pool = WorkerPool(registry)
+    async with announced(FakeVerifier([1]), registry, b"digest"):
+        first = asyncio.create_task(worker_pool.verifiers("target"))
+        second = asyncio.create_task(worker_pool.verifiers("target"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        assert len(await second) == 1
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() -> None:
+    client = connect("redis://127.0.0.1:1")
+    registry = _Counted(client)
+    worker_pool = WorkerPool(registry)
+    heard = await asyncio.gather(*(worker_pool.verifiers("target") for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(error, Unavailable) for error in heard)
+    assert registry.asked == 2
+    await client.aclose()
+
+
+async def test_who_starts_anew_at_an_address_is_not_blamed_for_who_died_there(redis_url: str) -> None:
+    def worker(name: str) -> Worker:
+        return Worker(name, "verifier", "127.0.0.1:1", "m", b"digest", 9, 9, 8, 0, 1)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    worker_pool = WorkerPool(registry)
+    await registry.announce(worker("before"), ttl_s=30.0)
+    (before,) = await worker_pool.verifiers("m")
+    worker_pool.add_session(before)
+    channel = worker_pool.channel(before)
+    worker_pool.on_failure(before, Unavailable("it died"))
+    await registry.announce(worker("after"), ttl_s=30.0)
+    first, last = await worker_pool.verifiers("m")
+    assert (first.worker_id, worker_pool.suspected(first), worker_pool.sessions(first)) == ("after", False, 0)
+    assert (last.worker_id, worker_pool.suspected(last), worker_pool.sessions(last)) == ("before", True, 1)
+    assert worker_pool.channel(first) is not channel  # which would pause before it connects again
+    assert worker_pool.is_listed("after")
+    await registry.withdraw(last.worker_id)
+    worker_pool.remove_session(last)
+    assert [it.worker_id for it in await worker_pool.verifiers("m")] == ["after"]
+    assert list(worker_pool._channels) == ["after"]
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_a_drafter_that_was_trained_for_another_model_drafts_for_its_own_alone(
+    caplog: pytest.LogCaptureFixture, redis_url: str
+) -> None:
+    def worker(name: str, role: Role, **more: str) -> Worker:
+        return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, 0, 1, **more)  # type: ignore[arg-type]
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    mine, other, unknown = (
+        worker("v1", "verifier", weights="aa"),
+        worker("v2", "verifier", weights="bb"),
+        worker("v3", "verifier"),
+    )
+    for it in (mine, other, unknown, worker("d1", "drafter", trained_for="aa"), worker("d2", "drafter")):
+        await registry.announce(it, ttl_s=30.0)
+    worker_pool = WorkerPool(registry)
+    for verifier, expected in ((mine, {"d1", "d2"}), (other, {"d2"}), (unknown, {"d1", "d2"})):
+        for _ in range(2):
+            assert {it.worker_id for it in await worker_pool.drafters(b"digest", verifier)} == expected
+    assert [record.getMessage() for record in caplog.records if "trained for" in record.getMessage()] == [
+        "drafter d1:1 is not used: the drafters were trained for another target (drafter d1:1 is m, trained for "
+        "another model than m at v2:1); train one for this target, or start the drafter with --any-target"
+    ]
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_url: str) -> None:
+    client = connect(redis_url)
+    registry = Registry(client)
+    worker_pool = WorkerPool(registry)
+    verifier = Worker("v", "verifier", "v:1", "m", b"digest", 9, 9, 8, 0, 1, weights="aa")
+    await registry.announce(verifier, ttl_s=30.0)
+    for number in range(20):
+        drafter = Worker(f"d{number}", "drafter", f"d{number}:1", "m", b"digest", 9, 9, 8, 0, 1, trained_for="bb")
+        await registry.announce(drafter, ttl_s=30.0)
+        await worker_pool.refresh()
+        assert await worker_pool.drafters(b"digest", verifier) == []
+        ((found, status),) = worker_pool.incompatible_drafters("m")
+        assert (found.worker_id, status.reason) == (drafter.worker_id, SpeculationReason.OTHER_TARGET)
+        await registry.withdraw(drafter.worker_id)
+    await worker_pool.refresh()
+    assert worker_pool.incompatible_drafters("m") == []
+    assert worker_pool._logged_incompatible == set()
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_drafters_in_the_verifier_s_zone_come_first_and_those_that_failed_lately_last(redis_url: str) -> None:
+    def worker(name: str, role: Role, zone: str, sessions: int = 0) -> Worker:
+        return Worker(name, role, f"{name}:1", "m", b"digest", 9, 9, 8, sessions, 1, zone=zone)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    verifier = worker("v", "verifier", "a")
+    for drafter in (
+        worker("far", "drafter", "b"),
+        worker("near", "drafter", "a", sessions=2),
+        worker("nearer", "drafter", "a", sessions=1),
+        worker("anywhere", "drafter", "", sessions=3),
+    ):
+        await registry.announce(drafter, ttl_s=30.0)
+    worker_pool = WorkerPool(registry, zone="b")
+
+    async def order(verifier: Worker) -> list[str]:
+        return [drafter.worker_id for drafter in await worker_pool.drafters(b"digest", verifier)]
+
+    assert await order(verifier) == ["nearer", "near", "anywhere", "far"]  # our own zone is of no matter
+    assert await order(worker("w", "verifier", "")) == ["far", "nearer", "near", "anywhere"]  # by load alone
+    (suspect,) = [drafter for drafter in await worker_pool.drafters(b"digest") if drafter.worker_id == "nearer"]
+    worker_pool.suspect(suspect)
+    assert await order(verifier) == ["near", "anywhere", "far", "nearer"]
+    await worker_pool.close()
+    await client.aclose()
+
+
+async def test_a_text_goes_where_another_that_begins_alike_was_read_if_its_tenant_is_the_same(redis_url: str) -> None:
+    text = [*range(300)]
+
+    def verifier(name: str, sessions: int, prefixes: str) -> Worker:
+        return Worker(name, "verifier", f"{name}:1", "m", b"digest", 9, 9, 16, sessions, 1, prefixes=prefixes)
+
+    client = connect(redis_url)
+    registry = Registry(client)
+    for worker in (verifier("a", 0, "malformed"), verifier("b", 1, pack_keys(prefix_keys(text[:260], "mine")))):
+        await registry.announce(worker, ttl_s=30.0)
+    worker_pool = WorkerPool(registry)
+    workers = await worker_pool.verifiers("m")
+
+    def order(tokens: list[int], tenant: str, holder: str = "") -> str:
+        return "".join(worker.worker_id for worker in worker_pool.rank_verifiers(workers, holder, tokens, tenant))
+
+    assert order(text, "mine") == "ba"
+    assert order(text, "another's") == "ab"
+    assert order(text[1:], "mine") == "ab"
+    assert order(text, "mine", holder="a") == "ab"
+    await worker_pool.close()
+    await client.aclose()

@@ -1,0 +1,80 @@
+"""An answer believes no commit that does not continue it, and ends where its text ends."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from outrider.core.sampling.logprobs import stride
+from outrider.core.session.contract import Contract, StepReport
+from outrider.core.session.digest import EMPTY, extend
+from outrider.errors import InternalError
+from router.reporting.usage_stats import UsageStats
+from router.sessions.response import REPLAY_TOKENS, Response
+from router.sessions.verifier_client import ReceivedCommit
+from router.text.detokenizer import AnswerText, Detokenizer
+
+TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[3] / "models" / "target" / "tokenizer.json"))
+PROMPT = tuple(TOKENIZER.encode("x = ").ids)
+SAID = tuple(TOKENIZER.encode("[1, 2, 3]\n").ids)
+
+
+def _answer(*stops: str) -> Response:
+    text = AnswerText(Detokenizer(TOKENIZER, PROMPT), stops)
+    return Response(PROMPT, Contract(seed=1, max_tokens=99), text, UsageStats())
+
+
+def _commit(tokens: tuple[int, ...] = SAID) -> ReceivedCommit:
+    return ReceivedCommit(
+        epoch=1,
+        position=len(PROMPT),
+        tokens=tokens,
+        gaps=tuple(float(index) for index in range(len(tokens))),
+        logprobs=b"",
+        digest=extend(EMPTY, PROMPT + tokens),
+        report=StepReport(verified=3, accepted=1, verified_depth=2, wire_bytes=9),
+    )
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [replace(_commit(), position=len(PROMPT) + 1), replace(_commit(), digest=1), replace(_commit(), position=0)],
+)
+def test_a_commit_that_does_not_continue_the_answer_is_refused(commit: ReceivedCommit) -> None:
+    with pytest.raises(InternalError):
+        _answer().add_commit(commit)
+
+
+def test_tokens_after_the_stop_string_belong_to_nobody() -> None:
+    answer = _answer(", 2")
+    part = answer.add_commit(_commit())
+    assert (part.text, part.text_offset, answer.stopped) == ("[1", 2, True)
+    assert part.tokens == SAID[: len(part.tokens)]
+    assert len(part.gaps) == len(part.tokens) < len(SAID)
+    assert answer.position == len(PROMPT) + len(part.tokens)
+    assert answer.digest == extend(EMPTY, PROMPT + part.tokens)
+    assert answer.usage.completion_tokens == len(part.tokens)
+
+
+def test_figures_count_steps_by_depth() -> None:
+    usage = UsageStats()
+    for verified_depth, accepted in ((0, 0), (3, 1), (2, 2)):
+        report = StepReport(verified=verified_depth, accepted=accepted, verified_depth=verified_depth, wire_bytes=5)
+        usage.observe(report, accepted + 1)
+    assert usage.tried_by_depth == [2, 2, 1]
+    assert usage.reached_by_depth == [2, 1, 0]
+    assert (usage.steps, usage.verified, usage.accepted) == (3, 5, 3)
+    assert (usage.completion_tokens, usage.wire_bytes) == (6, 15)
+
+
+async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens() -> None:
+    contract, size = Contract(seed=1, max_tokens=999, logprobs=1), stride(1)
+    answer = Response(PROMPT, contract, AnswerText(Detokenizer(TOKENIZER, PROMPT), ()), UsageStats())
+    tokens = SAID * (2 * REPLAY_TOKENS // len(SAID) + 1)
+    kept = [bytes([place % 256]) * size for place in range(len(tokens))]
+    parts = await answer.replay(tokens, b"".join(kept))
+    assert len(parts) == 3
+    for part in parts:
+        first = part.position - len(PROMPT)
+        assert part.logprobs == b"".join(kept[first : first + len(part.tokens)])

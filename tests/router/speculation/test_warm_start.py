@@ -1,0 +1,39 @@
+"""Sessions of a router learn for one another, and a router that starts begins with what others know."""
+
+import asyncio
+
+from outrider.core.control.goodput import AcceptancePriors
+from outrider.errors import Unavailable
+from router.speculation.warm_start import WarmStart
+from tests.router.test_tenants import MODEL
+
+
+async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -> None:
+    names: list[str] = []
+    drafters = ["drafter"]
+
+    async def share(name: str, priors: AcceptancePriors) -> None:
+        names.append(name)
+        priors.useless = True
+        if len(names) == 1:
+            raise Unavailable("no Redis")
+
+    book = WarmStart(share, lambda _: drafters)
+    keeping = asyncio.create_task(book.run())
+    await asyncio.sleep(0)
+    hot = book.priors(MODEL, "hot")
+    assert book.priors(MODEL, "hot") is hot
+    assert book.priors(MODEL, "greedy") is not hot
+    async with asyncio.timeout(5):
+        while len(names) < 2:
+            await asyncio.sleep(0.01)
+    assert hot.useless  # what was read is in the very entry that sessions hold
+    assert names[0] == f"{MODEL.name}:drafter:hot"
+    drafters.append("mid")
+    assert book.priors(MODEL, "hot") is not hot
+    async with asyncio.timeout(5):
+        while f"{MODEL.name}:drafter+mid:hot" not in names:
+            await asyncio.sleep(0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    assert keeping.cancelled()

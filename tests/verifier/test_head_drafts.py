@@ -1,0 +1,288 @@
+"""With heads on the target a verifier says exactly what it says without; good ones are accepted, bad ones let rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import VerifierConfig
+from outrider.core.control.budget import CostModel
+from outrider.core.control.calibration import Calibration
+from outrider.core.control.trial_gate import TRIAL, TrialGate
+from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.token_tree import Delta
+from outrider.engine.engine import Engine
+from outrider.engine.heads.config import KINDS, Kind
+from outrider.engine.heads.loading import check_heads, load_speculator
+from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot, Speculator
+from outrider.engine.loading import load_engine
+from outrider.errors import ConfigError
+from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
+from tests.engine.ranked import ranked
+from tests.engine.small_checkpoints import MODELS, pad_vocabulary
+from tests.engine.taught import random_heads, taught_heads
+from verifier_svc.head_proposer import NoHeadProposer, SpeculatorProposer
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.server import load, make_head_proposer
+from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+
+PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
+FREE = CostModel([(2, 1000.0), (64, 1000.1)])  # a step takes so long that levels cost nothing beside it
+TEXT = (1, 2, 3, 1, 2, 3, 1, 5)
+TERMS: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 9, "presence_penalty": 0.5, "min_tokens": 20, "stop_ids": (3,)},
+    {"temperature": 0.0, "rule": "target-match"},
+)
+
+
+class Always(TrialGate):
+    """A judge that every round pleases."""
+
+    def takes(self, price: float, *, trial: bool) -> bool:
+        return True
+
+
+class Counted:
+    """A speculator, and how often it was asked."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.begun = self.expanded = 0
+        self.depth, self.sayable = speculator.depth, speculator.sayable
+        self.all_levels_at_once = speculator.all_levels_at_once
+        self.open_slot, self.add_features = speculator.open_slot, speculator.add_features
+        self._speculator = speculator
+
+    def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
+        self.begun += 1
+        return self._speculator.begin(roots)
+
+    def expand(self, nodes: Sequence[HeadNodes]) -> FloatRows:
+        self.expanded += 1
+        return self._speculator.expand(nodes)
+
+
+class Cluster:
+    """A verifier's loop over a tiny target, with heads or without."""
+
+    def __init__(self, target: Path, heads: Path | None, engine: Engine | None = None, slots: int = 4) -> None:
+        features = None if heads is None else check_heads(heads, target).features
+        if engine is None:
+            engine = load_engine(target, dtype="float32", slots=slots, threads=1, features=features)
+        self.heads: SpeculatorProposer | None = None
+        if heads is not None and features is not None:
+            self.speculator = Counted(load_speculator(heads, target, precise=True, slots=slots, context=CONTEXT))
+            self.heads = SpeculatorProposer(self.speculator, engine.hidden, every=features.all_rows)
+        self.loop = StepScheduler(
+            engine, FREE, prefill_chunk=4, max_nodes=64, publish=lambda *_: None, head_proposer=self.heads
+        )
+
+    def open(
+        self, number: int, plan: Plan = PLAN, text: Sequence[int] = TEXT, most: int = 60, **terms: Any
+    ) -> VerifierSession:
+        contract = Contract(seed=number, max_tokens=most, **terms)
+        return self.loop.open(SessionStart(f"s{number}", "", 1, text, len(text), contract, plan, 256))
+
+    async def __aenter__(self) -> Cluster:
+        self.running = asyncio.create_task(self.loop.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.running  # raises what ended it before
+
+
+async def commits_of(session: VerifierSession) -> list[StepCommit]:
+    found: list[StepCommit] = []
+    while not found or not found[-1].last:
+        async with asyncio.timeout(20):
+            commit = await session.commits.get()
+        assert commit is not None
+        session.tree.check_integrity()
+        found.append(commit)
+    return found
+
+
+async def said(
+    target: Path, heads: Path | None, plan: Plan = PLAN, engine: Engine | None = None
+) -> tuple[list[list[int]], list[int]]:
+    """What four sessions at once say, and how much of it was accepted."""
+    async with Cluster(target, heads, engine) as cluster:
+        sessions = [cluster.open(number, plan, **terms) for number, terms in enumerate(TERMS)]
+        for session in sessions:
+            if session.heads is not None:
+                session.heads.trial_gate = Always()
+        commits = [await commits_of(session) for session in sessions]
+    return [s.tokens for s in sessions], [sum(commit.report.accepted for commit in each) for each in commits]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny"), layers=3, width=96)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[list[int]]:
+    return asyncio.run(said(target, None, OFF))[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_random_heads_change_nothing(kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    random_heads(kind, target, tmp_path, own_head=True)
+    texts, accepted = await said(target, tmp_path)
+    assert texts == plain
+    assert sum(accepted) > 0  # of sixteen tokens some guesses are right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_heads_that_know_the_text_are_accepted(
+    kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    taught_heads(kind, target, tmp_path, plain[0])
+    texts, accepted = await said(target, tmp_path)
+    assert texts == plain
+    said_greedily = len(plain[0]) - len(TEXT)
+    steps = said_greedily - accepted[0]
+    assert said_greedily / steps > 1.5
+
+
+async def test_two_ranks_with_heads_say_what_one_says(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    taught_heads("eagle", target, tmp_path, plain[0])
+    features = check_heads(tmp_path, target).features
+    with ranked(2, target, features=features, slots=4) as ranks, ranks.lead(target) as leader:
+        texts, accepted = await said(target, tmp_path, engine=leader)
+    assert texts == plain
+    assert accepted[0] > 20
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
+    kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    """Warm slots are taken up where they end, or copied; a session that goes while it is drafted for is forgotten."""
+    taught_heads(kind, target, tmp_path, plain[0])
+
+    async def life(cluster: Cluster) -> list[list[int]]:
+        first, second = cluster.open(0, most=40, temperature=0.0), cluster.open(1, most=90, temperature=1.0)
+        gone = cluster.open(2, text=(9, 9, 1), most=90, temperature=0.0)
+        await commits_of(first)
+        cluster.loop.close(first)
+        cluster.loop.close(gone)
+        fork = cluster.open(4, text=[*first.tokens[:20], 7], most=20, temperature=0.5)
+        assert fork.kv_slot.cached == 20
+        assert fork.kv_slot.source is not None
+        turn = cluster.open(3, text=[*first.tokens, 4, 5], most=20, temperature=0.0)
+        for session in (second, turn, fork):
+            await commits_of(session)
+        return [session.tokens for session in (first, second, turn, fork)]
+
+    async with Cluster(target, None) as without:
+        expected = await life(without)
+    async with Cluster(target, tmp_path) as cluster:
+        assert await life(cluster) == expected
+        assert cluster.speculator.begun > 20
+
+
+async def test_what_drafters_send_and_heads_draft_is_one_tree(
+    target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
+    """A drafter's nodes are gone on from, and where both know a token, both have its name."""
+    taught_heads("eagle", target, tmp_path, plain[0])
+    async with Cluster(target, tmp_path) as cluster:
+        session = cluster.open(0, temperature=0.0)
+        session._claims[1] = Calibration()
+        sent, credited = 0, 0
+        while not session.finished:
+            async with asyncio.timeout(20):
+                commit = await session.commits.get()
+            assert commit is not None
+            credited += commit.report.accepted
+            following = [*plain[0][len(session.tokens) :], 0][0]
+            root = len(session.tokens) - 1
+            session.tree.graft(1, Delta(root, extend(EMPTY, session.tokens), sent + 1, (0,), (following,), (-0.5,)))
+            sent += 1
+            session.tree.check_integrity()
+    assert credited > 20
+    assert session.tokens == plain[0]
+
+
+async def test_a_rule_that_holds_p_against_q_is_not_drafted_for(target: Path, tmp_path: Path) -> None:
+    random_heads("mlp", target, tmp_path)
+    async with Cluster(target, tmp_path) as cluster:
+        session = cluster.open(0, most=10, temperature=1.0, rule="recursive-rejection")
+        assert session.heads is None
+        await commits_of(session)
+    assert cluster.speculator.begun == 0
+
+
+async def test_what_heads_have_no_ids_for_is_said_without_them(target: Path, tmp_path: Path) -> None:
+    """The target has more ids than its heads, and a request allows none but such."""
+    random_heads("mlp", target, tmp_path / "heads", own_head=True)
+    wider = pad_vocabulary(target, tmp_path / "wider", VOCABULARY + 8, loudness=1.0)
+    async with Cluster(wider, tmp_path / "heads") as cluster:
+        only = cluster.open(0, most=10, temperature=0.0, allowed_ids=(VOCABULARY + 4,))
+        both = cluster.open(1, most=10, temperature=0.0, allowed_ids=(3, VOCABULARY + 4))
+        assert only.heads is None
+        assert both.heads is not None
+        for session in (only, both):
+            await commits_of(session)
+    assert only.tokens[len(TEXT) :] == [VOCABULARY + 4] * 10
+    assert cluster.speculator.begun > 0
+
+
+async def test_a_level_that_is_not_worth_its_time_is_not_drafted(target: Path, tmp_path: Path) -> None:
+    random_heads("mlp", target, tmp_path)
+    async with Cluster(target, tmp_path) as cluster:
+        assert cluster.heads is not None
+        cluster.heads._level_s.mean = 1e9
+        await commits_of(cluster.open(0, temperature=0.0))
+    assert cluster.speculator.begun > 10
+    assert cluster.speculator.expanded == 0
+
+
+async def test_without_speculation_nothing_is_drafted(target: Path, tmp_path: Path) -> None:
+    random_heads("eagle", target, tmp_path)
+    async with Cluster(target, tmp_path) as cluster:
+        await commits_of(cluster.open(0, plan=OFF, temperature=0.0))
+    assert cluster.speculator.begun == 0
+
+
+async def test_heads_that_bring_nothing_rest_and_are_tried_again(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a trial there are no rounds, in this session and in others of its kind, until the next one is due."""
+    observe = TrialGate.observe
+    monkeypatch.setattr(TrialGate, "observe", lambda worth, gain, price: observe(worth, 0.0, 1.0))
+    random_heads("mlp", target, tmp_path)
+    async with Cluster(target, tmp_path) as cluster:
+        await commits_of(cluster.open(0, most=TRIAL + 30, temperature=0.0))
+        assert TRIAL <= cluster.speculator.begun <= TRIAL + 1
+        session = cluster.open(1, temperature=0.0)
+        await commits_of(session)
+        assert cluster.speculator.begun <= TRIAL + 1
+        assert session.heads is not None
+        session.heads.settle(session.tree, [], [1] * 10_000)
+        assert session.heads.trial_gate.takes(0.4, trial=True)
+        other = cluster.open(2, temperature=0.0)
+        await commits_of(other)
+        assert cluster.speculator.begun > TRIAL + 1
+
+
+def test_a_verifier_refuses_heads_of_another_target_before_it_loads_its_own(target: Path, tmp_path: Path) -> None:
+    random_heads("medusa", target, tmp_path)
+    with pytest.raises(ConfigError, match="was made for a target whose width is 96"):
+        load(VerifierConfig(model=MODELS / "target", heads=tmp_path))
+    with pytest.raises(ConfigError, match="only the native backend on a CPU"):
+        load(VerifierConfig(model=target, heads=tmp_path, backend="transformers"))
+    config = VerifierConfig(model=target, heads=tmp_path, slots=2)
+    assert isinstance(make_head_proposer(config, load(config)[0]), SpeculatorProposer)
+    config = VerifierConfig(model=target, slots=2)
+    assert isinstance(make_head_proposer(config, load(config)[0]), NoHeadProposer)

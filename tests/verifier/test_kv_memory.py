@@ -1,0 +1,167 @@
+"""Sessions that have too little memory for KV together wait for one another, and say what they would say anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from outrider.config import VerifierConfig
+from outrider.core.session.contract import OFF, Contract, Plan
+from outrider.engine.cpu.engine import CpuEngine
+from outrider.errors import ConfigError
+from tests.verifier.test_step_loop import MODELS, PLAN, TEXT, Free, draft
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.server import load
+from verifier_svc.session import SessionStart, VerifierSession
+
+CONTEXT, PAGE = 700, 16
+MOST = 300  # tokens of an answer
+
+
+def bounded(pages: int | None, slots: int = 6) -> StepScheduler:
+    """A loop with room for one text and so many pages more."""
+    rows = CONTEXT + 256
+    engine = CpuEngine.load(MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1)
+    if pages is not None:
+        page = engine.kv_bytes // (slots * -(-rows // PAGE))
+        memory = page * (-(-(rows + 256) // PAGE) + 4 + pages)
+        engine = CpuEngine.load(
+            MODELS / "drafter", dtype="float32", slots=slots, rows=rows, threads=1, kv_memory=memory
+        )
+    engine.context = CONTEXT
+    return StepScheduler(engine, Free(), prefill_chunk=64, max_nodes=64, publish=lambda *_: None)
+
+
+def taken(loop: StepScheduler) -> int:
+    """Bytes of KV."""
+    engine = loop._engine
+    assert isinstance(engine, CpuEngine)
+    return engine.kv_bytes_taken
+
+
+async def stepped(loop: StepScheduler) -> list[VerifierSession]:
+    """One step of those that may; who that was."""
+    step = await loop._choose()
+    logits = await loop._forward(step)
+    loop._commit(step, loop._walk(step, logits))
+    return step.sessions
+
+
+async def finished(loop: StepScheduler, sessions: Sequence[VerifierSession]) -> list[list[int]]:
+    """Their texts when all have ended; some are drafted for. What is written is within the bound after each step."""
+    for number in range(10_000):
+        if all(session.finished for session in sessions):
+            return [session.tokens for session in sessions]
+        for session in sessions:
+            if not session.finished and number % 3 == 0 and session.plan.depth and not session.tree.size:
+                draft(session, [1, 2, 3])
+        await stepped(loop)
+        assert taken(loop) <= loop._engine.kv_bytes
+        for session in sessions:
+            if session.finished:
+                loop.close(session)
+    raise AssertionError("they never ended")
+
+
+def texts(count: int, length: int = 40) -> list[list[int]]:
+    dice = np.random.default_rng(1)
+    return [[*TEXT, *dice.integers(1, 4000, length).tolist()] for _ in range(count)]
+
+
+def begun(
+    loop: StepScheduler, name: str, prompt: Sequence[int], *, plan: Plan = OFF, most: int = 30
+) -> VerifierSession:
+    contract = Contract(seed=5, max_tokens=most)
+    return loop.open(SessionStart(name, "", 1, prompt, len(prompt), contract, plan, 4096))
+
+
+def open_all(loop: StepScheduler, prompts: Sequence[Sequence[int]]) -> list[VerifierSession]:
+    return [
+        begun(loop, f"s{number}", text, most=MOST, plan=PLAN if number % 2 else OFF)
+        for number, text in enumerate(prompts)
+    ]
+
+
+async def test_texts_are_the_same_whether_there_is_memory_for_all_or_hardly_for_one() -> None:
+    prompts = texts(6)
+    free = bounded(None)
+    expected = await finished(free, open_all(free, prompts))
+    for pages in (0, 20):
+        loop = bounded(pages)
+        assert await finished(loop, open_all(loop, prompts)) == expected
+        assert loop._memory.preempted > 0
+        loop._executor.close()
+    assert free._memory.preempted == 0
+    free._executor.close()
+
+
+async def test_the_first_in_line_is_never_preempted() -> None:
+    loop = bounded(0)
+    first, *others = open_all(loop, texts(6))
+    while not first.finished:
+        assert first in await stepped(loop) or first.unread > 1
+        assert first.cached or first.unread > 1
+    assert min(other.cached for other in others) == 0 < loop._memory.preempted
+    loop._executor.close()
+
+
+async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_behind_it() -> None:
+    loop = bounded(0)
+    first = begun(loop, "first", texts(1, 640)[0])
+    while first.unread > 1:
+        await stepped(loop)
+    long, short = (begun(loop, name, texts(2, size)[1]) for name, size in (("long", 630), ("short", 3)))
+    for _ in range(10):
+        assert await stepped(loop) == [first]
+    assert (long.cached, short.cached) == (len(TEXT), len(TEXT))  # what they share with the first
+    loop.close(first)
+    assert long in await stepped(loop)  # what has ended makes room
+    assert loop._memory.preempted == 0
+    loop._executor.close()
+
+
+async def test_nobody_takes_rows_from_a_session_that_was_preempted() -> None:
+    prompts = texts(6)
+    free, loop = bounded(None, 7), bounded(0, 7)
+    (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
+    sessions = open_all(loop, prompts)
+    while not loop._memory.preempted:
+        await stepped(loop)
+    last = begun(loop, "last", prompts[-1])  # as the one that was preempted
+    assert sessions[-1].cached == 0
+    assert last.cached < len(prompts[-1]) - 1
+    for session in sessions:
+        loop.close(session)
+    assert await finished(loop, [last]) == [expected]
+    free._executor.close()
+    loop._executor.close()
+
+
+async def test_what_sessions_share_counts_once() -> None:
+    loop = bounded(0, slots=8)
+    prompt = texts(1, 250)[0]
+    first = begun(loop, "first", prompt)
+    while first.unread > 1:
+        await stepped(loop)
+    alone = taken(loop)
+    others = [begun(loop, f"other {number}", [*prompt, number]) for number in range(7)]
+    assert {first, *others} == {*await stepped(loop)}
+    assert taken(loop) < 1.6 * alone
+    assert loop._memory.preempted == 0
+    loop._executor.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_memory": "1MiB"}, "kv_memory: 1048576 bytes are too few for one text"),
+        ({"kv_memory": "1GiB", "device": "cuda"}, "kv_memory: only the compiled kernels .* the device is cuda"),
+        ({"kv_memory": "1GiB", "heads": MODELS / "drafter"}, "kv_memory: does not work with heads or features"),
+    ],
+    ids=str,
+)
+def test_a_bound_that_cannot_be_kept_is_refused_with_the_reason(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(VerifierConfig(model=MODELS / "target", **change))  # type: ignore[arg-type]

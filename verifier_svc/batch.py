@@ -1,0 +1,246 @@
+"""A step's work for each session, its packed batch, and the target's verdicts on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.acceptance import VERIFY, ChildSampling, SeededRandom, Walk
+from outrider.core.proposers.lookahead import NO_ROWS, WindowRows
+from outrider.core.sampling.filters import FloatRow
+from outrider.core.sampling.logprobs import pack
+from outrider.core.sampling.noise import Draw
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import SHARED_NOISE, StepReport
+from outrider.core.tree.token_tree import Node
+from outrider.engine.batch import Segment
+from outrider.engine.logits import Logits
+from verifier_svc.session import VerifierSession
+from verifier_svc.tracing import StepFigures
+
+
+@dataclass(slots=True)
+class SessionWork:
+    """What one session contributes to a step."""
+
+    session: VerifierSession
+    start: int  # tokens[start : end] have no KV yet and get it now
+    end: int
+    nodes: list[Node] = field(default_factory=list)  # of the tree, parents before children
+    parents: list[int] = field(default_factory=list)  # for each, the row it follows; row 0 is the root
+    window: WindowRows = NO_ROWS  # of guesses, which see no node
+    window_price: float = 0.0  # tokens that could be committed in the time of its rows
+    window_seconds: float = 0.0  # spent on it outside the pass
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the step commits for this session; a chunk inside a prompt does not."""
+        return self.end == len(self.session.tokens)
+
+    def add(self, node: Node, rows: dict[Node, int]) -> None:
+        """Adds a node whose parent is the root or was added before; `rows` maps each added node to its row."""
+        self.parents.append(rows.get(node.parent, 0) if node.parent else 0)
+        self.nodes.append(node)
+        rows[node] = len(self.nodes)
+
+    @property
+    def outputs(self) -> int:
+        """Number of logit rows: one after the root, one for each node, one for each row of the window."""
+        return 1 + len(self.nodes) + len(self.window.tokens) if self.chooses else 0
+
+    @property
+    def draw(self) -> Draw | None:
+        """How an engine may draw the session's tokens; None where a rule other than shared noise decides."""
+        session = self.session
+        return session.sampler.draw if self.chooses and session.contract.rule == SHARED_NOISE else None
+
+    def segment(self) -> Segment:
+        """Return the rows of the packed pass: the pending tokens as a chain, then nodes and window with their
+        ancestors.
+
+        Only rows on an accepted path are kept, so the window's keys and values are gone after the step.
+        """
+        session, chain, count = self.session, self.end - self.start, len(self.nodes)
+        below = [node.token for node in self.nodes] + [*self.window.tokens]
+        tokens = np.array(session.tokens[self.start : self.end] + below)
+        positions = np.arange(self.start, self.start + len(tokens))
+        mask = None
+        if below:
+            mask = np.tri(len(tokens), dtype=np.bool_)
+            mask[chain:] = False
+            follows = self.parents + [0 if parent < 0 else 1 + count + parent for parent in self.window.parents]
+            for row, parent in enumerate(follows, chain):
+                above = chain - 1 + parent
+                positions[row] = positions[above] + 1
+                mask[row] = mask[above]
+                mask[row, row] = True
+        return Segment(session.kv_slot.slot, session.cached, tokens, positions, mask, self.outputs)
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The work of one forward pass."""
+
+    works: list[SessionWork]
+    price: float  # path score below which a node was not worth verifying
+    rate: float = 0.0  # tokens a second that such steps are expected to commit, over all sessions
+    prompt_tokens: int = 0  # prompt tokens, without each decoding session's last one
+    waited: float = 0.0  # seconds the step was held back on purpose
+    began: float = 0.0  # when the forward pass began, by time.monotonic
+    seconds: float = 0.0  # that the forward pass took
+    back_to_back: bool = False  # the scheduler was not idle since the previous pass
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no prompt is read in this step; a step with a prompt's chunk is not held back."""
+        return all(work.chooses for work in self.works)
+
+    @property
+    def sessions(self) -> list[VerifierSession]:
+        """The sessions of this step."""
+        return [work.session for work in self.works]
+
+    @property
+    def tokens(self) -> int:
+        """Number of rows of the pass."""
+        return sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
+
+    @property
+    def figures(self) -> StepFigures:
+        """What the spans of all sessions have in common."""
+        return StepFigures(self.began, self.seconds, self.waited, self.tokens, len(self.works), self.price)
+
+
+def kept_rows(step: StepBatch, walks: Sequence[Walk | None], *, every: bool) -> Iterator[tuple[SessionWork, list[int]]]:
+    """For each session that goes on, yield the pass's feature rows that belong to committed tokens.
+
+    `every`: the pass gives features of every row; otherwise only of rows with logits, and the last committed row is
+    given.
+    """
+    first = 0
+    for work, walked in zip(step.works, walks, strict=True):
+        chain = work.end - work.start
+        path = [] if walked is None else walked.path
+        if every:
+            rows = [*range(chain), *(chain - 1 + row for row in path)]
+            count = chain + len(work.nodes) + len(work.window.tokens)
+        else:
+            rows, count = [path[-1] if path else 0] if work.chooses else [], work.outputs
+        if rows and not work.session.finished:
+            yield work, [first + row for row in rows]
+        first += count
+
+
+def until_stop(choices: Sequence[Choice], stop_ids: Collection[int]) -> Sequence[Choice]:
+    """Return the choices up to the first stop token, which is the last of them."""
+    for count, choice in enumerate(choices, 1):
+        if choice.token in stop_ids:
+            return choices[:count]
+    return choices
+
+
+def step_report(
+    step: StepBatch, work: SessionWork, path: Sequence[Node], now: float, rates: tuple[int, int]
+) -> StepReport:
+    """Return what a step reports of one session, whose accepted nodes are `path`, before the session commits.
+
+    `rates`: thousandths of a token a second of all sessions without and with drafts, where drafters rest.
+    """
+    session, root = work.session, work.session.tree.root.position
+    first, level = session.arrivals.times
+    return StepReport(
+        verified=len(work.nodes),
+        accepted=len(path),
+        verified_depth=max((node.position for node in work.nodes), default=root) - root,
+        waited_us=int(step.waited * 1e6),
+        forward_us=int(step.seconds * 1e6),
+        wire_bytes=session.wire_bytes,
+        plan_version=session.plan.version,
+        drafters=len(session.subscriptions),
+        elapsed_us=int((now - session.committed_at) * 1e6) if session.committed_at else 0,
+        rows=step.tokens,
+        sessions=len(step.works),
+        first_us=int(first * 1e6),
+        level_us=int(level * 1e6),
+        ranks=bytes(map(_rank, path)),
+        resting=session.resting,
+        plain_rate=rates[0],
+        drafted_rate=rates[1],
+    )
+
+
+def make_noise(step: StepBatch, *, draws: bool) -> None:
+    """Prepares the noise that the walk may need. `draws`: the engine draws where `SessionWork.draw` is set."""
+    for work in step.works:
+        if work.chooses and not (draws and work.draw):
+            length = len(work.session.tokens)
+            after = [length, *(node.position + 1 for node in work.nodes), length + work.window.depth]
+            for position in range(length, max(after) + 1):
+                work.session.sampler.prepare(position)
+
+
+class StepVerdicts:
+    """The target's and the draft's distributions after the rows of one session's part of a step."""
+
+    def __init__(self, work: SessionWork, logits: Logits, first: int) -> None:
+        """`first`: the session's first row among the step's rows."""
+        self._work = work
+        self._session = work.session
+        self._logits = logits
+        self._first = first
+
+    def random_source(self) -> SeededRandom:
+        """Return the random source for rules that need one: another one for each owner (epoch) and position."""
+        contract = self._session.contract
+        return SeededRandom(contract.seed, contract.choice, self._session.epoch, len(self._session.tokens), VERIFY)
+
+    def choose(self, row: int) -> Choice:
+        """Return the target's token after a row, under shared noise."""
+        chosen = self._logits.choice(self._first + row)
+        return chosen or self._session.sampler.choose(self._row(row), self._path(row))
+
+    def p(self, row: int) -> FloatRow:
+        """Return the target's distribution after a row."""
+        return self._session.sampler.probabilities(self._row(row), self._path(row))
+
+    def q(self, row: int) -> FloatRow:
+        """Return the draft distribution that the row's children were drawn from."""
+        q = self._node(row).q
+        assert q is not None  # a node without q has no children
+        return q.dense(self._session.sayable)
+
+    def choice_of(self, row: int, token: int) -> Choice:
+        """Return a token that the rule chose as a Choice, with its logprobs if the contract wants them."""
+        wanted = self._session.contract.logprobs
+        return Choice(token, math.nan, b"" if wanted is None else pack(self._row(row), token, wanted))
+
+    def guesses(self) -> list[int]:
+        """Return the token that the target would choose after the end of each of the window's chains."""
+        sampler, window, first = self._session.sampler, self._work.window, 1 + len(self._work.nodes)
+        noised = (
+            self._session.rule.child_sampling is ChildSampling.FREELY
+        )  # else the text's draws are not known beforehand
+        rows = [0 if end < 0 else first + end for end in window.ends]
+        return [
+            int(sampler.leading(self._row(row), window.path(end), 1, noised=noised)[0][0])
+            for row, end in zip(rows, window.ends, strict=True)
+        ]
+
+    def _row(self, row: int) -> NDArray[np.float32]:
+        return self._logits.row(self._first + row)[: self._session.sayable]
+
+    def _path(self, row: int) -> Sequence[int]:
+        return self._session.tree.path(self._work.nodes[row - 1]) if row else ()
+
+    def _node(self, row: int) -> Node:
+        return self._work.nodes[row - 1] if row else self._session.tree.root
+
+
+def _rank(node: Node) -> int:
+    """Return how many siblings of the node have a better score, at most 255: the report has a byte for it."""
+    assert node.parent is not None
+    return min(255, sum(sibling.edge > node.edge for sibling in node.parent.children.values()))

@@ -1,0 +1,42 @@
+"""Counters and histograms of a verifier's steps."""
+
+from __future__ import annotations
+
+from outrider.core.control.depth_stats import Depths
+from outrider.core.session.contract import StepReport
+from outrider.telemetry.metrics import by_position, histogram, register_metric
+
+
+class StepMetrics:
+    """Counts steps and their tokens, and records their times."""
+
+    def __init__(self) -> None:
+        self.steps = self.rows = self.committed = self.wire = 0
+        self._depths = depths = Depths()
+        self._forward = histogram("outrider.step.forward")
+        self._wait = histogram("outrider.step.wait")
+        self._reply = histogram("outrider.draft.reply")
+        register_metric("outrider.steps", lambda: self.steps)
+        register_metric("outrider.step.rows", lambda: self.rows)
+        register_metric("outrider.tokens.committed", lambda: self.committed)
+        register_metric("outrider.wire", lambda: self.wire)
+        register_metric("spec_decode_num_drafts", lambda: depths.steps)
+        register_metric("spec_decode_num_draft_tokens", lambda: depths.verified)
+        register_metric("spec_decode_num_accepted_tokens", lambda: depths.accepted)
+        register_metric("spec_decode_num_draft_tokens_per_pos", lambda: by_position(depths.tried))
+        register_metric("spec_decode_num_accepted_tokens_per_pos", lambda: by_position(depths.reached))
+
+    def record_pass(self, rows: int, seconds: float, waited: float) -> None:
+        """Records a pass that has ended."""
+        self.steps += 1
+        self.rows += rows
+        self._forward.record(seconds)
+        self._wait.record(waited)
+
+    def record_commit(self, report: StepReport, tokens: int) -> None:
+        """Records a commit of so many tokens for one session."""
+        self.committed += tokens
+        self.wire += report.wire_bytes
+        if report.first_us:
+            self._reply.record(report.first_us / 1e6)
+        self._depths.observe(report)

@@ -1,0 +1,445 @@
+"""The verifier's step scheduler: each step chooses work, runs the target, walks the trees and commits.
+
+A step takes every session that is ready to decode, so none waits for another: the root alone, or the root and the best
+nodes of its tree. It also takes one chunk of the prompts that are still to be read, first come, first served. With
+heads on the target, it drafts after the commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+
+from outrider.core.acceptance import VerifiedRows, Walk
+from outrider.core.control.budget import CostModel, VerificationBudget, choose_budget
+from outrider.core.control.hold_policy import HoldPolicy
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.session.contract import OFF, Contract, Overlap
+from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.token_tree import Node
+from outrider.engine.engine import Engine
+from outrider.engine.executor import Executor
+from outrider.engine.kv_slots import KvSlots
+from outrider.engine.logits import Logits
+from outrider.errors import Moved, Superseded
+from outrider.rpc.liveness import WorkClock
+from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_noise, step_report, until_stop
+from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
+from verifier_svc.head_proposer import HeadProposer, NoHeadProposer
+from verifier_svc.kv_memory import KvMemory
+from verifier_svc.lookahead import advance, look_ahead, settle
+from verifier_svc.metrics import StepMetrics
+from verifier_svc.ngram_proposer import NgramProposers
+from verifier_svc.session import PrefillSession, SessionStart, StepCommit, VerifierSession
+from verifier_svc.step_broadcast import step_tree
+from verifier_svc.timing import StepTime, StepTimes
+
+GOING_DOWN = "this verifier is going down; ask another one"
+PREFILL = Contract(seed=0, max_tokens=1)  # of a text that is only prefilled
+FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: overrated drafts starve no other session
+LEAST_SHARE = 4
+
+log = logging.getLogger(__name__)
+
+
+class StepScheduler:
+    """Owns the engine and the sessions, and runs the steps.
+
+    It calls `publish` with every commit before the next step starts. It calls `pause` with a session whose step has
+    begun, because nodes that drafters send now come too late for that step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cost: CostModel,
+        *,
+        prefill_chunk: int,
+        max_nodes: int,
+        publish: Callable[[VerifierSession, int, Sequence[int]], None],
+        pause: Callable[[VerifierSession], None] = lambda session: None,
+        ngram_proposers: NgramProposers | None = None,
+        head_proposer: HeadProposer | None = None,
+        feature_fuser: FeatureFuser | None = None,
+    ) -> None:
+        self.sessions: dict[str, VerifierSession] = {}
+        self.freed = asyncio.Event()  # set whenever a slot is released
+        self.progress = WorkClock()
+        self.times = StepTimes()
+        self.metrics = StepMetrics()
+        self.slots = KvSlots(engine.slots, rewinds=not engine.treeless)
+        self.cost = cost
+        self._engine = engine
+        self._prefill_chunk = prefill_chunk
+        self._max_nodes = 0 if engine.treeless else max_nodes
+        self._measured_rows = max_nodes  # rows of the largest pass whose cost was measured
+        self._publish = publish
+        self._pause = pause
+        self._ngram_proposers = ngram_proposers or NgramProposers()
+        self._head_proposer = head_proposer or NoHeadProposer()
+        self._feature_fuser = feature_fuser or NoFeatureFuser()
+        self._executor = Executor(engine)
+        self._memory = KvMemory(engine, self._executor, self.slots, max_nodes)
+        self.hold_policy = HoldPolicy(cost)
+        self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
+        self._pass_ended = 0.0  # when the last pass ended
+        self._committed = 0.0  # when its commits went out
+        self._changed = asyncio.Event()
+        self._drained: Callable[[], None] | None = None  # while going down: called once all sessions are closed
+        self._stopped = False  # `run` has ended
+
+    def open(self, start: SessionStart) -> VerifierSession:
+        """Gives a session a KV slot, if possible one that holds the KV of its first tokens.
+
+        A session that is open under an older epoch is closed as fenced, and its KV stays for the new one. Raises
+        Superseded for an epoch that is not newer, Overloaded when all slots are in use, Moved when this verifier is
+        going down.
+        """
+        if self.draining:
+            raise Moved(GOING_DOWN)
+        present = self.sessions.get(start.session_id)
+        if present:
+            if start.epoch <= present.epoch:
+                raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
+            present.fenced = True
+            self.close(present)
+        kv_slot = self.slots.acquire(start.tokens, start.tenant, start.session_id)
+        self._executor.prepare_slot(kv_slot)
+        proposer = self._ngram_proposers.begin(start.tenant, start.contract)
+        heads = self._head_proposer.open(start.contract, kv_slot, self._executor)
+        patterns = self.hold_policy.patterns(greedy=start.contract.greedy)
+        engine = self._engine
+        session = VerifierSession(start, kv_slot, engine.vocabulary, patterns, proposer, heads, sayable=engine.sayable)
+        session.fused = self._feature_fuser.open(kv_slot, self._executor)
+        session.set_overlap_mode(self.hold_policy.overlap_mode)
+        self.sessions[session.id] = session
+        self.wake()
+        return session
+
+    async def prefill(self, tokens: Sequence[int], tenant: str, known: Prefix = NOTHING) -> int:
+        """Prefills a text; its KV stays in a free slot. Returns how many tokens have KV. Raises as `open`.
+
+        `known`: the digest of a prefix of the tokens, as a token tree takes it.
+        """
+        if self.draining:
+            raise Moved(GOING_DOWN)
+        kv_slot = self.slots.acquire(tokens, tenant)
+        self._executor.prepare_slot(kv_slot)
+        self._head_proposer.open(PREFILL, kv_slot, self._executor)
+        self._feature_fuser.open(kv_slot, self._executor)
+        start = SessionStart(f"reading {secrets.token_hex(8)}", tenant, 0, tokens, len(tokens), PREFILL, OFF, 1, known)
+        session = PrefillSession(start, kv_slot, self._engine.vocabulary, self.hold_policy.patterns(greedy=True), None)
+        self.sessions[session.id] = session
+        self.wake()
+        try:
+            if session.ready:
+                await session.commits.get()
+        finally:
+            self.close(session)
+        return session.cached
+
+    def close(self, session: VerifierSession) -> None:
+        """Ends a session: no new step starts for it, and its KV stays until memory is needed. Closing it again changes
+        nothing.
+
+        A pass that runs writes only behind the rows that count, so the slot may be acquired at once. Where the engine
+        cannot take rows back, none of the slot's KV counts then.
+        """
+        if self.sessions.get(session.id) is not session:
+            return
+        del self.sessions[session.id]
+        session.finished = True
+        session.record_answer()
+        session.commits.put_nowait(None)
+        session.broadcast.close()
+        lost = self._engine.treeless and session in self._in_pass
+        held = [] if lost else session.tokens[: session.cached]
+        self.slots.release(session.kv_slot.slot, held, session.tenant, session.id)
+        self._executor.release(session.kv_slot.slot, len(held))
+        self.freed.set()
+        self.wake()  # there may be memory for another session
+        session.dismiss("fenced" if session.fenced else "finished")
+
+    @property
+    def preempted(self) -> int:
+        """How often a session's KV was released for lack of memory."""
+        return self._memory.preempted
+
+    @property
+    def draining(self) -> bool:
+        """Whether this verifier is going down."""
+        return self._stopped or self._drained is not None
+
+    def begin_drain(self, drained: Callable[[], None]) -> None:
+        """Starts no further step. After the running step, closes all sessions as moved and calls `drained`."""
+        self._drained = drained
+        self.wake()
+        if self._stopped:
+            drained()
+
+    def on_drafter_connected(self) -> None:
+        """Forgets what was measured of the drafters, because another drafter's stream has opened."""
+        self.hold_policy.forget()
+
+    def wake(self) -> None:
+        """Wakes the scheduler: something changed that may make a session ready or a tree better."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Runs steps until cancelled. When it ends, for whatever reason, all sessions are closed at once as moved."""
+        try:
+            while True:
+                step = await self._choose()
+                logits = await self._forward(step)
+                walks = self._walk(step, logits)
+                self._head_proposer.store(step, walks, self._executor)
+                await self._feature_fuser.store(step, walks, self._executor)
+                self._commit(step, walks)
+                await self._head_proposer.draft(step, self._executor)
+        finally:
+            self._stopped = True
+            self._close_all(self._drained or (lambda: None))
+            self._executor.close()
+
+    async def _choose(self) -> StepBatch:
+        """Returns the next step: the best nodes of all trees.
+
+        Waits until a session is ready, and then for as long as a better tree is worth more than the time.
+        """
+        waited, back_to_back = 0.0, bool(self._pass_ended)
+        while True:
+            self._changed.clear()
+            if self._drained is not None:
+                self._close_all(self._drained)
+            ready = sorted(
+                self._memory.schedulable(self.sessions.values()), key=_is_prefill
+            )  # prefill sessions take what is left of the chunk
+            if not ready:
+                back_to_back = False
+                await self._executor.wait_idle(self._changed)
+                continue
+            now = time.monotonic()
+            step, budget = self._select(ready, now)
+            hold = (
+                self.hold_policy.hold_seconds(step.sessions, budget, now)
+                if step.only_decodes and self._max_nodes
+                else 0.0
+            )
+            if hold <= 0.0:
+                step.waited, step.back_to_back = waited, back_to_back
+                return step
+            held = time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(hold):
+                    await self._changed.wait()
+            waited += time.monotonic() - held
+
+    def _close_all(self, drained: Callable[[], None]) -> None:
+        for session in [*self.sessions.values()]:
+            session.moved = True
+            self.close(session)
+        drained()
+
+    def _select(self, ready: Sequence[VerifierSession], now: float) -> tuple[StepBatch, VerificationBudget]:
+        works = self._base_works(ready)
+        base = sum(work.end - work.start for work in works)
+        rows: dict[Node, int] = {}
+        decoding = [work for work in works if work.chooses]
+        certain = len(decoding) + self._add_full_trees(decoding, rows)
+        base += len(rows)
+        deciding = [work for work in decoding if not work.session.takes_full_tree]
+        share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
+        offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
+        ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
+        waited = min(now - self._pass_ended, self.cost.seconds(base))  # an idle scheduler has not waited for this step
+        prompt_tokens = base - len(decoding) - len(rows)
+        certain += self.cost.in_tokens(len(decoding), prompt_tokens)
+        scores = [-cost for cost, _, _ in ranked]
+        budget = choose_budget(scores, base, certain, self.cost, waited)
+        ahead, price = look_ahead(deciding, base, budget, self.cost, self.times, self._max_nodes)
+        if ahead:
+            budget = choose_budget(scores[: self._max_nodes - ahead], base + ahead, certain + price, self.cost, waited)
+        for _, work, node in ranked[: budget.nodes]:
+            work.add(node, rows)
+        return StepBatch(works, budget.price, budget.expected / budget.seconds, prompt_tokens), budget
+
+    def _add_full_trees(self, works: Sequence[SessionWork], rows: dict[Node, int]) -> float:
+        """Adds the trees that a step takes complete, level by level. Returns their expected accepted tokens.
+
+        Choosing nodes of a sampled tree by their scores would bias the text (docs/protocol.md, section 12). For the
+        same reason a session is charged for the nodes that its plan allows, and not for those that it has.
+        """
+        expected, left = 0.0, self._max_nodes
+        for work in works:
+            session = work.session
+            allowed = session.ceilings.nodes
+            if not session.takes_full_tree or allowed > left:
+                continue
+            left -= allowed
+            for level in itertools.islice(session.tree.levels(), min(session.ceilings.depth, session.room - 1)):
+                if len(work.nodes) + len(level) > allowed:
+                    break
+                for node in level:
+                    expected += session.tree.score(node)
+                    work.add(node, rows)
+        return expected
+
+    def _base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
+        """Return the roots of all sessions that decode, and a chunk of the prompts that others have to read first."""
+        works, chunk = [], self._prefill_chunk
+        for session in ready:
+            pending = session.unread
+            taken = pending if pending == 1 else min(pending, chunk)
+            chunk -= taken if pending > 1 else 0
+            if taken:
+                works.append(SessionWork(session, session.cached, session.cached + taken))
+        return works
+
+    async def _forward(self, step: StepBatch) -> Logits:
+        """Runs the packed pass, and computes the noise meanwhile. Returns the logits."""
+        segments = [work.segment() for work in step.works]
+        draws = [work.draw if self._engine.draws else None for work in step.works]
+        began = time.monotonic()
+        self.progress.begin()
+        self._in_pass = step.sessions
+        logits = await self._executor.judge(segments, draws, partial(self._meanwhile, step))
+        before, self._pass_ended = self._pass_ended, time.monotonic()
+        self._in_pass = ()
+        step.began, step.seconds = began, self._pass_ended - began
+        if step.back_to_back:
+            self.times.add(StepTime(step.tokens, step.seconds, step.waited, began - before - step.waited))
+        self.progress.end()
+        if step.tokens <= self._measured_rows:
+            self.cost.observe(step.tokens, step.seconds)
+        return logits
+
+    def _meanwhile(self, step: StepBatch) -> None:
+        """While the pass runs: pauses the drafters that alternate with it, and computes the noise."""
+        for session in step.sessions:
+            if session.overlap_mode is OverlapMode.TURNS and session.drafting:
+                self._pause(session)
+        make_noise(step, draws=self._engine.draws)
+
+    def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
+        """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""
+        walks: list[Walk | None] = []
+        first = 0
+        for work in step.works:
+            if not work.chooses:
+                walks.append(None)
+                continue
+            verdicts = StepVerdicts(work, logits, first)
+            first += work.outputs
+            rows = VerifiedRows([-1, *work.parents], [-1, *(node.token for node in work.nodes)])
+            walks.append(work.session.rule.walk(rows, verdicts, verdicts.random_source()))
+            advance(work, verdicts)
+        return walks
+
+    def _commit(self, step: StepBatch, walks: Sequence[Walk | None]) -> None:
+        """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes, counts."""
+        now = time.monotonic()
+        self._ngram_proposers.renew_allowance()
+        commits: list[tuple[VerifierSession, StepCommit]] = []
+        for work, walked in zip(step.works, walks, strict=True):
+            if work.session.finished:  # closed while the pass ran
+                continue
+            if walked is None:
+                self._end_prefill(step, work)
+            else:
+                commits.append((work.session, self._commit_work(step, work, walked, now)))
+        if step.back_to_back and any(map(_is_informative, step.sessions)):
+            committed = sum(len(commit.choices) for _, commit in commits)
+            self.hold_policy.learn(
+                self.sessions.values() or step.sessions,
+                len(commits),
+                step.prompt_tokens,
+                committed,
+                now - self._committed,
+            )
+        self._committed = now
+        for session in self.sessions.values():
+            session.set_overlap_mode(self.hold_policy.overlap_mode)
+        for session, commit in commits:
+            self._publish(session, commit.position, [choice.token for choice in commit.choices])
+        self.metrics.record_pass(step.tokens, step.seconds, step.waited)
+        for _, commit in commits:
+            self.metrics.record_commit(commit.report, len(commit.choices))
+
+    def _end_prefill(self, step: StepBatch, work: SessionWork) -> None:
+        """Counts the rows of a prompt's chunk as read."""
+        session = work.session
+        session.cached = work.end
+        self.slots.mark_computed(session.kv_slot.slot, session.cached)
+        session.propose_ngrams()
+        if session.traced is not None:
+            session.traced.on_prefill(step.figures, work.start, work.end)
+        if isinstance(session, PrefillSession) and not session.ready:
+            self.close(session)
+
+    def _commit_work(self, step: StepBatch, work: SessionWork, walked: Walk, now: float) -> StepCommit:
+        """Commits what the walk chose for one session: as far as the generation may go, and to its first stop token."""
+        session, nodes = work.session, work.nodes
+        choices = until_stop(walked.choices[: session.end - len(session.tokens)], session.contract.stop_ids)
+        kept = walked.path[: len(choices)]
+        path = [nodes[row - 1] for row in kept]
+        resting = self.hold_policy.overlap_mode is OverlapMode.REST
+        report = step_report(step, work, path, now, self.hold_policy.rates if resting else (0, 0))
+        if session.broadcast.watched:
+            session.broadcast.show(step_tree(session, nodes, work.parents, path, choices, report))
+        traced = session.traced
+        pending = None if traced is None else traced.before_commit(session.tree, nodes)
+        settle(work, path, choices, step.price)
+        if session.heads is not None:
+            session.heads.settle(session.tree, path, [choice.token for choice in choices])
+        session.calibrate_verified(nodes, set(path))
+        drafter_credits = session.credits(nodes, set(path))
+        session.verified_price = step.price
+        session.wire_bytes = 0
+        commit = session.commit(choices, report, now, drafter_credits)
+        self._keep(work, kept)
+        if traced is not None and pending is not None:
+            traced.after_commit(session, session.overlap_mode, step.figures, pending, len(choices), len(path))
+        return commit
+
+    def _keep(self, work: SessionWork, path: Sequence[int]) -> None:
+        """Moves the accepted rows up behind the committed ones. The root's own row is one of the pending rows."""
+        session = work.session
+        chain = work.end - work.start
+        if path and path[-1] != len(path):
+            source = session.cached + chain - 1 + np.array(path)
+            target = session.cached + chain + np.arange(len(path))
+            self._executor.move(session.kv_slot.slot, source, target)
+        session.cached += chain + len(path)
+        self.slots.mark_computed(session.kv_slot.slot, session.cached)
+
+
+def _is_prefill(session: VerifierSession) -> bool:
+    return isinstance(session, PrefillSession)
+
+
+def _is_informative(session: VerifierSession) -> bool:
+    """Whether the session's steps show which overlap mode is fastest."""
+    return session.drafting and session.plan.overlap not in (Overlap.ALWAYS, Overlap.ROUNDS)
+
+
+def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Node]]:
+    """Return at most `limit` of a session's nodes, best first, with negated scores so that merging keeps the order.
+
+    No node is so deep that its path and the token after it would exceed what the step may commit.
+    """
+    plan = work.session.ceilings
+    best = work.session.tree.best_first(depth=min(plan.depth, work.session.room - 1), width=plan.width)
+    return [(-score, work, node) for score, node in itertools.islice(best, limit)]
+
+
+def _score_of(offer: tuple[float, SessionWork, Node]) -> float:
+    return offer[0]

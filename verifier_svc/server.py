@@ -1,0 +1,243 @@
+"""Starts a verifier: loads the target, measures its cost, serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+import grpc.aio
+
+from outrider.config import VerifierConfig
+from outrider.core.control.budget import CostModel
+from outrider.core.proposers.lookup import Lookups
+from outrider.core.session.prefix_keys import pack_keys
+from outrider.core.session.speculation_status import printable
+from outrider.draft_server.servicer import DraftStreamServicer
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.engine.checkpoints.model_card import weights_digest
+from outrider.engine.engine import SCRATCH, Engine
+from outrider.engine.features import Features
+from outrider.engine.loading import load_engine, requires_torch
+from outrider.engine.ranks.group import ALONE, Group
+from outrider.engine.ranks.leader import lead
+from outrider.engine.threads import run_in_short_lived_thread
+from outrider.errors import CheckpointError, ConfigError
+from outrider.hub import checkpoint_folder
+from outrider.rpc.server import serving
+from outrider.rpc.supervision import supervising
+from outrider.rpc.tls import Tls
+from outrider.store.client import connect
+from outrider.store.registry import Worker, keep_announced
+from outrider.store.tickets import ticket_key
+from outrider.telemetry.metrics import register_metric
+from outrider.telemetry.process import exporting_telemetry
+from outrider.v1 import drafter_pb2, verifier_pb2
+from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
+from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
+from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
+from verifier_svc.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
+from verifier_svc.ngram_proposer import NgramProposers
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.servicer import DecodeServicer
+
+SWEEP = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # sizes of the passes whose cost is measured at start, in tokens
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
+    """Serves until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
+    share the model, of which this is the first.
+
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the address cannot be bound, or a
+    certificate or the store is invalid, TokenizerMismatch for a store of another tokenizer.
+    """
+    worker_id = f"verifier-{secrets.token_hex(4)}"
+    tls = Tls.read(config.ca, config.cert, config.key)
+    engine, cost = await asyncio.to_thread(run_in_short_lived_thread, partial(load, config, group))
+    head_proposer = await asyncio.to_thread(run_in_short_lived_thread, partial(make_head_proposer, config, engine))
+    feature_fuser = await asyncio.to_thread(run_in_short_lived_thread, partial(make_feature_fuser, config, engine))
+    weights = await asyncio.to_thread(_weights, config)
+    redis = connect(redis_url)
+    ticket_verifier = TicketVerifier(await ticket_key(redis), partial(ticket_key, redis))
+    stream_servicer = DraftStreamServicer(worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest)
+    scheduler = StepScheduler(
+        engine,
+        cost,
+        prefill_chunk=config.prefill_chunk,
+        max_nodes=config.max_nodes,
+        publish=stream_servicer.publish,
+        pause=stream_servicer.pause,
+        ngram_proposers=make_ngram_proposers(config, engine),
+        head_proposer=head_proposer,
+        feature_fuser=feature_fuser,
+    )
+    stream_servicer.serve(scheduler)
+    decode_servicer = DecodeServicer(config, worker_id, engine, scheduler, stream_servicer)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_VerifierServicer_to_server(decode_servicer, server)
+        add_TreeSinkServicer_to_server(stream_servicer, server)
+        return [
+            verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
+            drafter_pb2.DESCRIPTOR.services_by_name["TreeSink"].full_name,
+        ]
+
+    changed = asyncio.Event()  # set when the announced entry changes
+
+    def begin_drain() -> None:
+        scheduler.begin_drain(stream_servicer.begin_drain)
+        changed.set()
+
+    _register_metrics(engine, scheduler, stream_servicer)
+    with exporting_telemetry("verifier", worker_id, config.metrics):
+        async with (
+            aclosing(redis),
+            supervising() as tasks,
+            serving(
+                config.listen, register, drain_s=config.drain_s, begin_drain=begin_drain, tls=tls, probes=config.health
+            ) as address,
+        ):
+
+            def describe() -> Worker:
+                return Worker(
+                    worker_id=worker_id,
+                    role="verifier",
+                    address=config.advertise or address,
+                    model=config.model_name,
+                    tokenizer_digest=engine.tokenizer_digest,
+                    vocabulary=engine.vocabulary,
+                    context=engine.context,
+                    slots=engine.slots,
+                    sessions=len(scheduler.sessions),
+                    parameters=engine.parameters,
+                    treeless=bool(engine.treeless),
+                    treeless_why=printable(engine.treeless),
+                    zone=config.zone,
+                    draining=scheduler.draining,
+                    prefill=config.prefill_chunk / cost.seconds(config.prefill_chunk),
+                    weights=weights,
+                    prefixes=pack_keys(scheduler.slots.keys()),
+                )
+
+            tasks.run_required("step loop", scheduler.run)
+            tasks.keep_running(
+                "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed)
+            )
+            announce(address)
+            await asyncio.Event().wait()  # until cancelled; steps go on until the server has drained
+
+
+def _register_metrics(engine: Engine, scheduler: StepScheduler, stream_servicer: DraftStreamServicer) -> None:
+    """Registers the verifier's gauges and counters under their catalogue names."""
+    register_metric("outrider.slots", lambda: engine.slots)
+    register_metric("outrider.sessions", lambda: len(scheduler.sessions))
+    register_metric("outrider.kv.tokens", lambda: sum(session.cached for session in tuple(scheduler.sessions.values())))
+    register_metric("outrider.kv.capacity", lambda: engine.kv_tokens or engine.slots * engine.context)
+    register_metric("outrider.kv.preemptions", lambda: scheduler.preempted)
+    register_metric("outrider.drafters", lambda: stream_servicer.streams)
+    register_metric("outrider.frames.refused", lambda: stream_servicer.refused)
+
+
+def make_ngram_proposers(config: VerifierConfig, engine: Engine) -> NgramProposers:
+    """Return the verifier's own n-gram proposers. Raises as a store does, ConfigError and TokenizerMismatch."""
+    if engine.treeless:
+        return NgramProposers()
+    if config.lookup == "lookahead":
+        return NgramProposers(ahead=True)
+    return NgramProposers(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
+
+
+def make_head_proposer(config: VerifierConfig, engine: Engine) -> HeadProposer:
+    """Return the proposer of the heads on the target. Raises CheckpointError, and ConfigError for heads of another
+    target.
+    """
+    if config.heads is None or engine.features is None:
+        return NoHeadProposer()
+    with requires_torch("heads"):
+        from outrider.engine.heads.loading import load_speculator
+    speculator = load_speculator(
+        checkpoint_folder(config.heads),
+        checkpoint_folder(config.model),
+        precise=config.dtype == "float32",
+        slots=engine.slots,
+        context=engine.context,
+    )
+    return SpeculatorProposer(speculator, engine.hidden, every=engine.features.all_rows)
+
+
+def make_feature_fuser(config: VerifierConfig, engine: Engine) -> FeatureFuser:
+    """Return the fuser of features for drafters that request them. Raises as `make_head_proposer`."""
+    if config.features is None or engine.features is None:
+        return NoFeatureFuser()
+    with requires_torch("features"):
+        from outrider.engine.heads.fusing import load_fusion
+    folders = checkpoint_folder(config.features), checkpoint_folder(config.model)
+    fusion = load_fusion(*folders, precise=config.dtype == "float32")
+    return HeadFeatureFuser(fusion, engine.hidden, slots=engine.slots, rows=engine.rows)
+
+
+def _wanted_features(config: VerifierConfig, target: Path) -> Features | None:
+    """Return the features that passes give beside logits. Raises as `make_head_proposer`."""
+    if config.heads is None and config.features is None:
+        return None
+    with requires_torch("heads, features"):
+        from outrider.engine.heads.fusing import check_eagle
+        from outrider.engine.heads.loading import check_heads
+    drafting = check_heads(checkpoint_folder(config.heads), target).features if config.heads else None
+    fused = check_eagle(checkpoint_folder(config.features), target).features if config.features else None
+    if drafting and fused and drafting != fused:
+        raise ConfigError(
+            f"features: {config.features} takes other hidden states than heads, {config.heads}, which draft from the "
+            "same passes; give both the same folder"
+        )
+    return drafting or fused
+
+
+def _weights(config: VerifierConfig) -> str:
+    """Return the digest of the model's weights, for drafters that were trained for one target."""
+    try:
+        return weights_digest(checkpoint_folder(config.model))
+    except CheckpointError as error:  # transformers may still load the model from other files
+        log.info("%s; it takes drafters that were trained for other models, too", error)
+        return ""
+
+
+def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostModel]:
+    """Return the target, and what its passes cost here. Logs if the target can only be served without speculation."""
+    engine = lead(load_part(config, group), group)
+    if engine.treeless:
+        log.warning("%s is served without speculation: %s", config.model, engine.treeless)
+    sweep = [tokens for tokens in SWEEP if tokens <= max(2, config.max_nodes)]
+    return engine, CostModel(engine.measure_costs(sweep))
+
+
+def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
+    """Return a rank's part of the target. Raises CheckpointError, and ConfigError for what this machine lacks."""
+    if config.kv_memory is not None and (config.heads or config.features):
+        raise ConfigError(
+            "kv_memory: does not work with heads or features, whose texts are read once; leave it out, or them"
+        )
+    rows = None if config.context is None else config.context + SCRATCH
+    folder = checkpoint_folder(config.model)
+    engine = load_engine(
+        folder,
+        backend=config.backend,
+        dtype=config.dtype,
+        device=config.device,
+        slots=config.slots,
+        rows=rows,
+        threads=config.threads,
+        numerics=config.numerics,
+        group=group,
+        features=_wanted_features(config, folder),
+        kv_memory=config.kv_memory,
+    )
+    if config.context is not None:
+        engine.context = min(engine.context, config.context)  # there are no KV rows for more
+    return engine

@@ -1,0 +1,120 @@
+"""Trace spans of one session's steps, linked to the spans of the drafts that each step verified."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from opentelemetry.trace import Span
+
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.tree.token_tree import Delta, Node, TokenTree
+from outrider.draft_server.draft_session import DraftedSession
+from outrider.telemetry.tracing import Attributes, start_span, wall_ns
+
+
+class StepFigures(NamedTuple):
+    """What the spans of all sessions have in common."""
+
+    began: float  # when the pass began, by time.monotonic
+    seconds: float  # that the pass took
+    waited: float  # seconds for which the step was held back on purpose
+    rows: int
+    sessions: int
+    price: float  # path score below which a node was not worth verifying
+
+
+class PendingStep(NamedTuple):
+    """What the span of a step needs of a session from before its commit."""
+
+    drafts: Sequence[bytes]  # spans of the drafts that the step verifies
+    held: int  # nodes in the tree
+    verified: int  # nodes that the step verifies
+
+
+class TracedSteps:
+    """Makes a span for each step below the span of the session's Decode call, while the next pass runs."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._drafts: dict[tuple[int, int], bytes] = {}  # the span that a node was drafted in, by its (sender, id)
+        self._drafted = 0  # nodes that were received since the last step
+        self._unused = 0  # of these, those that were late, did not fit the tree, or were known
+
+    def on_delta(self, sender: int, delta: Delta, added: Sequence[Node]) -> None:
+        """Counts a delta's nodes, of which `added` were new, and remembers the delta's span."""
+        self._drafted += len(delta.tokens)
+        self._unused += len(delta.tokens) - len(added)
+        if delta.span:
+            first = delta.first_id
+            self._drafts |= dict.fromkeys(((sender, first + at) for at in range(len(delta.tokens))), delta.span)
+
+    def before_commit(self, tree: TokenTree, nodes: Sequence[Node]) -> PendingStep:
+        """Return what the span of a step needs to know of the tree and its verified nodes before the step commits."""
+        names = {name for node in nodes for name in node.names}
+        drafts = {self._drafts[name] for name in names if name in self._drafts}
+        return PendingStep(sorted(drafts), tree.size, len(nodes))
+
+    def after_commit(
+        self,
+        session: DraftedSession,
+        mode: OverlapMode,
+        step: StepFigures,
+        pending: PendingStep,
+        committed: int,
+        accepted: int,
+    ) -> None:
+        """Makes the span of a step that committed so many tokens, of which `accepted` were drafted."""
+        held, verified, plan, tree = pending.held, pending.verified, session.plan, session.tree
+        drafted, unused, self._drafted, self._unused = self._drafted, self._unused, 0, 0
+        self._drafts = {name: span for name, span in self._drafts.items() if _lives(tree, name)}
+        self._schedule_span(
+            "verify",
+            step,
+            {
+                "outrider.position": len(session.tokens),
+                "outrider.tokens.committed": committed,
+                "outrider.nodes.drafted": drafted,
+                "outrider.nodes.unused": unused,
+                "outrider.nodes.held": held,
+                "outrider.nodes.verified": verified,
+                "outrider.nodes.accepted": accepted,
+                "outrider.nodes.rejected": verified - accepted,
+                "outrider.nodes.left_out": held - verified,
+                "outrider.nodes.pruned": max(0, held - verified - tree.size),
+                "outrider.nodes.kept": tree.size,
+                "outrider.price": step.price,
+                "outrider.plan.version": plan.version,
+                "outrider.plan.depth": plan.depth,
+                "outrider.plan.width": plan.width,
+                "outrider.plan.nodes": plan.nodes,
+                "outrider.way": mode.value,
+                "outrider.drafters": len(session.subscriptions),
+            },
+            pending.drafts,
+        )
+
+    def on_prefill(self, step: StepFigures, start: int, end: int) -> None:
+        """Makes the span of a step that read tokens [start, end) of the prompt."""
+        self._schedule_span("read", step, {"outrider.position": end, "outrider.tokens.read": end - start}, ())
+
+    def _schedule_span(self, name: str, step: StepFigures, attributes: Attributes, drafts: Sequence[bytes]) -> None:
+        asyncio.get_running_loop().call_soon(self._make_span, name, step, attributes, drafts, time.monotonic())
+
+    def _make_span(
+        self, name: str, step: StepFigures, attributes: Attributes, drafts: Sequence[bytes], now: float
+    ) -> None:
+        shared: Attributes = {
+            "outrider.step.rows": step.rows,
+            "outrider.step.sessions": step.sessions,
+            "outrider.step.waited": step.waited,
+            "outrider.step.forward": step.seconds,
+        }
+        span = start_span(name, self._span, step.began - step.waited, {**attributes, **shared}, drafts)
+        span.end(wall_ns(now))
+
+
+def _lives(tree: TokenTree, name: tuple[int, int]) -> bool:
+    return tree.node(*name) is not None
