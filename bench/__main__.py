@@ -119,7 +119,7 @@ def main(
                 raise ConfigError(f"--models: {needed} does not exist; run in a checkout of Outrider")
         if unpadded and targets:
             raise ConfigError("--unpadded: the target stays as it is; give no --target")
-        whole = [parameters_of(models / "target")] if unpadded else targets
+        sizes = [parameters_of(models / "target")] if unpadded else targets
         short, long = read_prompts(texts, "#short"), read_prompts(texts, "#long")
         count = prompts or preset.prompts
         if count > len(short):
@@ -127,7 +127,7 @@ def main(
         repeated = repetitions or preset.repetitions
         options = BenchOptions(
             suites=tuple(suites or preset.suites),
-            targets=tuple(whole or preset.targets),
+            targets=tuple(sizes or preset.targets),
             temperatures=tuple(temperatures or (0.0, 1.0)),
             short=tuple(short[:count]),
             fresh=tuple(islice(cycle(short), count * repeated + 1)),

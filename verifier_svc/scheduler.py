@@ -348,6 +348,7 @@ class StepScheduler:
         """Commits for each session: keeps accepted nodes' KV, appends tokens, re-roots trees, publishes, counts."""
         now = time.monotonic()
         self._ngram_proposers.renew_allowance()
+        rates = self.hold_policy.rates if self.hold_policy.overlap_mode is OverlapMode.REST else (0, 0)
         commits: list[tuple[VerifierSession, StepCommit]] = []
         for work, walked in zip(step.works, walks, strict=True):
             if work.session.finished:  # closed while the pass ran
@@ -355,7 +356,7 @@ class StepScheduler:
             if walked is None:
                 self._end_prefill(step, work)
             else:
-                commits.append((work.session, self._commit_work(step, work, walked, now)))
+                commits.append((work.session, self._commit_work(step, work, walked, now, rates)))
         if step.back_to_back and any(map(_is_informative, step.sessions)):
             committed = sum(len(commit.choices) for _, commit in commits)
             self.hold_policy.learn(
@@ -385,14 +386,19 @@ class StepScheduler:
         if isinstance(session, PrefillSession) and not session.ready:
             self.close(session)
 
-    def _commit_work(self, step: StepBatch, work: SessionWork, walked: Walk, now: float) -> StepCommit:
-        """Commits what the walk chose for one session: as far as the generation may go, and to its first stop token."""
+    def _commit_work(
+        self, step: StepBatch, work: SessionWork, walked: Walk, now: float, rates: tuple[int, int]
+    ) -> StepCommit:
+        """Commits what the walk chose for one session: as far as the generation may go, and to its first stop token.
+
+        `rates`: see `step_report`.
+        """
         session, nodes = work.session, work.nodes
         choices = until_stop(walked.choices[: session.end - len(session.tokens)], session.contract.stop_ids)
         kept = walked.path[: len(choices)]
         path = [nodes[row - 1] for row in kept]
-        resting = self.hold_policy.overlap_mode is OverlapMode.REST
-        report = step_report(step, work, path, now, self.hold_policy.rates if resting else (0, 0))
+        accepted = set(path)
+        report = step_report(step, work, path, now, rates)
         if session.broadcast.watched:
             session.broadcast.show(step_tree(session, nodes, work.parents, path, choices, report))
         traced = session.traced
@@ -400,8 +406,8 @@ class StepScheduler:
         settle(work, path, choices, step.price)
         if session.heads is not None:
             session.heads.settle(session.tree, path, [choice.token for choice in choices])
-        session.calibrate_verified(nodes, set(path))
-        drafter_credits = session.credits(nodes, set(path))
+        session.calibrate_verified(nodes, accepted)
+        drafter_credits = session.credits(nodes, accepted)
         session.verified_price = step.price
         session.wire_bytes = 0
         commit = session.commit(choices, report, now, drafter_credits)

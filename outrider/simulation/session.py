@@ -61,7 +61,7 @@ class Surroundings(Protocol):
         """Return the session's verifier."""
 
     def assign(self, session: SimulatedSession) -> None:
-        """Give the session a drafter, or take it away, as its plan says."""
+        """Assign a drafter to the session, or remove it, as its plan requires."""
 
     def release(self, session: SimulatedSession) -> None:
         """Remove an ended session."""

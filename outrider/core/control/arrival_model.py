@@ -30,11 +30,6 @@ class ArrivalPattern:
         return len(self._delays)
 
     @property
-    def delays(self) -> list[float]:
-        """Seconds from the delta before to each delta; to the first, from when the commit was sent."""
-        return [delay.mean for delay in self._delays]
-
-    @property
     def gains(self) -> list[float]:
         """Expected tokens that each delta adds."""
         return [gain.mean for gain in self._gains]

@@ -1,6 +1,6 @@
 """The compiled engine for CPUs: a pass is one call into `outrider._native`, whose sources are in `src`.
 
-The engine is in `outrider.engine.cpu.engine`; `missing` tells why this machine cannot run it.
+The engine is in `outrider.engine.cpu.engine`; `missing` returns why this machine cannot run it.
 """
 
 from __future__ import annotations
