@@ -21,7 +21,7 @@ from outrider.config import ClusterConfig
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.policies import policy
 from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
-from outrider.core.tree.token_tree import Delta, Drifted
+from outrider.core.tree.delta import Delta, Drifted
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError

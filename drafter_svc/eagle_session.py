@@ -12,7 +12,7 @@ from drafter_svc.sampled_session import SampledSession
 from drafter_svc.session import DraftSession, KvMove
 from drafter_svc.topk_session import TopKSession
 from outrider.core.construction.expansion import DrafterFits
-from outrider.core.tree.token_tree import Node
+from outrider.core.tree.node import Node
 
 
 class _Recomputed(DraftSession):

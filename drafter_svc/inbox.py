@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
-from outrider.core.tree.token_tree import Hints
+from outrider.core.tree.delta import Hints
 
 MAX_QUEUED = 1024  # messages of a session that may be queued; about a hundred come in a second
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.core.tree.token_tree import Delta, Node
 from outrider.rpc.codec import FeatureRows
 
 OWN = 0  # the drafter's key as a sender in its own tree
@@ -81,7 +82,7 @@ class Mirror:
             time_price=self.time_price,
             ahead=self.ahead,
             answer_position=self.answer_position,
-            known=self.tree.known,
+            known=self.tree.committed.shortest_prefix,
             vocabulary=self.vocabulary,
             sayable=self.sayable,
         )
@@ -123,7 +124,7 @@ class Mirror:
         first = self.next_id
         added = [*self._unsent_ancestors(added), *added][: self.room]
         for node in added:
-            self.tree.name(node, OWN, self.next_id)
+            self.tree.ids.name(node, OWN, self.next_id)
             self.next_id += 1
         rescored = tuple(
             (self._identity(node), node.edge) for node in self._rescored if _was_sent(node) and self.tree.holds(node)
@@ -161,7 +162,7 @@ class Mirror:
         """Removes nodes that the upstream dropped. Returns all their (sender, id)."""
         names: list[tuple[int, int]] = []
         for identity in identities:
-            node = self.tree.node(OWN, identity)
+            node = self.tree.ids.node(OWN, identity)
             if node is not None:
                 names += node.names
                 self.tree.remove(node)

@@ -11,7 +11,8 @@ from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
-from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.node import Node
 from outrider.rpc.liveness import WorkClock
 
 CHUNK = 512  # tokens of a text that are read in one turn; takes about ten milliseconds

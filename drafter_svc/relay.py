@@ -20,7 +20,8 @@ from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan
-from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.node import Node
 from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 
 
@@ -86,7 +87,7 @@ class Relay(DraftedSession):
         before = self.tree
         self._adopt(session)
         for subscription in self.subscriptions.values():
-            self.tree.resume(subscription.sender, before.last_id(subscription.sender))
+            self.tree.ids.of(subscription.sender).resume(before.ids.of(subscription.sender).last_id)
         self._lower_tier.resend_snapshots(self)
 
     def _adopt(self, session: DraftSession) -> None:

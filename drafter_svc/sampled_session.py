@@ -12,9 +12,10 @@ from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow, rule_of
 from outrider.core.construction import Sequoia, StaticConstruction
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.digest import extend
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.static_trees import Shape
-from outrider.core.tree.token_tree import Delta, Node
 from outrider.engine.logits import LogitsRow
 
 

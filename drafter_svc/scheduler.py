@@ -25,7 +25,8 @@ from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
-from outrider.core.tree.token_tree import Delta, Hints, Node
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor

@@ -23,7 +23,7 @@ from drafter_svc.upstream import Attachment, Upstream
 from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest

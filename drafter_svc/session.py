@@ -14,7 +14,8 @@ from outrider.core.construction import Construction, Terms
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
-from outrider.core.tree.token_tree import Delta, Node
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.logits import LogitsRow
 

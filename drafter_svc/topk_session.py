@@ -14,7 +14,8 @@ from outrider.core.construction import BestFirst, Construction, StaticConstructi
 from outrider.core.construction.expansion import CANDIDATES, RESEND_THRESHOLD, Candidates, DrafterFits, floor_score
 from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
-from outrider.core.tree.token_tree import Delta, Node
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.engine.logits import LogitsRow
 
 READ_AT_ONCE = 1024  # tokens of a text that are read when the session begins; takes about two milliseconds

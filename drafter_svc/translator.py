@@ -22,8 +22,11 @@ from drafter_svc.upstream import Attachment
 from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.committed_window import settled_prefix
+from outrider.core.tree.delta import Delta, Drifted, Hints
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
-from outrider.core.tree.token_tree import Delta, Drifted, Hints, Node, TokenTree, settled_prefix
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
 from outrider.rpc.liveness import WorkClock
 

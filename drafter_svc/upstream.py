@@ -15,7 +15,7 @@ import grpc.aio
 from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.refusals import FEATURES_REFUSED, Refusals
 from drafter_svc.wire_decode import NO_FEATURES, PartialSnapshot, WantedFeatures, update_from_pb
-from outrider.core.tree.token_tree import Delta, Hints
+from outrider.core.tree.delta import Delta, Hints
 from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness
 from outrider.rpc.channels import open_channel

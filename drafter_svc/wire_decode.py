@@ -9,7 +9,7 @@ import numpy as np
 
 from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from outrider.core.session.digest import NOTHING, Prefix
-from outrider.core.tree.token_tree import ALIAS_SPAN, settled_prefix
+from outrider.core.tree.committed_window import ALIAS_SPAN, settled_prefix
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import (
     SNAPSHOT_FEATURES,

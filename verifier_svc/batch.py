@@ -16,7 +16,7 @@ from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import SHARED_NOISE, StepReport
-from outrider.core.tree.token_tree import Node
+from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.logits import Logits
 from verifier_svc.session import VerifierSession

@@ -12,7 +12,8 @@ from outrider.core.control.calibration import Calibration
 from outrider.core.control.trial_gate import TrialGate
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract, Plan
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.heads.speculator import FloatRows, HeadNodes
 from verifier_svc.ngram_proposer import prune
 
@@ -63,7 +64,7 @@ class HeadDrafts:
                 child.claim = SENDER, claimed
             if SENDER not in (sender for sender, _ in child.names):
                 self._last_id += 1
-                tree.name(child, SENDER, self._last_id)
+                tree.ids.name(child, SENDER, self._last_id)
 
     def frontier(self, tree: TokenTree, plan: Plan, depth: int, price: float) -> list[Node]:
         """Return the nodes to expand next, best first, whoever drafted them; heads draft `depth` levels."""
@@ -95,7 +96,7 @@ class HeadDrafts:
             for gate in (self.trial_gate, self._shared_gate):
                 gate.observe_unused(len(tokens))
             return
-        gain = sum(tree.origins(node) == {SENDER} for node in path)
+        gain = sum(tree.ids.origins(node) == {SENDER} for node in path)
         for gate in (self.trial_gate, self._shared_gate):
             gate.observe(gain, self.price)
         node: Node | None = tree.root

@@ -21,7 +21,7 @@ from outrider.core.control.trial_gate import TrialGate
 from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
-from outrider.core.tree.token_tree import Node
+from outrider.core.tree.node import Node
 from outrider.engine.executor import Executor
 from outrider.engine.heads.speculator import FloatRows, HeadRoot, Speculator
 from outrider.engine.kv_slots import AcquiredSlot

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.core.control.budget import CostModel, VerificationBudget
 from outrider.core.sampling.sampler import Choice
-from outrider.core.tree.token_tree import Node
+from outrider.core.tree.node import Node
 from verifier_svc.batch import SessionWork, StepVerdicts
 from verifier_svc.ngram_proposer import SENDER, LookaheadProposer
 from verifier_svc.timing import StepTimes
@@ -82,7 +82,7 @@ def settle(work: SessionWork, path: Sequence[Node], choices: Sequence[Choice], p
         return
     began = time.perf_counter()
     reached, without = proposer.lookahead.reaches([choice.token for choice in choices], price)
-    gained = sum(work.session.tree.origins(node) == {SENDER} for node in path[without:reached])
+    gained = sum(work.session.tree.ids.origins(node) == {SENDER} for node in path[without:reached])
     proposer.trial_gate.observe(gained - max(0, without - reached), work.window_price)
     spent = work.window_seconds + time.perf_counter() - began
     proposer.seconds.observe(spent)

@@ -12,7 +12,8 @@ from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
 from outrider.core.proposers.ngram_pool import GramFits
 from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 
 SENDER = 0  # the proposer's key in the tree; drafters' keys begin at 1
 CHUNK = 512  # tokens that all proposers together read beside a step; takes a few milliseconds
@@ -66,7 +67,7 @@ class NgramProposer:
         ):
             node.claim = SENDER, claimed
             self._last_id += 1
-            tree.name(node, SENDER, self._last_id)
+            tree.ids.name(node, SENDER, self._last_id)
 
     def finish(self, answer: Sequence[int]) -> None:
         """Takes the answer of the session, which has ended."""
@@ -93,7 +94,7 @@ class LookaheadProposer(NgramProposer):
 def prune(tree: TokenTree, node: Node, sender: int) -> bool:
     """Removes subtrees that only `sender` has drafted. Returns whether the node has no children left."""
     for child in list(node.children.values()):
-        if prune(tree, child, sender) and tree.origins(child) == {sender}:
+        if prune(tree, child, sender) and tree.ids.origins(child) == {sender}:
             tree.remove(child)
     return not node.children
 

@@ -25,7 +25,7 @@ from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.session.contract import OFF, Contract, Overlap
 from outrider.core.session.digest import NOTHING, Prefix
-from outrider.core.tree.token_tree import Node
+from outrider.core.tree.node import Node
 from outrider.engine.engine import Engine
 from outrider.engine.executor import Executor
 from outrider.engine.kv_slots import KvSlots

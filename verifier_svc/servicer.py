@@ -12,7 +12,7 @@ import grpc.aio
 from outrider.config import VerifierConfig
 from outrider.core.session.contract import Plan
 from outrider.core.session.digest import Prefix, extend
-from outrider.core.tree.token_tree import settled_prefix
+from outrider.core.tree.committed_window import settled_prefix
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable

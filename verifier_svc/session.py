@@ -15,8 +15,9 @@ from outrider.core.control.overlap import OverlapMode, Speed
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
 from outrider.core.session.digest import NOTHING, Prefix
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.core.tree.token_tree import Delta, Node
 from outrider.draft_server.draft_session import MAX_DRAFTERS, RESTING_PRICE, DraftedSession, Subscription
 from outrider.engine.kv_slots import AcquiredSlot
 from verifier_svc.head_drafts import SENDER as HEADS
@@ -252,8 +253,8 @@ class VerifierSession(DraftedSession):
         drafters |= self._origins
         if len(drafters) < 2:
             return ()
-        sent = Counter(sender for node in nodes for sender in self.tree.origins(node))
-        origins = [self.tree.origins(node) for node in path]
+        sent = Counter(sender for node in nodes for sender in self.tree.ids.origins(node))
+        origins = [self.tree.ids.origins(node) for node in path]
         accepted = Counter(sender for senders in origins for sender in senders)
         alone = Counter(sender for senders in origins for sender in senders if len(senders) == 1)
         return tuple(

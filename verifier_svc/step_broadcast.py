@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code
-from outrider.core.tree.token_tree import Node
 from outrider.draft_server.draft_session import DraftedSession
 from outrider.rpc.codec import plan_to_pb, report_to_pb
 from outrider.v1 import types_pb2
@@ -77,7 +77,9 @@ def step_tree(
         edges=bytes(edge_code(node.edge) for node in nodes),
         accepted=[at for at, node in enumerate(nodes) if node in accepted],
         drafters=drafters.values(),
-        senders=[min((numbers.get(sender, 0) for sender in session.tree.origins(node)), default=0) for node in nodes],
+        senders=[
+            min((numbers.get(sender, 0) for sender in session.tree.ids.origins(node)), default=0) for node in nodes
+        ],
         left_out=session.tree.size - len(nodes),
         report=report_to_pb(report),
         plan=plan_to_pb(session.plan),

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from opentelemetry.trace import Span
 
 from outrider.core.control.overlap import OverlapMode
-from outrider.core.tree.token_tree import Delta, Node, TokenTree
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 from outrider.draft_server.draft_session import DraftedSession
 from outrider.telemetry.tracing import Attributes, start_span, wall_ns
 
@@ -117,4 +119,4 @@ class TracedSteps:
 
 
 def _lives(tree: TokenTree, name: tuple[int, int]) -> bool:
-    return tree.node(*name) is not None
+    return tree.ids.node(*name) is not None

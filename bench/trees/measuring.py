@@ -28,8 +28,9 @@ from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.sampler import Choice, Sampler
 from outrider.core.session.contract import RULES, SHARED_NOISE, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.node import Node
 from outrider.core.tree.static_trees import Shape
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 
 LEVEL = 8  # nodes that a pass expands, the drafter's default; EAGLE-2's k
 ARITY = 2  # of the k-ary tree

@@ -10,7 +10,9 @@ from typing import Protocol
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.control.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan
-from outrider.core.tree.token_tree import Delta, Node, TokenTree
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 from outrider.draft_server.outbox import DraftOutbox
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import drafter_pb2 as pb
@@ -156,7 +158,7 @@ class DraftedSession(ABC):
         if subscription:
             stream.subscriptions.pop(subscription.attachment, None)
             stream.forget(subscription.attachment)
-            self.tree.forget(subscription.sender)
+            self.tree.ids.forget(subscription.sender)
 
     def dismiss(self, reason: str) -> None:
         """Removes all drafters, because the session has ended here."""
@@ -201,7 +203,7 @@ class DraftedSession(ABC):
 
     def grant(self, subscription: Subscription) -> int:
         """Return the largest id that the drafter may send from here on."""
-        credit = self.tree.last_id(subscription.sender) + max(0, self.free_nodes)
+        credit = self.tree.ids.of(subscription.sender).last_id + max(0, self.free_nodes)
         subscription.granted = max(subscription.granted, credit)
         return credit
 

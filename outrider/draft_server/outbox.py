@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.core.tree.token_tree import ALIAS_SPAN
+from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
 from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2 as pb

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.core.control.calibration import Calibration
-from outrider.core.tree.token_tree import Drifted, Hints
+from outrider.core.tree.delta import Drifted, Hints
 from outrider.draft_server.draft_session import RESTING_PRICE, DraftedSession, DraftStream, Subscription
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier

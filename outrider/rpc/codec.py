@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from outrider.core.acceptance.draft_distribution import LARGEST_WEIGHT, MAX_TOKENS, SparseRow
 from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_code, edge_from_code
-from outrider.core.tree.token_tree import Delta, Hints
 from outrider.errors import InvalidRequest
 from outrider.telemetry.tracing import SPAN_BYTES
 from outrider.v1 import drafter_pb2, types_pb2

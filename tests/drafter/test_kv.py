@@ -18,7 +18,7 @@ from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.engine import PAGE
 from outrider.engine.logits import HostLogits, Logits

@@ -14,7 +14,8 @@ from outrider.core.proposers.lookup import Lookups
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, TokenTree
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.token_tree import TokenTree
 
 PLAN = Plan(version=1, depth=6, width=2, nodes=6)
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8] * 3

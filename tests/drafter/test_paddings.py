@@ -21,7 +21,7 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.session.contract import RULES, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, Hints
+from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.device import DeviceEngine
 from outrider.engine.logits import Best, HostLogits, LogitsRow, logits_rows
 from tests.e2e.tiny import make_tiny

@@ -17,7 +17,9 @@ from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
 from outrider.core.control.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, Hints, Node, TokenTree
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
 from outrider.engine.logits import HostLogits, logits_rows
 from outrider.errors import Overloaded
@@ -140,7 +142,7 @@ class Three:
         for path, node in paths(self.lower.tree).items():
             for own, identity in node.names:
                 assert own == OWN
-                assert self.session.tree.node(sender, identity) is middle[path]
+                assert self.session.tree.ids.node(sender, identity) is middle[path]
 
 
 def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
@@ -174,7 +176,7 @@ def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: lis
                 snapshot = MirrorSnapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, sayable=target)
                 three.session = TopKSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
                 three.upper = TokenTree(old.tokens)
-                three.upper.resume(1, old.next_id - 1)
+                three.upper.ids.of(1).resume(old.next_id - 1)
                 three.relay.restart(three.session)
                 three.check()
 

@@ -11,9 +11,10 @@ from drafter_svc.sampled_session import SampledSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.delta import Delta, Drifted
 from outrider.core.tree.sampled_tree import SampledTree
 from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape, size_of
-from outrider.core.tree.token_tree import Delta, Drifted, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.logits import HostLogits, logits_rows
 from outrider.errors import InvalidRequest
 from outrider.rpc.codec import delta_from_pb, delta_to_pb

@@ -17,7 +17,7 @@ from drafter_svc.scheduler import DraftScheduler, ScheduledSession
 from drafter_svc.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
-from outrider.core.tree.token_tree import settled_prefix
+from outrider.core.tree.committed_window import settled_prefix
 from outrider.engine.batch import Segment
 from outrider.engine.logits import HostLogits, Logits
 from tests.loops import no_stall

@@ -12,7 +12,9 @@ from outrider.core.construction import construction_of
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, Node, TokenTree
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.logits import HostLogits, logits_rows
 
 VOCABULARY = 12

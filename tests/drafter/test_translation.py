@@ -29,7 +29,9 @@ from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, TokenTree, settled_prefix
+from outrider.core.tree.committed_window import settled_prefix
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.token_tree import TokenTree
 from tests.drafter.other_tokenizer import MODELS, make_other
 from tests.loops import no_stall
 

@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import delta_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S

@@ -11,7 +11,8 @@ from drafter_svc.mirror import MirrorSnapshot
 from drafter_svc.topk_session import TopKSession
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
-from outrider.core.tree.token_tree import Delta, Node
+from outrider.core.tree.delta import Delta
+from outrider.core.tree.node import Node
 from outrider.v1 import drafter_pb2 as pb
 from tests.model.language import VOCABULARY, WORDS, choice
 from tests.model.routing import Note

@@ -12,7 +12,8 @@ from outrider.core.control.calibration import Calibration
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta, Drifted, Node
+from outrider.core.tree.delta import Delta, Drifted
+from outrider.core.tree.node import Node
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.errors import OutriderError

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outrider.core.acceptance import SparseRow
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_from_code
-from outrider.core.tree.token_tree import Delta, Hints
 from outrider.errors import InvalidRequest
 from outrider.rpc import codec
 from outrider.telemetry.tracing import SPAN_BYTES

@@ -8,7 +8,7 @@ from outrider.core.control.arrival_model import ArrivalPatterns
 from outrider.core.control.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.engine.kv_slots import AcquiredSlot

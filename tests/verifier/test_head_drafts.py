@@ -16,7 +16,7 @@ from outrider.core.control.calibration import Calibration
 from outrider.core.control.trial_gate import TRIAL, TrialGate
 from outrider.core.session.contract import OFF, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.engine.engine import Engine
 from outrider.engine.heads.config import KINDS, Kind
 from outrider.engine.heads.loading import check_heads, load_speculator

@@ -18,7 +18,7 @@ from outrider.core.proposers.lookup import fits
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import OFF, RULES, Contract, Plan, StepReport
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.kv_slots import AcquiredSlot

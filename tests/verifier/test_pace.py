@@ -13,7 +13,7 @@ from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.control.overlap import OverlapMode
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.draft_server.ticket_verifier import TicketVerifier

@@ -20,7 +20,7 @@ from outrider.core.control.budget import CostModel
 from outrider.core.control.calibration import Calibration
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream
 from outrider.engine.checkpoints.checkpoint import SAYABLE
 from outrider.engine.loading import load_engine
@@ -108,7 +108,7 @@ async def plain(loop: StepScheduler, **terms: Any) -> list[int]:
 
 def draft(session: VerifierSession, tokens: Sequence[int], sender: int = DRAFTER) -> None:
     """A drafter sends a chain below the session's root."""
-    count, first = len(tokens), session.tree.last_id(sender) + 1
+    count, first = len(tokens), session.tree.ids.of(sender).last_id + 1
     parents = (0, *range(first, first + count - 1))
     root, digest = len(session.tokens) - 1, extend(EMPTY, session.tokens)
     session.tree.graft(sender, Delta(root, digest, first, parents, tuple(tokens), (-0.125,) * count))
@@ -127,7 +127,7 @@ def bush(session: VerifierSession, tokens: Sequence[int], chance: random.Random)
         first = len(nodes)
         nodes += level
         right, wrong = first + level.index((right, token)), first + level.index((right, others[0]))
-    first_id = session.tree.last_id(DRAFTER) + 1
+    first_id = session.tree.ids.of(DRAFTER).last_id + 1
     session.tree.graft(
         DRAFTER,
         Delta(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.core.tree.token_tree import ALIAS_SPAN
+from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.draft_server.draft_session import DraftStream
 from outrider.draft_server.outbox import CONTROL_FRAMES
 from outrider.errors import Overloaded

@@ -11,7 +11,7 @@ import pytest
 from outrider.core.control.budget import CostModel
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
 from outrider.engine.loading import load_engine

@@ -12,7 +12,8 @@ from itertools import islice
 from outrider.core.construction.construction import Terms
 from outrider.core.construction.expansion import floor_score, frontier, propose
 from outrider.core.session.contract import Plan
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 
 
 class BestFirst:

@@ -14,9 +14,10 @@ from outrider.core.construction.self_repetition import Hint, RepeatFit
 from outrider.core.sampling.filters import FloatRow, best_of
 from outrider.core.session.contract import Plan
 from outrider.core.stats import Ema
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.static_trees import RankRates
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 
 CANDIDATES = 64  # best tokens of a row that are considered; the rest of the vocabulary is ignored
 RANKS = 16  # ranks among a row's candidates whose acceptance is measured

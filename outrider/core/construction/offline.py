@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from outrider.core.construction.construction import Construction, Terms
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 
 SENDER = 0  # the sender under which the tree records sent nodes
 
@@ -32,4 +33,4 @@ def grow(
 
 def _name_nodes(tree: TokenTree, nodes: Sequence[Node]) -> None:
     for node in nodes:
-        tree.name(node, SENDER, tree.last_id(SENDER) + 1)
+        tree.ids.name(node, SENDER, tree.ids.of(SENDER).last_id + 1)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from outrider.core.construction.construction import Terms
 from outrider.core.session.contract import Plan
+from outrider.core.tree.node import Node
 from outrider.core.tree.static_trees import Shape, best_shape, chain_shape, k_ary_shape, priced_shape
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 
 
 class StaticConstruction(ABC):

@@ -23,8 +23,9 @@ from outrider.core.proposers.retrieval import Retrieval
 from outrider.core.proposers.suffixes import FinishedOutputs, SessionSuffixes, TenantOutputs
 from outrider.core.sampling.noise import gumbel_at
 from outrider.core.session.contract import SHARED_NOISE, Contract
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import ConfigError
 
 LookupMethod = Literal["prompt-lookup", "suffix", "retrieval"]

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix
-from outrider.core.tree.token_tree import Delta, Grafted, Hints, Node, TokenTree, as_claimed
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import Grafted, TokenTree, as_claimed
 from outrider.errors import InvalidRequest
 
 
@@ -35,19 +37,19 @@ class SampledTree(TokenTree):
         A delta under an earlier root adds nothing. Raises what `TokenTree.graft` raises, and InvalidRequest for
         children that cannot have been drawn from their q, or that arrive in several parts.
         """
-        self._check_root(delta)
-        entry = self._sender(sender)
-        ids = range(delta.first_id, delta.first_id + len(delta.tokens))
-        if delta.first_id <= entry.last_id:
+        self.committed.check_root(delta.root_position, delta.root_digest)
+        ids = self.ids.of(sender)
+        if delta.first_id <= ids.last_id:
             return Grafted([], [])
-        entry.last_id = max(entry.last_id, delta.first_id + len(delta.tokens) - 1)
+        new = range(delta.first_id, delta.first_id + len(delta.tokens))
+        ids.last_id = max(ids.last_id, new.stop - 1)
         if delta.root_position != self.root.position:
             return Grafted([], [])
         added: list[Node] = []
         rows = iter(delta.drawn)
         opened: set[int] = set()
-        for identity, parent_id, token, edge in zip(ids, delta.parents, delta.tokens, delta.edges, strict=True):
-            parent = entry.nodes.get(parent_id) if parent_id else self.root
+        for identity, parent_id, token, edge in zip(new, delta.parents, delta.tokens, delta.edges, strict=True):
+            parent = ids.nodes.get(parent_id) if parent_id else self.root
             if parent is None:
                 raise InvalidRequest("parents", f"node {identity} names parent {parent_id}, which is not there")
             if parent_id not in opened:

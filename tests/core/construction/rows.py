@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.core.construction import Construction, Terms, grow
-from outrider.core.tree.token_tree import Node, TokenTree
+from outrider.core.tree.node import Node
+from outrider.core.tree.token_tree import TokenTree
 
 Path = tuple[int, ...]
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from outrider.core.control.tier_selection import TierSwitch
-from outrider.core.tree.token_tree import Delta, Hints, TokenTree
+from outrider.core.tree.delta import Delta, Hints
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
 
 BOTH, UPPER, LOWER = frozenset({0, 1}), frozenset({0}), frozenset({1})
@@ -103,9 +104,9 @@ def test_who_drafted_a_node_is_kept_and_not_who_sent_it_on() -> None:
     tree.graft(1, chain([5, 6], 1), origin=9)
     tree.graft(1, chain([5], 3))
     five = tree.root.children[5]
-    assert (tree.origins(five), tree.origins(five.children[6])) == ({1, 9}, {9})
+    assert (tree.ids.origins(five), tree.ids.origins(five.children[6])) == ({1, 9}, {9})
     tree.commit([5])
-    assert tree.origins(tree.root.children[6]) == {9}
+    assert tree.ids.origins(tree.root.children[6]) == {9}
 
 
 def test_hints_raise_lower_and_add_and_under_another_root_change_nothing() -> None:
@@ -136,7 +137,7 @@ def test_hints_never_fill_a_tree_beyond_its_capacity() -> None:
 
 def test_a_drafter_goes_on_under_its_ids_in_another_tree() -> None:
     tree = TokenTree([1])
-    tree.resume(1, 40)
+    tree.ids.of(1).resume(40)
     assert not tree.graft(1, chain([5], 40)).added
     assert not tree.graft(1, chain([6], 41, parents=(12,))).added  # below a node that the other tree held
     assert len(tree.graft(1, chain([5], 42)).added) == 1

@@ -9,8 +9,9 @@ import pytest
 from outrider.core.acceptance import SparseRow
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, Prefix, extend
+from outrider.core.tree.delta import Delta, Drifted, Hints
 from outrider.core.tree.sampled_tree import SampledTree, tree_of
-from outrider.core.tree.token_tree import Delta, Drifted, Hints, TokenTree
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
 
 PROMPT = (1, 2)
@@ -36,7 +37,7 @@ def test_the_rule_decides_what_a_tree_is(rule: str, kind: type[TokenTree]) -> No
     contract, text = Contract(seed=0, max_tokens=9, rule=rule), [*range(600)]
     tree = tree_of(contract, text, capacity=7, known=Prefix(590, extend(EMPTY, text[:590])))
     assert type(tree) is kind
-    assert (tree.capacity, min(tree._tokens), tree.digest) == (7, 590, extend(EMPTY, text))
+    assert (tree.capacity, min(tree.committed._tokens), tree.digest) == (7, 590, extend(EMPTY, text))
     assert tree_of(contract, text).digest == tree.digest
     assert tree_of(contract, PROMPT).capacity == TokenTree(PROMPT).capacity == 1024
 
@@ -50,8 +51,8 @@ def test_children_come_with_the_distribution_that_they_were_drawn_from() -> None
     assert (tree.root.q, seven.q, tree.root.children[5].q) == (ROW, OTHER, None)
     assert [node.edge for node in grafted.added] == [-0.25, -0.5, -0.125]
     assert [node.claim for node in grafted.added] == [(3, -0.5), (3, -1.0), (3, -0.25)]
-    assert tree.node(3, 3) is seven.children[8]
-    assert tree.last_id(3) == 3
+    assert tree.ids.node(3, 3) is seven.children[8]
+    assert tree.ids.of(3).last_id == 3
     assert tree.graft(3, delta(tree, parents=(3,), tokens=(9,), edges=(0.0,), drawn=(OTHER,), first_id=4)).added
     tree.check_integrity()
 
@@ -61,7 +62,7 @@ def test_ids_that_were_sent_before_change_nothing(first_id: int) -> None:
     tree = SampledTree(PROMPT)
     tree.graft(3, delta(tree))
     assert tree.graft(3, delta(tree, first_id=first_id)) == ([], [])
-    assert (tree.size, tree.last_id(3)) == (3, 3)
+    assert (tree.size, tree.ids.of(3).last_id) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_what_was_drawn_under_another_root_is_passed_over_and_its_ids_are_used_u
     late = delta(tree)
     tree.commit([4])
     assert tree.graft(3, late) == ([], [])
-    assert (tree.size, tree.last_id(3)) == (0, 3)
+    assert (tree.size, tree.ids.of(3).last_id) == (0, 3)
     with pytest.raises(Drifted):
         tree.graft(3, delta(tree, root_digest=0, first_id=9))
 
@@ -125,7 +126,7 @@ def test_a_commit_returns_its_path_and_leaves_nothing_to_draw_on() -> None:
     first, _, below = tree.graft(3, delta(tree)).added
     assert tree.commit([7]) == [first]
     assert (tree.size, tree.root.children, tree.root.q) == (0, {}, None)
-    assert tree.node(3, 3) is None
+    assert tree.ids.node(3, 3) is None
     assert not tree.holds(below)
     assert len(tree.graft(3, delta(tree, first_id=4, parents=(0, 0, 4))).added) == 3
     tree.check_integrity()

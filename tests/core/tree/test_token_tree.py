@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.core.session.digest import EMPTY, NOTHING, Prefix, extend
+from outrider.core.tree.committed_window import ALIAS_SPAN, settled_prefix
+from outrider.core.tree.delta import Delta, Drifted, Hints
+from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
-from outrider.core.tree.token_tree import ALIAS_SPAN, Delta, Drifted, Hints, Node, TokenTree, settled_prefix
+from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
 
 OWN = 0
@@ -47,7 +50,7 @@ def chain(tree: TokenTree, tokens: list[int], first_id: int, edge: float = -0.5)
     node = tree.root
     for identity, token in enumerate(tokens, first_id):
         node = tree.add(node, token, edge)
-        tree.name(node, OWN, identity)
+        tree.ids.name(node, OWN, identity)
         nodes.append(node)
     return delta_for(tree, nodes, first_id)
 
@@ -75,10 +78,10 @@ def test_a_commit_off_the_tree_leaves_an_empty_one() -> None:
 def test_late_children_of_a_committed_node_are_still_good() -> None:
     sender, receiver = TokenTree([1]), TokenTree([1])
     receiver.graft(1, chain(sender, [5, 6], 1))
-    node = sender.node(OWN, 2)
+    node = sender.ids.node(OWN, 2)
     assert node is not None
     child = sender.add(node, 7, -0.25)
-    sender.name(child, OWN, 3)
+    sender.ids.name(child, OWN, 3)
     late = delta_for(sender, [child], 3)
     receiver.commit([5, 6])
     assert len(receiver.graft(1, late).added) == 1
@@ -99,10 +102,10 @@ def test_a_late_node_that_was_decided_otherwise_is_dead_and_so_are_its_descendan
     late = chain(sender, [5, 6, 7], 1)
     receiver.commit([5, 9])
     assert receiver.graft(1, late) == ([], [])
-    node = sender.node(OWN, 3)
+    node = sender.ids.node(OWN, 3)
     assert node is not None
     child = sender.add(node, 4, -0.5)
-    sender.name(child, OWN, 4)
+    sender.ids.name(child, OWN, 4)
     assert receiver.graft(1, delta_for(sender, [child], 4)) == ([], [])
     assert receiver.size == 0
     receiver.commit([3])
@@ -154,7 +157,7 @@ def test_two_drafters_merge_by_path_and_the_larger_score_stays() -> None:
     assert paths(receiver)[5, 6] == pytest.approx(math.exp(-1.0))
     receiver.check_integrity()
     receiver.commit([5])
-    receiver.forget(2)
+    receiver.ids.forget(2)
     receiver.check_integrity()
     assert set(paths(receiver)) == {(6,), (6, 7)}
 
@@ -176,7 +179,7 @@ def test_aliases_expire_and_the_books_stay_bounded() -> None:
     for step in range(2 * ALIAS_SPAN):
         receiver.commit([step % 7])
     receiver.check_integrity()
-    assert len(receiver._tokens) == len(receiver._digests) == ALIAS_SPAN + 1
+    assert len(receiver.committed) == len(receiver.committed._digests) == ALIAS_SPAN + 1
     assert receiver.digest == extend(EMPTY, [1, 5, *(step % 7 for step in range(2 * ALIAS_SPAN))])
     old = Delta(1, extend(EMPTY, [1, 5]), 2, (1,), (0,), (0.0,))
     assert not receiver.graft(1, old).added
@@ -201,11 +204,11 @@ def test_what_a_forgotten_drafter_had_committed_expires_when_it_is_back() -> Non
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.commit([5])
-    tree.forget(1)
+    tree.ids.forget(1)
     tree.graft(1, Delta(tree.root.position, tree.digest, 1, (0,), (6,), (-0.5,)))
     for _ in range(ALIAS_SPAN + 1):
         tree.commit([7])
-    assert not tree._aliases
+    assert not tree.ids._aliases
     tree.check_integrity()
 
 
@@ -312,13 +315,13 @@ def test_what_a_drafter_claims_counts_for_as_much_as_it_is_judged_to_be_worth() 
     tree.graft(3, chain(TokenTree([1]), [5, 7], 2, edge=-0.25))
     assert grafted.added[0].claim == (3, -0.25)
     assert tree.claimants() == {3, 4}
-    assert tree.origins(grafted.added[0]) == {8, 3}
+    assert tree.ids.origins(grafted.added[0]) == {8, 3}
     for node in grafted.added:
         tree.rescore(node, -1.0)
     tree.graft(4, Delta(0, tree.digest, 3, (), (), (), rescored=((2, -0.125),), version=1), lambda edge: 2 * edge)
     assert (grafted.added[1].edge, grafted.added[1].claim) == (-0.25, (4, -0.125))
     tree.commit([9])
-    assert not tree._sender(4).origins
+    assert not tree.ids.of(4).origins
 
 
 def test_below_a_node_that_the_tree_s_own_model_has_expanded_its_judgement_stands() -> None:
@@ -368,15 +371,15 @@ def test_books_that_are_wrong_are_noticed() -> None:
     with pytest.raises(AssertionError):
         broken.check_integrity()
     broken = tree()
-    broken._sender(1).nodes[2] = broken.root
+    broken.ids.of(1).nodes[2] = broken.root
     with pytest.raises(AssertionError):
         broken.check_integrity()
     broken = tree()
-    broken._sender(1).nodes[3] = Node(9, 1, None, 0.0)
+    broken.ids.of(1).nodes[3] = Node(9, 1, None, 0.0)
     with pytest.raises(AssertionError):
         broken.check_integrity()
     broken = tree()
-    broken._sender(1).committed[9] = 1
+    broken.ids.of(1).committed[9] = 1
     with pytest.raises(AssertionError):
         broken.check_integrity()
 
@@ -385,10 +388,10 @@ def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.graft(2, chain(TokenTree([1]), [5], 1))
-    tree.forget(1)
-    tree.forget(7)  # nobody
+    tree.ids.forget(1)
+    tree.ids.forget(7)  # nobody
     five = tree.root.children[5]
-    assert (five.names, tree.last_id(1), tree.node(1, 1)) == ([(2, 1)], 0, None)
+    assert (five.names, tree.ids.of(1).last_id, tree.ids.node(1, 1)) == ([(2, 1)], 0, None)
     assert len(tree.graft(1, chain(TokenTree([1]), [6], 1)).added) == 1
 
 
@@ -396,7 +399,7 @@ def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
 def test_a_tree_looks_at_as_many_tokens_as_late_nodes_may_turn_out_to_be(length: int) -> None:
     text = [*range(length)]
     assert settled_prefix(text).length == length - ALIAS_SPAN - 1
-    assert [*TokenTree(text)._tokens.items()] == [(at, at) for at in range(length - ALIAS_SPAN - 1, length)]
+    assert [*TokenTree(text).committed._tokens.items()] == [(at, at) for at in range(length - ALIAS_SPAN - 1, length)]
 
 
 @given(st.floats(-30, 0))
@@ -450,7 +453,7 @@ class TwoCopies(RuleBasedStateMachine):
         for token in tokens:
             if token not in node.children and self.lower.size < 60:
                 child = self.lower.add(node, token, edge_from_code(token * 8))
-                self.lower.name(child, OWN, self.next_id + len(added))
+                self.lower.ids.name(child, OWN, self.next_id + len(added))
                 added.append(child)
         if added:
             self.deltas.append(delta_for(self.lower, added, self.next_id))
@@ -461,7 +464,7 @@ class TwoCopies(RuleBasedStateMachine):
         if self.deltas:
             delta = self.deltas.pop(0)
             for _, identity in self.upper.graft(7, delta).dropped:
-                dropped = self.lower.node(OWN, identity)
+                dropped = self.lower.ids.node(OWN, identity)
                 if dropped is not None:
                     self.lower.remove(dropped)
             if twice:
@@ -469,7 +472,7 @@ class TwoCopies(RuleBasedStateMachine):
 
     @rule(other=st.lists(st.integers(0, 3), min_size=1, max_size=3))
     def graft_of_another_drafter(self, other: list[int]) -> None:
-        last = self.upper.last_id(9)
+        last = self.upper.ids.of(9).last_id
         copy = TokenTree(self.committed)
         self.upper.graft(9, chain(copy, other, last + 1, edge=-0.75))
 
@@ -520,9 +523,9 @@ def test_a_tree_that_is_given_the_digest_of_a_part_is_the_same(length: int, cuts
     assert known == settled_prefix(text[:length]) == Prefix(known.length, extend(EMPTY, text[: known.length]))
     plain, given_it = TokenTree(text[:length]), TokenTree(text[:length], known=known)
     assert given_it.digest == plain.digest == extend(EMPTY, text[:length])
-    assert (given_it._tokens, given_it._digests) == (plain._tokens, plain._digests)
+    assert vars(given_it.committed) == vars(plain.committed)
     for token in text[length:]:
         given_it.commit([token])
-    again = TokenTree(text, known=given_it.known)
+    again = TokenTree(text, known=given_it.committed.shortest_prefix)
     assert again.digest == extend(EMPTY, text)
     assert again.root.position == len(text) - 1

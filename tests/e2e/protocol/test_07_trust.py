@@ -17,7 +17,7 @@ from outrider.core.control.arrival_model import ArrivalPatterns
 from outrider.core.control.budget import CostModel
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.token_tree import Delta
+from outrider.core.tree.delta import Delta
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.fleet.local import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
