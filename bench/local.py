@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.requests import BenchRequest
+from drafter_svc.loading import load_part as load_draft
 from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.servicer import load_part as load_draft
 from drafter_svc.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig

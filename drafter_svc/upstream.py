@@ -95,7 +95,6 @@ class Upstream:
         self,
         address: str,
         hello: pb.Hello,
-        vocabulary: int,
         listener: Listener,
         count_refusal: Callable[[], None],
         tls: Tls | None = None,
@@ -105,7 +104,6 @@ class Upstream:
         self.attachments: dict[str, Attachment] = {}
         self.refusals = Refusals()
         self._hello = hello
-        self._vocabulary = vocabulary
         self._listener = listener
         self._count_refusal = count_refusal
         self._tls = tls
@@ -290,7 +288,7 @@ class Upstream:
             return
         if attachment.traced is not None:
             attachment.traced.start_draft()
-        vocabulary = attachment.parts.vocabulary or self._vocabulary
+        vocabulary = attachment.parts.vocabulary or self._hello.vocabulary
         try:
             if kind == "closed":
                 self._log_reason(message.reason)
@@ -300,7 +298,7 @@ class Upstream:
             elif message.epoch != attachment.epoch:
                 self._count_refusal()
             elif kind == "snapshot":
-                snapshot = attachment.parts.add_part(message, self._vocabulary, self._features)
+                snapshot = attachment.parts.add_part(message, self._hello.vocabulary, self._features)
                 if snapshot is not None:
                     self.refusals.opened(attachment.key)
                     self._listener.opened(attachment, snapshot)

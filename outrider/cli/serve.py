@@ -172,7 +172,7 @@ def router(
     with _server_process("router", config, loads="tokenizers", checkpoints=config.models.values()) as announce:
 
         def service() -> Coroutine[Any, Any, None]:
-            from router.api.servicer import run
+            from router.server import run
 
             return run(config, redis, announce=announce)
 
@@ -330,7 +330,7 @@ def drafter(
                 from outrider.fleet import ranks
 
                 return ranks.run("drafter", config, redis, announce=announce)
-            from drafter_svc.servicer import run
+            from drafter_svc.server import run
 
             return run(config, redis, announce=announce)
 

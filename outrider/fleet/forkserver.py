@@ -20,7 +20,7 @@ from outrider.fleet import process_env
 from outrider.fleet.command_line import MODULE, show_command_line
 
 READY = b"ready"  # the first message; each later message is the pid of a requested server
-SERVERS = ("outrider.cli.main", "router.api.servicer", "verifier_svc.server", "drafter_svc.servicer")
+SERVERS = ("outrider.cli.main", "router.server", "verifier_svc.server", "drafter_svc.server")
 
 
 def main() -> None:

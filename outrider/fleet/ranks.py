@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PLACE_S = 60.0  # timeout for Ray to place the ranks
 # The module of each role that has `run` and `load_part`.
-SERVICES = {"verifier": "verifier_svc.server", "drafter": "drafter_svc.servicer"}
+SERVICES = {"verifier": "verifier_svc.server", "drafter": "drafter_svc.server"}
 
 log = logging.getLogger(__name__)
 

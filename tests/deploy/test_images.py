@@ -78,9 +78,7 @@ def test_the_wheel_that_images_install_has_everything_of_our_packages() -> None:
                 assert any(fnmatch(name, pattern) for pattern in kept), name
 
 
-@pytest.mark.parametrize(
-    ("target", "module"), [("router", "router.api.servicer"), ("gateway", "outrider.gateway.server")]
-)
+@pytest.mark.parametrize(("target", "module"), [("router", "router.server"), ("gateway", "outrider.gateway.server")])
 def test_routers_and_gateways_run_without_torch(target: str, module: str) -> None:
     extra = re.findall(r"\[(\w+)\]\"", " ".join(stages()[f"{target}-packages"]))
     assert extra == [target]
@@ -90,7 +88,7 @@ def test_routers_and_gateways_run_without_torch(target: str, module: str) -> Non
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("module", ["verifier_svc.server", "drafter_svc.servicer"])
+@pytest.mark.parametrize("module", ["verifier_svc.server", "drafter_svc.server"])
 def test_workers_run_without_torch_unless_it_is_asked_for(module: str) -> None:
     assert "ARG EXTRAS=serve" in stages()["worker-packages"]
     assert not [need for need in PROJECT["project"]["optional-dependencies"]["serve"] if need.startswith("torch")]

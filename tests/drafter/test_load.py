@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drafter_svc.servicer import load_part, with_model, without_model
+from drafter_svc.loading import load_part, with_model, without_model
 from outrider.config import DrafterConfig
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import ConfigError
@@ -33,17 +33,17 @@ def test_a_drafter_is_loaded_as_its_section_says() -> None:
 
 async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
     config = DrafterConfig(model=TARGET, layers=3)
-    servicer, _ = with_model(config, "drafter-x", KEYS)
+    servicer = with_model(config, "drafter-x", KEYS)
     worker = servicer.describe("127.0.0.1:1")
     assert (worker.model, worker.parameters) == ("target", load_part(config).parameters)
-    servicer, _ = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
+    servicer = with_model(config.model_copy(update={"name": "half"}), "drafter-x", KEYS)
     assert servicer.describe("127.0.0.1:1").model == "half"
 
 
 def test_a_drafter_without_a_model_reads_no_weights_and_takes_what_the_model_would() -> None:
-    servicer, scheduler = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
+    servicer = without_model(DrafterConfig(model=TARGET, drafts="suffix", slots=3), "drafter-x")
     worker = servicer.describe("127.0.0.1:1")
-    assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(scheduler.members))
+    assert (worker.parameters, worker.slots, worker.sessions) == (0, 3, len(servicer.scheduler.members))
     engine = load_part(DrafterConfig(model=TARGET))
     assert (worker.vocabulary, worker.tokenizer_digest) == (engine.vocabulary, engine.tokenizer_digest)
 
@@ -67,6 +67,6 @@ def test_one_of_another_family_drafts(tmp_path: Path) -> None:
 def test_without_its_model_only_the_configuration_is_read(tmp_path: Path) -> None:
     folder = make_family(tmp_path, "gpt2")
     (folder / "model.safetensors").unlink()
-    servicer, _ = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")
+    servicer = without_model(DrafterConfig(model=folder, drafts="suffix"), "d")
     described = servicer.describe("h:1")
     assert (described.vocabulary, described.context, described.parameters) == (131, CONTEXT, 0)

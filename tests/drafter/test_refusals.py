@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafter_svc import servicer
+from drafter_svc import upstream_pool
 from drafter_svc.refusals import MAX_SESSIONS, UPSTREAM_ENDED, Refusals
 from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.upstream import Attachment
+from drafter_svc.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.core.session.speculation_status import MAX_DETAIL
 from outrider.errors import InternalError, TokenizerMismatch, Unavailable
@@ -92,12 +93,14 @@ class Call:
 @asynccontextmanager
 async def reaching_nobody() -> AsyncIterator[DraftServicer]:
     """A drafter whose upstreams are ports of nobody."""
-    drafter = DraftServicer(DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, 4, 0))
-    drafter.serve(Idle())  # type: ignore[arg-type]
+    upstreams, idle = UpstreamPool(pb.Hello(vocabulary=100)), Idle()
+    upstreams.serve(idle)  # type: ignore[arg-type]
+    capacity = Capacity(b"digest", 100, 1000, 4, 0)
+    drafter = DraftServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, idle)  # type: ignore[arg-type]
     try:
         yield drafter
     finally:
-        await drafter.close()
+        await upstreams.close()
 
 
 async def attach(drafter: DraftServicer, upstream: str) -> pb.AttachResponse:
@@ -108,7 +111,7 @@ async def attach(drafter: DraftServicer, upstream: str) -> pb.AttachResponse:
 async def test_a_session_that_is_tried_again_is_refused_once() -> None:
     async with reaching_nobody() as drafter:
         await attach(drafter, "127.0.0.1:1")
-        upstream = drafter._upstreams["127.0.0.1:1"]
+        upstream = drafter.upstreams.upstreams["127.0.0.1:1"]
         upstream.refusals.closed(KEY, "unknown session")
         upstream._drop(upstream.attachments["session"])
         assert (await attach(drafter, "127.0.0.1:1")).refused == "unknown session"
@@ -126,12 +129,12 @@ def test_refusals_are_cut_and_their_number_is_bounded() -> None:
 async def test_a_stream_that_was_idle_for_long_is_used_again_and_others_are_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servicer, "IDLE_S", -1.0)  # all are
+    monkeypatch.setattr(upstream_pool, "IDLE_S", -1.0)  # all are
     async with reaching_nobody() as drafter:
         await attach(drafter, "127.0.0.1:1")
-        first = drafter._upstreams["127.0.0.1:1"]
+        first = drafter.upstreams.upstreams["127.0.0.1:1"]
         first.detach(first.attachments["session"])
         await attach(drafter, "127.0.0.1:1")
-        assert [*drafter._upstreams.values()] == [first]
+        assert [*drafter.upstreams.upstreams.values()] == [first]
         await attach(drafter, "127.0.0.1:2")
-        assert [*drafter._upstreams] == ["127.0.0.1:2"]
+        assert [*drafter.upstreams.upstreams] == ["127.0.0.1:2"]

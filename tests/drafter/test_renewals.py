@@ -23,7 +23,7 @@ class Rig:
         self.refused = 0
         self.attachment = Attachment("s", "", 1, b"")
         self.scheduler = NgramScheduler(Lookups("suffix", None), slots=1, send=lambda *_: None, resync=self._resync)
-        self.upstream = Upstream("127.0.0.1:1", pb.Hello(), 16, self.scheduler, self._refuse)
+        self.upstream = Upstream("127.0.0.1:1", pb.Hello(vocabulary=16), self.scheduler, self._refuse)
         self.upstream._open = True
         self.upstream.attach(self.attachment)
 

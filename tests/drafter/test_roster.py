@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.upstream import Attachment
+from drafter_svc.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.rpc.liveness import WorkClock
 from outrider.v1 import drafter_pb2 as pb
@@ -49,10 +50,10 @@ class Call:
 class Rig:
     def __init__(self) -> None:
         self.loop = Loop()
-        self.servicer = DraftServicer(
-            DrafterConfig(model=Path()), "drafter-x", Capacity(b"digest", 100, 1000, SLOTS, 0)
-        )
-        self.servicer.serve(self.loop)  # type: ignore[arg-type]
+        upstreams = UpstreamPool(pb.Hello(vocabulary=100))
+        upstreams.serve(self.loop)  # type: ignore[arg-type]
+        capacity, loop = Capacity(b"digest", 100, 1000, SLOTS, 0), self.loop
+        self.servicer = DraftServicer(DrafterConfig(model=Path()), "drafter-x", capacity, upstreams, loop)  # type: ignore[arg-type]
 
     async def attach(self, epoch: int, *, session: str = "s", upstream: str = UPSTREAM, ticket: bytes = b"") -> None:
         request = pb.AttachRequest(session_id=session, epoch=epoch, upstream=upstream, ticket=ticket)
@@ -68,7 +69,7 @@ class Rig:
         """Where, for which session, under which epoch and ticket."""
         return [
             (upstream.address, attachment.session_id, attachment.epoch, attachment.ticket)
-            for upstream in self.servicer._upstreams.values()
+            for upstream in self.servicer.upstreams.upstreams.values()
             for attachment in upstream.attachments.values()
         ]
 
@@ -77,7 +78,7 @@ class Rig:
 async def rig() -> AsyncIterator[Rig]:
     rig = Rig()
     yield rig
-    await rig.servicer.close()
+    await rig.servicer.upstreams.close()
 
 
 async def test_a_higher_epoch_replaces_and_an_older_one_changes_nothing(rig: Rig) -> None:

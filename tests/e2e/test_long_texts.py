@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from drafter_svc.servicer import run as run_drafter
+from drafter_svc.server import run as run_drafter
 from outrider.config import DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
@@ -31,7 +31,7 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.inference_pb2_grpc import InferenceStub
-from router.api.servicer import run as run_router
+from router.server import run as run_router
 from tests.e2e.conftest import MODELS
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.hostile.rig import serving

@@ -15,7 +15,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from drafter_svc.exclusive_settings import check_settings
-from drafter_svc.servicer import load_part as load_drafter_part
+from drafter_svc.loading import load_part as load_drafter_part
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import outrider
-from drafter_svc.servicer import run as run_drafter
+from drafter_svc.server import run as run_drafter
 from outrider.core.session.digest import EMPTY, extend
 from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
 from outrider.errors import OutriderError

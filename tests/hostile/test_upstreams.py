@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from drafter_svc import servicer, upstream
-from drafter_svc.servicer import run as run_drafter
+from drafter_svc import upstream, upstream_pool
+from drafter_svc.server import run as run_drafter
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.v1 import drafter_pb2 as pb
@@ -109,7 +109,7 @@ async def test_attachments_that_come_at_once_while_an_idle_stream_ends_are_one(
         await close(one)
 
     monkeypatch.setattr(upstream.Upstream, "close", slowly)
-    monkeypatch.setattr(servicer, "IDLE_S", 0.0)
+    monkeypatch.setattr(upstream_pool, "IDLE_S", 0.0)
     first, second = RawUpstream(), RawUpstream()
 
     def of(one: RawUpstream) -> Callable[[grpc.aio.Server], list[str]]:
@@ -169,7 +169,7 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
 
     nobody = Nobody()
     async with served(register) as address:
-        one = upstream.Upstream(address, pb.Hello(drafter_id="d" * 2**16), 131, nobody, lambda: None)  # type: ignore[arg-type]
+        one = upstream.Upstream(address, pb.Hello(drafter_id="d" * 2**16, vocabulary=131), nobody, lambda: None)  # type: ignore[arg-type]
         kept = upstream.Attachment("kept", "", 1, b"t" * 2**16)
         one.attach(kept)
         async with asyncio.timeout(10):

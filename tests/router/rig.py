@@ -25,7 +25,7 @@ from outrider.store.sessions import Sessions
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from router.api.served_models import load_model
-from router.api.servicer import run
+from router.server import run
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
 MODEL = load_model("target", FOLDER)

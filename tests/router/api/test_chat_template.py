@@ -19,8 +19,8 @@ from outrider.v1 import inference_pb2 as pb
 from router.api import chat_template as chat_module
 from router.api.chat_template import ChatTemplate, TemplateMessage, read_chat_template
 from router.api.served_models import ServedModel, load_model
-from router.api.servicer import run
 from router.api.template_sandbox import MOST_CHARACTERS
+from router.server import run
 from tests.router.fakes import CONTEXT, FakeVerifier, announced
 from tests.router.rig import FOLDER, MODEL, SCRIPT, collect, running_router
 

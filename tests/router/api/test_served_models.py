@@ -9,7 +9,7 @@ import pytest
 from outrider.config import RouterConfig
 from outrider.errors import CheckpointError, Unavailable
 from router.api.served_models import load_model
-from router.api.servicer import run
+from router.server import run
 
 FOLDER = Path(__file__).parents[3] / "models" / "target"
 

@@ -1,0 +1,188 @@
+"""From a configuration to a drafter: its engine or lookups, its scheduler, its streams and its service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from drafter_svc.hot_reload import HotReload, RequiredShape
+from drafter_svc.ngram_drafter import NgramScheduler
+from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.servicer import Capacity, DraftServicer
+from drafter_svc.translator import Translator
+from drafter_svc.upstream import Attachment
+from drafter_svc.upstream_pool import UpstreamPool
+from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
+from outrider.config import DrafterConfig
+from outrider.core.proposers.lookup import Lookups
+from outrider.core.tree.delta import Delta
+from outrider.draft_server.servicer import DraftStreamServicer
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.engine.checkpoints.checkpoint import read_tokenizer_digest
+from outrider.engine.checkpoints.model_card import read_card, weights_digest
+from outrider.engine.engine import SCRATCH, Engine
+from outrider.engine.loading import load_engine, outline, requires_torch
+from outrider.engine.ranks.group import ALONE, Group
+from outrider.engine.ranks.leader import lead
+from outrider.errors import ConfigError
+from outrider.hub import checkpoint_folder
+from outrider.rpc.tls import Tls
+from outrider.store.versions import Versions
+from outrider.v1 import drafter_pb2 as pb
+
+
+def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:
+    """Return a rank's part of the draft model.
+
+    Raises CheckpointError, and ConfigError for what this checkpoint or machine does not have.
+    """
+    if config.kv_memory is not None and config.heads is not None:
+        raise ConfigError("kv_memory: does not work with heads, whose memory has no bound; leave it out, or heads")
+    if config.heads is not None:
+        with requires_torch("heads"):
+            from outrider.engine.heads.eagle_engine import EagleEngine
+        return EagleEngine.load(
+            checkpoint_folder(config.heads),
+            checkpoint_folder(config.model),
+            precise=config.dtype == "float32",
+            slots=config.slots,
+            threads=config.threads,
+        )
+    engine = load_engine(
+        checkpoint_folder(config.model),
+        rows=None if config.context is None else config.context + SCRATCH,
+        backend=config.backend,
+        dtype=config.dtype,
+        device=config.device,
+        layers=config.layers,
+        skip=config.skip,
+        slots=config.slots,
+        threads=config.threads,
+        numerics=config.numerics,
+        group=group,
+        kv_memory=config.kv_memory,
+    )
+    if config.context is not None:
+        engine.context = min(engine.context, config.context)  # there are no KV rows for more
+    if engine.treeless:
+        raise ConfigError(f"model: {config.model} cannot draft, for it cannot grow a tree: {engine.treeless}")
+    return engine
+
+
+def _wanted_features(config: DrafterConfig, engine: Engine) -> WantedFeatures:
+    """Return the features that the drafter's heads draft from."""
+    if config.heads is None:
+        return NO_FEATURES
+    from outrider.engine.heads.fusing import fusion_digest
+
+    return WantedFeatures(fusion_digest(checkpoint_folder(config.heads)), engine.fed_width)
+
+
+def with_model(
+    config: DrafterConfig, worker_id: str, ticket_verifier: TicketVerifier, group: Group = ALONE
+) -> DraftServicer:
+    """Return a drafter that has a model. `ticket_verifier`: checks the tickets of a lower tier.
+
+    Raises what `load_part` raises.
+    """
+    engine = lead(load_part(config, group), group)
+    capacity = Capacity(
+        engine.tokenizer_digest,
+        engine.vocabulary,
+        engine.context,
+        config.slots,
+        engine.parameters,
+        _trained_for(config),
+        _wanted_features(config, engine),
+    )
+    if config.target is not None:
+        return _translating(config, worker_id, engine, capacity)
+    upstreams = _upstream_pool(config, worker_id, capacity)
+    lower_tier = DraftStreamServicer(worker_id, capacity.tokenizer_digest, ticket_verifier) if config.serves else None
+    scheduler = _draft_scheduler(config, engine, upstreams.send, upstreams.resync, lower_tier)
+    upstreams.serve(scheduler)
+    if lower_tier is not None:
+        lower_tier.serve(scheduler)
+    return DraftServicer(config, worker_id, capacity, upstreams, scheduler, lower_tier)
+
+
+def _translating(config: DrafterConfig, worker_id: str, engine: Engine, capacity: Capacity) -> DraftServicer:
+    """Return a drafter whose tokenizer is not the target's: it drafts by text."""
+    assert config.target is not None
+    folders = [checkpoint_folder(checkpoint, weights=False) for checkpoint in (config.target, config.model)]
+    digest, vocabulary = read_tokenizer_digest(folders[0]), outline(folders[0]).vocabulary
+    capacity = replace(capacity, tokenizer_digest=digest, vocabulary=vocabulary)
+    upstreams = _upstream_pool(config, worker_id, capacity)
+    tokenizers = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in folders)
+    translator = Translator(*tokenizers, send=upstreams.send, resync=upstreams.resync)
+    translator.serve(_draft_scheduler(config, engine, translator.on_delta, translator.reopen))
+    upstreams.serve(translator)
+    return DraftServicer(config, worker_id, capacity, upstreams, translator)
+
+
+def without_model(config: DrafterConfig, worker_id: str) -> DraftServicer:
+    """Return a drafter without a model. Reads only the tokenizer and the configuration.
+
+    Raises TokenizerMismatch for a store of another tokenizer.
+    """
+    assert config.drafts != "model"
+    folder = checkpoint_folder(config.model, weights=False)
+    model = outline(folder, config.backend)
+    digest = read_tokenizer_digest(folder)
+    capacity = Capacity(digest, model.vocabulary, model.context, config.slots, 0)
+    upstreams = _upstream_pool(config, worker_id, capacity)
+    lookups = Lookups.open(config.drafts, config.store, digest)
+    scheduler = NgramScheduler(lookups, slots=config.slots, send=upstreams.send, resync=upstreams.resync)
+    upstreams.serve(scheduler)
+    return DraftServicer(config, worker_id, capacity, upstreams, scheduler)
+
+
+def hot_reload(config: DrafterConfig, capacity: Capacity, scheduler: DraftScheduler, versions: Versions) -> HotReload:
+    """Return the task that keeps the drafter's model up to date."""
+    required = RequiredShape(
+        checkpoint_folder(config.model),
+        capacity.tokenizer_digest,
+        capacity.vocabulary,
+        capacity.context,
+        capacity.trained_for,
+    )
+
+    def load(folder: Path) -> Engine:
+        return load_part(config.model_copy(update={"model": folder}))
+
+    return HotReload(scheduler, versions, required, load)
+
+
+def _upstream_pool(config: DrafterConfig, worker_id: str, capacity: Capacity) -> UpstreamPool:
+    hello = pb.Hello(drafter_id=worker_id, tokenizer_digest=capacity.tokenizer_digest, vocabulary=capacity.vocabulary)
+    return UpstreamPool(hello, Tls.read(config.ca, config.cert, config.key), capacity.features)
+
+
+def _trained_for(config: DrafterConfig) -> str:
+    """Return the digest of the only target that the model drafts for; "": it drafts for any. Raises CheckpointError."""
+    folder = checkpoint_folder(config.model)
+    if config.heads is not None:
+        return weights_digest(folder)
+    card = None if config.any_target else read_card(folder)
+    return card.target_digest if card else ""
+
+
+def _draft_scheduler(
+    config: DrafterConfig,
+    engine: Engine,
+    send: Callable[[Attachment, Delta, int, bool], None],
+    resync: Callable[[Attachment], None],
+    stream_servicer: DraftStreamServicer | None = None,
+) -> DraftScheduler:
+    return DraftScheduler(
+        engine,
+        level_nodes=config.level_nodes,
+        prefill_chunk=config.prefill_chunk,
+        send=send,
+        resync=resync,
+        tree=config.tree,
+        lower_tier=stream_servicer,
+    )

@@ -1,0 +1,91 @@
+"""The start of a drafter: loads its model, serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+
+import grpc.aio
+
+from drafter_svc.exclusive_settings import check_settings
+from drafter_svc.loading import hot_reload, with_model, without_model
+from drafter_svc.scheduler import DraftScheduler
+from outrider.config import DrafterConfig
+from outrider.draft_server.ticket_verifier import TicketVerifier
+from outrider.engine.ranks.group import ALONE, Group
+from outrider.engine.threads import run_in_short_lived_thread
+from outrider.rpc.server import serving
+from outrider.rpc.supervision import supervising
+from outrider.rpc.tls import Tls
+from outrider.store.client import connect
+from outrider.store.registry import keep_announced
+from outrider.store.tickets import ticket_key
+from outrider.store.versions import Versions
+from outrider.telemetry.process import exporting_telemetry
+from outrider.v1 import drafter_pb2 as pb
+from outrider.v1.drafter_pb2_grpc import add_DrafterServicer_to_server, add_TreeSinkServicer_to_server
+
+
+async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str], None], group: Group = ALONE) -> None:
+    """Serves until cancelled. `announce` receives the bound address once calls are answered; `group`: the ranks that
+    share the model, of which this is the first.
+
+    Raises CheckpointError when the model cannot be loaded, ConfigError when the configuration does not fit the model or
+    the address cannot be bound, TokenizerMismatch for a store of another tokenizer.
+    """
+    check_settings(config)
+    worker_id = f"drafter-{secrets.token_hex(4)}"
+    redis = connect(redis_url)
+    if config.drafts == "model":
+        ticket_verifier = TicketVerifier(await ticket_key(redis), partial(ticket_key, redis))
+        servicer = await asyncio.to_thread(
+            run_in_short_lived_thread, partial(with_model, config, worker_id, ticket_verifier, group)
+        )
+    else:
+        servicer = without_model(config, worker_id)
+    scheduler = servicer.scheduler
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_DrafterServicer_to_server(servicer, server)
+        services = ["Drafter"]
+        if servicer.stream_servicer is not None:
+            add_TreeSinkServicer_to_server(servicer.stream_servicer, server)
+            services.append("TreeSink")
+        return [pb.DESCRIPTOR.services_by_name[name].full_name for name in services]
+
+    changed = asyncio.Event()  # set when the announced entry changes
+
+    def begin_drain() -> None:
+        servicer.begin_drain()
+        changed.set()
+
+    servicer.register_metrics()
+    with exporting_telemetry("drafter", worker_id, config.metrics):
+        try:
+            async with (
+                aclosing(redis),
+                supervising() as tasks,
+                serving(
+                    config.listen,
+                    register,
+                    drain_s=config.drain_s,
+                    begin_drain=begin_drain,
+                    tls=Tls.read(config.ca, config.cert, config.key),
+                    probes=config.health,
+                ) as address,
+            ):
+                tasks.run_required("growth", scheduler.run)
+                if config.learns and isinstance(scheduler, DraftScheduler):
+                    versions = Versions(redis, config.model_name)
+                    tasks.keep_running("learning", hot_reload(config, servicer.capacity, scheduler, versions).run)
+                describe = partial(servicer.describe, address)
+                tasks.keep_running(
+                    "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed)
+                )
+                announce(address)
+                await asyncio.Event().wait()  # until cancelled; drafting goes on until the server has drained
+        finally:
+            await servicer.upstreams.close()

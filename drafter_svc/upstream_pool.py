@@ -1,0 +1,100 @@
+"""A drafter's streams to its upstreams: one each, opened for the first session and closed after long idleness."""
+
+from __future__ import annotations
+
+import asyncio
+
+from drafter_svc.upstream import Attachment, Listener, Upstream
+from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
+from outrider.core.tree.delta import Delta
+from outrider.rpc.tls import Tls
+from outrider.v1 import drafter_pb2 as pb
+
+IDLE_S = 60.0  # how long the stream to an upstream stays open with no session on it
+
+
+class UpstreamPool:
+    """All upstreams of a drafter, by address."""
+
+    def __init__(self, hello: pb.Hello, tls: Tls | None = None, features: WantedFeatures = NO_FEATURES) -> None:
+        self.upstreams: dict[str, Upstream] = {}
+        self.refused = 0  # frames of upstreams that were not acceptable
+        self._hello = hello
+        self._tls = tls
+        self._features = features
+        self._listener: Listener
+        self._closing: set[asyncio.Task[None]] = set()  # idle streams that are being closed
+
+    def serve(self, listener: Listener) -> None:
+        """Has `listener` receive what upstreams send. Called once, before the first session is attached."""
+        self._listener = listener
+
+    @property
+    def attached(self) -> int:
+        """Sessions that are drafted for."""
+        return sum(len(upstream.attachments) for upstream in self.upstreams.values())
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why upstreams refuse this drafter, each with its address."""
+        return [
+            f"{upstream.address}: {why}"
+            for upstream in self.upstreams.values()
+            if (why := upstream.refusals.reason(attached=bool(upstream.attachments)))
+        ]
+
+    def find(self, session_id: str) -> tuple[Upstream, Attachment] | None:
+        """Return where a session is attached, or None."""
+        for upstream in self.upstreams.values():
+            if attachment := upstream.attachments.get(session_id):
+                return upstream, attachment
+        return None
+
+    def upstream(self, address: str) -> Upstream:
+        """Return the stream to an upstream, or to the tunnel that leads there. Ends other streams that were idle for
+        long. Does not await: nothing may change between a look at the attachments and a new attachment.
+        """
+        others = [upstream for upstream in self.upstreams.values() if upstream.address != address]
+        for idle in [upstream for upstream in others if upstream.idle_s > IDLE_S]:
+            del self.upstreams[idle.address]
+            closing = asyncio.create_task(idle.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if address not in self.upstreams:
+            self.upstreams[address] = Upstream(
+                address, self._hello, self._listener, self._count_refusal, self._tls, self._features
+            )
+        return self.upstreams[address]
+
+    def detach(self, upstream: Upstream, attachment: Attachment) -> None:
+        """Stops drafting for a session."""
+        upstream.detach(attachment)
+        self._listener.closed(attachment)
+
+    def detach_all(self) -> None:
+        """Stops drafting for every session."""
+        for upstream in self.upstreams.values():
+            for attachment in [*upstream.attachments.values()]:
+                self.detach(upstream, attachment)
+
+    def send(self, attachment: Attachment, delta: Delta, plan_version: int, exhausted: bool) -> None:
+        """Sends new nodes of a session to its upstream."""
+        if found := self.find(attachment.session_id):
+            found[0].send(attachment, delta, plan_version, exhausted)
+
+    def resync(self, attachment: Attachment) -> None:
+        """Requests a snapshot for a session whose mirror drifted."""
+        if found := self.find(attachment.session_id):
+            self.refused += 1
+            found[0].resubscribe(
+                attachment, "this drafter's copy of the session differed from the upstream's too often"
+            )
+
+    async def close(self) -> None:
+        """Ends all streams."""
+        for upstream in self.upstreams.values():
+            await upstream.close()
+        await asyncio.gather(*self._closing)
+
+    def _count_refusal(self) -> None:
+        self.refused += 1

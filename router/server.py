@@ -1,0 +1,134 @@
+"""The start of a router: loads tokenizers, serves until cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import grpc.aio
+
+from outrider.config import RouterConfig
+from outrider.core.control.tier_selection import TierSwitch
+from outrider.rpc.server import serving
+from outrider.rpc.supervision import supervising
+from outrider.rpc.tls import Tls, is_loopback
+from outrider.store.acceptance_priors import share
+from outrider.store.client import connect, ping
+from outrider.store.keys import Keys
+from outrider.store.registry import Registry
+from outrider.store.sessions import Sessions
+from outrider.store.tickets import ticket_key
+from outrider.telemetry.metrics import register_metric
+from outrider.telemetry.process import exporting_telemetry
+from outrider.v1 import inference_pb2 as pb
+from outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from router.api.auth import ApiKeyAuthenticator, NoAuthentication
+from router.api.served_models import ServedModel, load_model
+from router.api.servicer import GenerateServicer
+from router.background import BackgroundTasks
+from router.reporting.dashboard import pages
+from router.reporting.request_metrics import RouterMetrics, mean
+from router.scheduling.admission import Admission
+from router.scheduling.workers import WorkerPool
+from router.sessions.maintenance import refresh_workers, sweep
+from router.sessions.session_open import RouterContext
+from router.speculation.sample_writer import SampleWriter
+from router.speculation.warm_start import WarmStart
+
+_CLEAN_UP_S = 5.0  # how long ended generations have to tell other processes
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str], None]) -> None:
+    """Serve until cancelled. `announce` gets the bound address once calls are answered.
+
+    On cancellation new calls are refused and running ones end as Moved; calls that have not ended within `drain_s` are
+    cut off.
+
+    Raises CheckpointError for a tokenizer or chat template that cannot be loaded, Unavailable when Redis cannot be
+    reached at the start, ConfigError for an address that cannot be bound.
+    """
+    models: dict[str, ServedModel] = {}
+    try:
+        for name, checkpoint in config.models.items():
+            models[name] = await asyncio.to_thread(load_model, name, checkpoint)
+        await _serve(config, models, redis_url, announce)
+    finally:
+        for model in models.values():
+            await asyncio.to_thread(model.close)
+
+
+async def _serve(
+    config: RouterConfig, models: Mapping[str, ServedModel], redis_url: str, announce: Callable[[str], None]
+) -> None:
+    client = connect(redis_url)
+    tls = Tls.read(config.ca, config.cert, config.key)
+    if config.auth == "keys" and tls is None and not is_loopback(config.listen.rpartition(":")[0]):
+        log.warning(
+            "API keys cross the network in the clear on %s: give this router a certificate (ca, cert and key), or "
+            "listen on 127.0.0.1 behind something that speaks TLS",
+            config.listen,
+        )
+    worker_pool = WorkerPool(Registry(client), config.zone, tls)
+    background = BackgroundTasks()
+    admission = Admission(config, worker_pool.capacity)
+    router = RouterContext(
+        router_id=f"router-{secrets.token_hex(4)}",
+        config=config,
+        models=models,
+        worker_pool=worker_pool,
+        sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
+        background=background,
+        admission=admission,
+        tiers=TierSwitch(measured=config.tiers == "measured"),
+        ticket_key=partial(ticket_key, client),
+        warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
+        sample_writer=SampleWriter(client, config.teaches),
+        metrics=RouterMetrics(),
+    )
+    service = GenerateServicer(
+        router, ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()
+    )
+
+    register_metric("outrider.requests.running", lambda: len(service.running))
+    register_metric("outrider.queue.depth", admission.depths)
+    register_metric("outrider.gamma", lambda: mean([one.plan.depth for one in tuple(service.running.values())]))
+    register_metric("outrider.workers", worker_pool.counts)
+
+    def register(server: grpc.aio.Server) -> list[str]:
+        add_InferenceServicer_to_server(service, server)
+        return [pb.DESCRIPTOR.services_by_name["Inference"].full_name]
+
+    try:
+        await ping(client)
+        shown = pages(router, lambda: tuple(service.running.values()))
+        with exporting_telemetry("router", router.router_id, config.metrics, shown):
+            async with (
+                supervising() as tasks,
+                serving(
+                    config.listen,
+                    register,
+                    drain_s=config.drain_s,
+                    begin_drain=service.begin_drain,
+                    drained=service.drained,
+                    tls=tls,
+                    mutual=False,
+                    probes=config.health,
+                ) as address,
+            ):
+                tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
+                tasks.keep_running("sweep", partial(sweep, router.sessions))
+                tasks.keep_running("lessons", router.warm_start.run)
+                tasks.keep_running("teaching", router.sample_writer.run)
+                announce(address)
+                await asyncio.Event().wait()
+    finally:
+        # The server forgets cancelled calls; their handlers may still be ending.
+        await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
+        await background.drain(_CLEAN_UP_S)
+        await worker_pool.close()
+        await client.aclose()
