@@ -25,9 +25,10 @@ from outrider.core.tree.delta import Delta, Drifted
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load as load_target
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 
 
 class _LocalStream(DraftStream):
@@ -96,10 +97,10 @@ class LocalPair:
                 steps += 1
                 if commit.last:
                     break
-                session.durable = len(session.tokens)
+                session.commits.durable = len(session.tokens)
                 gamma.observe(commit.report)
-                if gamma.plan().version > session.plan.version:
-                    session.plan = gamma.plan()
+                if gamma.plan().version > session.terms.plan.version:
+                    session.terms.plan = gamma.plan()
                     self._send_commit()
                 self.loop.wake()
         finally:
@@ -122,7 +123,7 @@ class LocalPair:
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         for session in self.loop.sessions.values():
-            session.commits.put_nowait(None)
+            session.commits.close()
 
     def _publish(self, session: VerifierSession, position: int, tokens: Sequence[int]) -> None:
         if self._subscription is not None:
@@ -135,12 +136,12 @@ class LocalPair:
         assert self._subscription is not None
         session = self._subscription.session
         plan = None
-        if self._subscription.plan_version != session.plan.version:
+        if self._subscription.plan_version != session.terms.plan.version:
             plan = session.ceilings
-            self._subscription.plan_version = session.plan.version
+            self._subscription.plan_version = session.terms.plan.version
         credit = session.grant(self._subscription)
         place = len(session.tokens) if position is None else position
-        terms = session.price, session.time_price, session.ahead
+        terms = session.terms.price, session.terms.time_price, session.terms.ahead
         self.scheduler.updated(
             self.key, MirrorUpdate(place, tokens, session.tree.digest, plan, *terms, credit, dropped)
         )
@@ -149,7 +150,7 @@ class LocalPair:
         if self._subscription is None:
             return
         session = self._subscription.session
-        self._subscription.plan_version = session.plan.version
+        self._subscription.plan_version = session.terms.plan.version
         self.scheduler.opened(
             self.key,
             MirrorSnapshot(
@@ -158,8 +159,8 @@ class LocalPair:
                 session.contract,
                 session.ceilings,
                 session.grant(self._subscription),
-                session.price,
-                session.time_price,
+                session.terms.price,
+                session.terms.time_price,
                 answer_position=session.answer_position,
                 epoch=session.epoch,
             ),

@@ -63,8 +63,35 @@ class NoLowerTier:
         """Does nothing."""
 
 
+class RelayedTerms:
+    """The upstream's terms, as they are passed on to the lower tier."""
+
+    resting = False  # an upstream that wants drafters to rest sends a price of 1
+
+    def __init__(self, session: DraftSession) -> None:
+        self.plan = session.plan  # the one that was last passed on
+        self._session = session
+
+    @property
+    def price(self) -> float:
+        """The upstream's price."""
+        return self._session.price
+
+    @property
+    def time_price(self) -> float:
+        """The upstream's time price."""
+        return self._session.time_price
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the upstream lets drafters go on below nodes that may be in verification."""
+        return self._session.ahead
+
+
 class Relay(DraftedSession):
     """One session. `forward` sends the lower tier's nodes up."""
+
+    terms: RelayedTerms
 
     def __init__(
         self,
@@ -93,32 +120,12 @@ class Relay(DraftedSession):
     def _adopt(self, session: DraftSession) -> None:
         self._session = session
         self.vocabulary, self.sayable = session.vocabulary, session.sayable
-        self.tree, self.tokens, self.plan = session.tree, session.tokens, session.plan
+        self.tree, self.tokens, self.terms = session.tree, session.tokens, RelayedTerms(session)
 
     @property
     def ceilings(self) -> Plan:
         """The upstream's plan."""
-        return self.plan
-
-    @property
-    def resting(self) -> bool:
-        """Never: an upstream that wants drafters to rest sends a price of 1, which is passed on."""
-        return False
-
-    @property
-    def price(self) -> float:
-        """The upstream's price."""
-        return self._session.price
-
-    @property
-    def time_price(self) -> float:
-        """The upstream's time price."""
-        return self._session.time_price
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the upstream lets drafters go on below nodes that may be in verification."""
-        return self._session.ahead
+        return self.terms.plan
 
     @property
     def free_nodes(self) -> int:
@@ -162,7 +169,7 @@ class Relay(DraftedSession):
 
     def publish(self, position: int, tokens: Sequence[int], now: float) -> None:
         """Sends committed tokens, from `position` on, or changed terms."""
-        self.plan = self._session.plan
+        self.terms.plan = self._session.plan
         if tokens:
             self._last_sent = now
         self._lower_tier.publish(self, position, tokens)
@@ -173,10 +180,11 @@ class Relay(DraftedSession):
         """
         if not self.subscriptions:
             return
-        floor = floor_score(self.price, ahead=self.ahead)
+        floor = floor_score(self.terms.price, ahead=self.terms.ahead)
         index: dict[Node | None, int] = {self.tree.root: -1}
         nodes: list[Node] = []
-        for score, node in islice(self.tree.best_first(depth=self.plan.depth, width=self.plan.width), self.plan.nodes):
+        plan = self.terms.plan
+        for score, node in islice(self.tree.best_first(depth=plan.depth, width=plan.width), plan.nodes):
             if score < floor:
                 break
             if node.parent is not None and node.parent in index and node.parent.expanded:

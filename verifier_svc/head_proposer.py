@@ -151,7 +151,7 @@ class SpeculatorProposer(HeadProposer):
             session, heads = member
             if session.finished:
                 continue
-            plan, price = session.ceilings, session.verified_price
+            plan, price = session.ceilings, session.terms.verified_price
             nodes = heads.frontier(session.tree, plan, self._speculator.depth, price)
             level += [_ExpandedNode(member, node) for node in nodes]
             gain += heads.gain(session.tree, nodes, plan.width, price)
@@ -164,4 +164,4 @@ class SpeculatorProposer(HeadProposer):
 def _propose(member: _RoundSession, node: Node, number: int, row: FloatRows) -> None:
     session, heads = member
     row = row[: session.sayable]
-    heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.verified_price)
+    heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.terms.verified_price)

@@ -75,7 +75,7 @@ def settle(work: SessionWork, path: Sequence[Node], choices: Sequence[Choice], p
     the text's own n-grams, without the nodes that drafters proposed as well.
     """
     proposer = work.session.ngram_proposer
-    if not isinstance(proposer, LookaheadProposer) or not work.session.plan.depth:
+    if not isinstance(proposer, LookaheadProposer) or not work.session.terms.plan.depth:
         return
     if not work.window.tokens:
         proposer.trial_gate.observe_unused(len(choices))

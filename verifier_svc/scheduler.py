@@ -33,13 +33,14 @@ from outrider.engine.logits import Logits
 from outrider.errors import Moved, Superseded
 from outrider.rpc.liveness import WorkClock
 from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_noise, step_report, until_stop
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
 from verifier_svc.head_proposer import HeadProposer, NoHeadProposer
 from verifier_svc.kv_memory import KvMemory
 from verifier_svc.lookahead import advance, look_ahead, settle
 from verifier_svc.metrics import StepMetrics
 from verifier_svc.ngram_proposer import NgramProposers
-from verifier_svc.session import PrefillSession, SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import PrefillSession, SessionStart, VerifierSession
 from verifier_svc.step_broadcast import step_tree
 from verifier_svc.timing import StepTime, StepTimes
 
@@ -110,7 +111,7 @@ class StepScheduler:
         if present:
             if start.epoch <= present.epoch:
                 raise Superseded(f"session {start.session_id} is owned under epoch {present.epoch}")
-            present.fenced = True
+            present.commits.fenced = True
             self.close(present)
         kv_slot = self.slots.acquire(start.tokens, start.tenant, start.session_id)
         self._executor.prepare_slot(kv_slot)
@@ -120,7 +121,7 @@ class StepScheduler:
         engine = self._engine
         session = VerifierSession(start, kv_slot, engine.vocabulary, patterns, proposer, heads, sayable=engine.sayable)
         session.fused = self._feature_fuser.open(kv_slot, self._executor)
-        session.set_overlap_mode(self.hold_policy.overlap_mode)
+        session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions[session.id] = session
         self.wake()
         return session
@@ -159,7 +160,7 @@ class StepScheduler:
         del self.sessions[session.id]
         session.finished = True
         session.record_answer()
-        session.commits.put_nowait(None)
+        session.commits.close()
         session.broadcast.close()
         lost = self._engine.treeless and session in self._in_pass
         held = [] if lost else session.tokens[: session.cached]
@@ -167,7 +168,7 @@ class StepScheduler:
         self._executor.release(session.kv_slot.slot, len(held))
         self.freed.set()
         self.wake()  # there may be memory for another session
-        session.dismiss("fenced" if session.fenced else "finished")
+        session.dismiss("fenced" if session.commits.fenced else "finished")
 
     @property
     def preempted(self) -> int:
@@ -245,7 +246,7 @@ class StepScheduler:
 
     def _close_all(self, drained: Callable[[], None]) -> None:
         for session in [*self.sessions.values()]:
-            session.moved = True
+            session.commits.moved = True
             self.close(session)
         drained()
 
@@ -256,7 +257,7 @@ class StepScheduler:
         decoding = [work for work in works if work.chooses]
         certain = len(decoding) + self._add_full_trees(decoding, rows)
         base += len(rows)
-        deciding = [work for work in decoding if not work.session.takes_full_tree]
+        deciding = [work for work in decoding if not work.session.terms.takes_full_tree]
         share = max(LEAST_SHARE, FAIR_SHARES * self._max_nodes // max(1, len(deciding)))
         offers = [_offers(work, min(share, work.session.ceilings.nodes)) for work in deciding]
         ranked = list(itertools.islice(heapq.merge(*offers, key=_score_of), self._max_nodes))
@@ -282,7 +283,7 @@ class StepScheduler:
         for work in works:
             session = work.session
             allowed = session.ceilings.nodes
-            if not session.takes_full_tree or allowed > left:
+            if not session.terms.takes_full_tree or allowed > left:
                 continue
             left -= allowed
             for level in itertools.islice(session.tree.levels(), min(session.ceilings.depth, session.room - 1)):
@@ -325,7 +326,7 @@ class StepScheduler:
     def _meanwhile(self, step: StepBatch) -> None:
         """While the pass runs: pauses the drafters that alternate with it, and computes the noise."""
         for session in step.sessions:
-            if session.overlap_mode is OverlapMode.TURNS and session.drafting:
+            if session.terms.overlap_mode is OverlapMode.TURNS and session.drafting:
                 self._pause(session)
         make_noise(step, draws=self._engine.draws)
 
@@ -368,7 +369,7 @@ class StepScheduler:
             )
         self._committed = now
         for session in self.sessions.values():
-            session.set_overlap_mode(self.hold_policy.overlap_mode)
+            session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         for session, commit in commits:
             self._publish(session, commit.position, [choice.token for choice in commit.choices])
         self.metrics.record_pass(step.tokens, step.seconds, step.waited)
@@ -408,12 +409,12 @@ class StepScheduler:
             session.heads.settle(session.tree, path, [choice.token for choice in choices])
         session.calibrate_verified(nodes, accepted)
         drafter_credits = session.credits(nodes, accepted)
-        session.verified_price = step.price
+        session.terms.verified_price = step.price
         session.wire_bytes = 0
         commit = session.commit(choices, report, now, drafter_credits)
         self._keep(work, kept)
         if traced is not None and pending is not None:
-            traced.after_commit(session, session.overlap_mode, step.figures, pending, len(choices), len(path))
+            traced.after_commit(session, session.terms.overlap_mode, step.figures, pending, len(choices), len(path))
         return commit
 
     def _keep(self, work: SessionWork, path: Sequence[int]) -> None:
@@ -434,7 +435,7 @@ def _is_prefill(session: VerifierSession) -> bool:
 
 def _is_informative(session: VerifierSession) -> bool:
     """Whether the session's steps show which overlap mode is fastest."""
-    return session.drafting and session.plan.overlap not in (Overlap.ALWAYS, Overlap.ROUNDS)
+    return session.drafting and session.terms.plan.overlap not in (Overlap.ALWAYS, Overlap.ROUNDS)
 
 
 def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Node]]:

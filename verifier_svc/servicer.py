@@ -26,8 +26,9 @@ from outrider.telemetry.tracing import Attributes
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 from verifier_svc.tracing import TracedSteps
 
 HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
@@ -74,7 +75,7 @@ class DecodeServicer(VerifierServicer):
                     await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.kv_slot.cached)))
                     await self._write_commits(session, commands, context)
                 finally:
-                    call.completed = session.answered
+                    call.completed = session.commits.answered
                     self._scheduler.close(session)
                     commands.cancel()
                     await asyncio.gather(commands, return_exceptions=True)
@@ -219,11 +220,11 @@ class DecodeServicer(VerifierServicer):
             if command == "durable":
                 if request.durable > len(session.tokens):
                     raise InvalidRequest("durable", f"is {request.durable}, only {len(session.tokens)} are committed")
-                session.durable = max(session.durable, request.durable)
+                session.commits.acknowledge(request.durable)
                 self._scheduler.wake()
             elif command == "plan":
                 plan = plan_from_pb(request.plan)
-                if plan.version > session.plan.version:
+                if plan.version > session.terms.plan.version:
                     self._replan(session, plan)
             elif command == "cancel":
                 return
@@ -231,7 +232,7 @@ class DecodeServicer(VerifierServicer):
                 raise InvalidRequest("command", f"'{command}' is not allowed here")
 
     def _replan(self, session: VerifierSession, plan: Plan) -> None:
-        session.plan = plan
+        session.terms.plan = plan
         self._stream_servicer.refresh(session)
         self._scheduler.wake()
 
@@ -239,15 +240,15 @@ class DecodeServicer(VerifierServicer):
         self, session: VerifierSession, commands: asyncio.Task[None], context: Context[Any, Any]
     ) -> None:
         """Writes commits until the generation ends, the router cancels it, or a higher epoch fences it."""
-        commands.add_done_callback(lambda _: session.commits.put_nowait(None))
+        commands.add_done_callback(lambda _: session.commits.close())
         while commit := await self._next(session, context):
             await context.write(_response(session, commit))
             if commit.last:
                 break
         else:
-            if session.fenced:
+            if session.commits.fenced:
                 raise Superseded(f"session {session.id} was taken over under a higher epoch")
-            if not session.moved:
+            if not session.commits.moved:
                 return commands.result()
             return await self._write_last(session, pb.DecodeResponse(moved=pb.DecodeMoved()), commands, context)
         stopped = session.tokens[-1] in session.contract.stop_ids
@@ -262,7 +263,7 @@ class DecodeServicer(VerifierServicer):
         commands: asyncio.Task[None],
         context: Context[Any, Any],
     ) -> None:
-        session.answered = True
+        session.commits.answered = True
         await context.write(message)
         # The router closes its side first: a router's write that met the end of the call would fail the call.
         try:

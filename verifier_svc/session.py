@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals
 from outrider.core.control.attribution import DrafterCredit
-from outrider.core.control.overlap import OverlapMode, Speed
+from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.sampling.sampler import Choice, Sampler
-from outrider.core.session.contract import Contract, Overlap, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, StepReport
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
-from outrider.draft_server.draft_session import MAX_DRAFTERS, RESTING_PRICE, DraftedSession, Subscription
+from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 from outrider.engine.kv_slots import AcquiredSlot
+from verifier_svc.commit_queue import CommitQueue, StepCommit
 from verifier_svc.head_drafts import SENDER as HEADS
 from verifier_svc.head_drafts import HeadDrafts
 from verifier_svc.ngram_proposer import SENDER, NgramProposer
@@ -44,19 +43,10 @@ class SessionStart:
     known: Prefix = NOTHING  # digest of a prefix of the tokens, computed outside the event loop's thread
 
 
-class StepCommit(NamedTuple):
-    """The tokens that a step committed for a session, and its report."""
-
-    position: int  # of the first token
-    choices: list[Choice]
-    digest: int  # over all tokens of the session up to and with these
-    report: StepReport
-    last: bool  # whether the generation ends with this commit
-    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, if there are several
-
-
 class VerifierSession(DraftedSession):
     """State of one session. Only the event loop's thread touches it."""
+
+    terms: DraftingTerms
 
     def __init__(
         self,
@@ -77,27 +67,18 @@ class VerifierSession(DraftedSession):
         self.answer_position = start.answer_position
         self.vocabulary = vocabulary
         self.sayable = vocabulary if sayable is None else sayable
-        self.plan = start.plan
         self.kv_slot = kv_slot
         self.tokens = list(start.tokens)
         self.cached = kv_slot.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
-        self.durable = len(self.tokens)
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY, known=start.known)
         self.sampler = Sampler(start.contract, self.sayable, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
-        self.verified_price = 0.0  # path score below which a node was not worth verifying in the last step
-        self.speed = Speed()
-        self.overlap_mode = OverlapMode.TURNS  # of its drafters
-        self.committed_at = 0.0  # when the last commit went out
-        self.commits: asyncio.Queue[StepCommit | None] = asyncio.Queue()  # bounded by the window; None: closed
+        self.terms = DraftingTerms(start.plan, drawn=self.drawn)
+        self.commits = CommitQueue(len(self.tokens), start.window)
         self.finished = False
-        self.fenced = False  # a higher epoch took the session over
-        self.moved = False  # this verifier is going down
-        self.answered = False  # the last message was sent to the router, which may close the call
         self.traced: TracedSteps | None = None  # set if the request is traced
         self.broadcast = StepBroadcast()
-        self._window = start.window
         self.ngram_proposer = ngram_proposer  # proposes without a model
         if ngram_proposer is not None:
             self._claims[SENDER] = ngram_proposer.calibration
@@ -108,7 +89,7 @@ class VerifierSession(DraftedSession):
     @property
     def room(self) -> int:
         """Tokens that a step may commit now: up to the end, and to the window beyond the durable position."""
-        return min(self.end, self.durable + self._window) - len(self.tokens)
+        return min(self.end, self.commits.limit) - len(self.tokens)
 
     @property
     def ready(self) -> bool:
@@ -124,41 +105,25 @@ class VerifierSession(DraftedSession):
     def ceilings(self) -> Plan:
         """The plan, with the depth cut to what the generation can still use."""
         left = self.end - len(self.tokens) - 1
-        return self.plan if self.plan.depth <= left else replace(self.plan, depth=max(0, left))
-
-    def set_overlap_mode(self, mode: OverlapMode) -> None:
-        """Sets the overlap mode of the session's drafters, as far as the plan allows it."""
-        if self.plan.overlap is Overlap.ALWAYS:
-            mode = OverlapMode.AHEAD
-        useless = self.plan.overlap is Overlap.NEVER or self.drawn  # no draw survives a commit
-        self.overlap_mode = OverlapMode.TURNS if self.rounds or (mode is OverlapMode.AHEAD and useless) else mode
-
-    @property
-    def rounds(self) -> bool:
-        """Whether each step waits for all nodes that the plan allows, and verifies all of them."""
-        return self.plan.overlap is Overlap.ROUNDS
-
-    @property
-    def takes_full_tree(self) -> bool:
-        """Whether steps verify the session's complete tree and choose no nodes of it."""
-        return self.drawn or self.rounds
+        plan = self.terms.plan
+        return plan if plan.depth <= left else replace(plan, depth=max(0, left))
 
     @property
     def awaiting_depth(self) -> bool:
         """Whether the session's step waits for a deeper tree."""
         depth = self.ceilings.depth
-        return self.rounds and self.committed_at > 0.0 and len([*islice(self.tree.levels(), depth)]) < depth
+        return self.terms.rounds and self.terms.committed_at > 0.0 and len([*islice(self.tree.levels(), depth)]) < depth
 
     def tree_value(self) -> float:
         """Return the expected tokens of a step that verifies the best nodes within the plan, less the cost."""
-        plan = self.ceilings
+        plan, price = self.ceilings, self.terms.verified_price
         value = 1.0
         for (score, _), _ in zip(
             self.tree.best_first(depth=plan.depth, width=plan.width), range(plan.nodes), strict=False
         ):
-            if score <= self.verified_price:
+            if score <= price:
                 break
-            value += score - self.verified_price
+            value += score - price
         return value
 
     @property
@@ -193,47 +158,21 @@ class VerifierSession(DraftedSession):
         return self.contract.greedy
 
     @property
-    def ahead(self) -> bool:
-        """Whether drafters go on below nodes that may be in verification."""
-        return self.overlap_mode is OverlapMode.AHEAD
-
-    @property
-    def resting(self) -> bool:
-        """Whether drafting for this session would cost more than it brings."""
-        return self.overlap_mode is OverlapMode.REST
-
-    @property
-    def price(self) -> float:
-        """Path score below which drafters need not draft.
-
-        No node is worth drafting while drafters rest. Nor is one before their first turn, until this verifier has read
-        the prompt: drafting would only delay the first token.
-        """
-        before = self.overlap_mode is OverlapMode.TURNS and not self.committed_at
-        return RESTING_PRICE if self.resting or before else 0.0 if self.rounds else self.verified_price
-
-    @property
-    def time_price(self) -> float:
-        """Tokens that a second is worth while the step is held back for drafters; 0 when no step waits for them."""
-        return 0.0 if self.ahead or self.rounds else self.speed.per_second
-
-    @property
     def awaited(self) -> bool:
         """Whether drafters may still send nodes that a step could verify."""
-        return self.drafting and not self.resting and self.ceilings.depth > 0 and self.room > 1
+        return self.drafting and not self.terms.resting and self.ceilings.depth > 0 and self.room > 1
 
     def propose_ngrams(self) -> None:
         """Feeds the n-gram proposer new tokens and adds its proposals to the tree, where the verifier has one."""
-        if self.ngram_proposer is not None and self.plan.depth and self.ngram_proposer.read(self.tokens):
+        if self.ngram_proposer is not None and self.terms.plan.depth and self.ngram_proposer.read(self.tokens):
             plan = self.ceilings
-            price = self.verified_price
             self.ngram_proposer.grow(
                 self.tree,
                 nodes=plan.nodes,
                 depth=plan.depth,
                 width=plan.width,
                 vocabulary=self.sayable,
-                price=price,
+                price=self.terms.verified_price,
             )
 
     def record_answer(self) -> None:
@@ -271,9 +210,7 @@ class VerifierSession(DraftedSession):
         position = len(self.tokens)
         self.tokens.extend(tokens)
         self.sampler.extend(tokens)
-        if self.committed_at:
-            self.speed.observe(len(tokens), now - self.committed_at)
-        self.committed_at = now
+        self.terms.on_commit(len(tokens), now)
         self.propose_ngrams()
         self.arrivals.restart(now, self.tree_value())
         self.finished = tokens[-1] in self.contract.stop_ids or len(self.tokens) >= self.end

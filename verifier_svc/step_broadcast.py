@@ -82,5 +82,5 @@ def step_tree(
         ],
         left_out=session.tree.size - len(nodes),
         report=report_to_pb(report),
-        plan=plan_to_pb(session.plan),
+        plan=plan_to_pb(session.terms.plan),
     )

@@ -69,7 +69,7 @@ class TracedSteps:
         accepted: int,
     ) -> None:
         """Makes the span of a step that committed so many tokens, of which `accepted` were drafted."""
-        held, verified, plan, tree = pending.held, pending.verified, session.plan, session.tree
+        held, verified, plan, tree = pending.held, pending.verified, session.terms.plan, session.tree
         drafted, unused, self._drafted, self._unused = self._drafted, self._unused, 0, 0
         self._drafts = {name: span for name, span in self._drafts.items() if _lives(tree, name)}
         self._schedule_span(

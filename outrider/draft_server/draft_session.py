@@ -18,7 +18,6 @@ from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
-RESTING_PRICE = 1.0  # no node is better than certain
 MAX_DRAFTERS = 16  # drafters of one session, those of lower tiers included
 
 
@@ -59,6 +58,30 @@ class Subscription:
     awaits_features: bool = False  # its snapshot waits until all its features are known
 
 
+class UpstreamTerms(Protocol):
+    """On which terms a session's drafters draft."""
+
+    @property
+    def plan(self) -> Plan:
+        """Upper bounds of a step's tree."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether drafting would cost more than it brings."""
+
+    @property
+    def price(self) -> float:
+        """Path score below which drafters need not draft."""
+
+    @property
+    def time_price(self) -> float:
+        """Tokens that a second is worth while a step waits for drafters; 0: no step waits for them."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether drafters go on below nodes that may be in verification."""
+
+
 class DraftedSession(ABC):
     """An upstream's view of a session. The upstream is the verifier, or a drafter that serves a lower tier."""
 
@@ -69,7 +92,7 @@ class DraftedSession(ABC):
     answer_position: int
     vocabulary: int  # ids that its target has
     sayable: int  # the target chooses only ids below it, and nodes have only such ids
-    plan: Plan
+    terms: UpstreamTerms
     tokens: list[int]  # committed
     tree: TokenTree
 
@@ -90,26 +113,6 @@ class DraftedSession(ABC):
     @abstractmethod
     def ceilings(self) -> Plan:
         """The plan as it is sent to drafters."""
-
-    @property
-    @abstractmethod
-    def resting(self) -> bool:
-        """Whether drafting for this session would cost more than it brings."""
-
-    @property
-    @abstractmethod
-    def price(self) -> float:
-        """Path score below which drafters need not draft."""
-
-    @property
-    @abstractmethod
-    def time_price(self) -> float:
-        """Tokens that a second is worth while a step waits for drafters; 0: no step waits for them."""
-
-    @property
-    @abstractmethod
-    def ahead(self) -> bool:
-        """Whether drafters go on below nodes that may be in verification."""
 
     @property
     @abstractmethod

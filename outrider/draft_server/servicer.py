@@ -14,8 +14,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from outrider.core.control.calibration import Calibration
+from outrider.core.control.drafting_terms import RESTING_PRICE
 from outrider.core.tree.delta import Drifted, Hints
-from outrider.draft_server.draft_session import RESTING_PRICE, DraftedSession, DraftStream, Subscription
+from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
@@ -133,7 +134,7 @@ class DraftStreamServicer(TreeSinkServicer):
     def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
         """Sends a session's drafters the committed tokens, from `position` on."""
         for subscription in session.subscriptions.values():
-            subscription.stream.hold(subscription.attachment, session.resting)
+            subscription.stream.hold(subscription.attachment, session.terms.resting)
             if subscription.awaits_features:
                 self._snapshot(subscription)
             else:
@@ -166,12 +167,12 @@ class DraftStreamServicer(TreeSinkServicer):
         commit.attachment = subscription.attachment
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
-        commit.price = session.price if price is None else price
-        commit.time_price, commit.ahead = session.time_price, session.ahead
+        commit.price = session.terms.price if price is None else price
+        commit.time_price, commit.ahead = session.terms.time_price, session.terms.ahead
         commit.credit = session.grant(subscription)
-        if subscription.plan_version != session.plan.version:
+        if subscription.plan_version != session.terms.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))
-            subscription.plan_version = session.plan.version
+            subscription.plan_version = session.terms.plan.version
         session.wire_bytes += commit.ByteSize()
         if not subscription.stream.commit(commit):
             self._snapshot(subscription)

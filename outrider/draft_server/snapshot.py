@@ -34,10 +34,10 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # drafters need none
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
-            part.price = session.price
-            part.time_price, part.ahead = session.time_price, session.ahead
+            part.price = session.terms.price
+            part.time_price, part.ahead = session.terms.time_price, session.terms.ahead
             part.answer_position = session.answer_position
             part.sayable = session.sayable
-            subscription.plan_version = session.plan.version
+            subscription.plan_version = session.terms.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -75,7 +75,7 @@ class SimulatedCluster:
 
     def assign(self, session: SimulatedSession) -> None:
         """Assign the drafter with the fewest sessions, or remove the session's drafter where its plan has depth 0."""
-        if not session.plan.depth:
+        if not session.terms.plan.depth:
             if session.drafter is not None:
                 session.drafter.forget(session)
                 session.drafter = None

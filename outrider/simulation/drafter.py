@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.core.control.overlap import OverlapMode
 from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings
 
 
@@ -40,9 +39,9 @@ class SimulatedDrafter:
             return
         deployment = self._cluster.deployment
         seconds = (deployment.level_ms + (len(turn) - 1) * deployment.level_more_ms) / 1e3
-        waited_for = [it for it in turn if not (it.ahead or it.rounds)]
+        waited_for = [it for it in turn if not (it.terms.ahead or it.terms.rounds)]
         gain = sum(it.gain(turn[it].end - self._drafts[it][0]) for it in waited_for)
-        if waited_for and gain < seconds * sum(it.speed.per_second for it in waited_for):
+        if waited_for and gain < seconds * sum(it.terms.time_price for it in waited_for):
             for it in waited_for:  # the level is not worth the time for which it holds steps
                 self._cluster.clock.after(self._cluster.one_way(), self._exhaustion(it, self._drafts[it][0]))
             return
@@ -53,9 +52,9 @@ class SimulatedDrafter:
     @staticmethod
     def _may(session: SimulatedSession, known: int, drafted: SimulatedDraft) -> bool:
         """Return whether the drafter may draft another level for the session now."""
-        if session.overlap_mode is OverlapMode.REST or drafted.end - known >= session.plan.depth:
+        if session.terms.resting or drafted.end - known >= session.terms.plan.depth:
             return False
-        return session.ahead or not (session.passing and known == session.position)
+        return session.terms.ahead or not (session.passing and known == session.position)
 
     def _done(self, turn: dict[SimulatedSession, SimulatedDraft]) -> None:
         self._running = False

@@ -8,9 +8,8 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from outrider.core.control.arrival_model import Arrivals
-from outrider.core.control.overlap import OverlapMode, Speed
+from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.policies import GammaPolicy
-from outrider.core.session.contract import Overlap
 from outrider.simulation.clock import Clock
 from outrider.simulation.deployment import Deployment, DrafterKind, Outcome
 
@@ -88,16 +87,12 @@ class SimulatedSession:
         """`began`: the simulated time, in seconds; `ended` is called when the generation ends."""
         self.kind = kind
         self.policy = policy
-        self.plan = policy.plan()
-        self.committed_at = 0.0
+        self.terms = DraftingTerms(policy.plan(), drawn=False)
         self.arrivals = arrivals
-        self.speed = Speed()
-        self.overlap_mode = OverlapMode.TURNS
         self.unread = kind.prompt
         self.position = 0  # tokens committed
         self.length = kind.answer
         self.began = began
-        self.price = 0.0
         self.drafter: SessionDrafter | None = None
         self.passing = False
         self.exhausted = -1  # committed tokens when the drafter had nothing more to send
@@ -112,29 +107,16 @@ class SimulatedSession:
         return self.length - self.position
 
     @property
-    def ahead(self) -> bool:
-        """Whether the drafter drafts while steps run."""
-        return self.overlap_mode is OverlapMode.AHEAD
-
-    @property
-    def rounds(self) -> bool:
-        """Whether steps wait until the tree has the plan's depth, and take the whole tree."""
-        return self.plan.overlap is Overlap.ROUNDS
-
-    @property
     def awaiting_depth(self) -> bool:
         """Whether the next step waits for a deeper tree."""
-        return self.rounds and self.committed_at > 0.0 and self.levels < min(self.plan.depth, self.left - 1)
-
-    def set_overlap_mode(self, mode: OverlapMode) -> None:
-        """Set the overlap mode, as far as the plan allows it."""
-        self.overlap_mode = OverlapMode.TURNS if self.rounds else mode
+        terms = self.terms
+        return terms.rounds and terms.committed_at > 0.0 and self.levels < min(terms.plan.depth, self.left - 1)
 
     @property
     def awaited(self) -> bool:
         """Whether the drafter may still send nodes that a step could take."""
         coming = self.drafter is not None and self.exhausted != self.position
-        return coming and self.overlap_mode is not OverlapMode.REST and self.levels < self.plan.depth
+        return coming and not self.terms.resting and self.levels < self.terms.plan.depth
 
     @property
     def levels(self) -> int:
@@ -156,17 +138,17 @@ class SimulatedSession:
 
     def scores(self) -> list[float]:
         """Return the path scores of the tree's nodes, as the drafter sends them, best first."""
-        plan = self.plan
+        plan = self.terms.plan
         return [score for score, _ in best_nodes(self.kind, min(self.levels, plan.depth), plan.width, plan.nodes)]
 
     def gain(self, levels: int) -> float:
         """Return the tokens that a level below `levels` levels is expected to add."""
         kind = self.kind
-        return (kind.agreement * kind.ranks[0]) ** levels * kind.agreement * sum(kind.ranks[: self.plan.width])
+        return (kind.agreement * kind.ranks[0]) ** levels * kind.agreement * sum(kind.ranks[: self.terms.plan.width])
 
     def expected_tokens(self) -> float:
         """Return the tokens that a step over the tree is expected to commit, less the price of its nodes."""
-        return 1.0 + sum(max(0.0, score - self.price) for score in self.scores())
+        return 1.0 + sum(max(0.0, score - self.terms.verified_price) for score in self.scores())
 
 
 def _rank(kind: DrafterKind, rng: random.Random) -> int:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from outrider.core.control.budget import CostModel, choose_budget
 from outrider.core.control.hold_policy import HoldPolicy
-from outrider.core.control.overlap import OverlapMode
 from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
 from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings, best_nodes
@@ -42,7 +41,7 @@ class SimulatedVerifier:
 
     def open(self, session: SimulatedSession) -> None:
         """Add a session."""
-        session.set_overlap_mode(self.hold_policy.overlap_mode)
+        session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions.append(session)
         self.choose()
 
@@ -76,8 +75,8 @@ class SimulatedVerifier:
                 reads += taken
             else:
                 deciding.append(session)
-        nodes = [len(it.scores()) if it.rounds else 0 for it in deciding]
-        choosing = [(index, it) for index, it in enumerate(deciding) if not it.rounds]
+        nodes = [len(it.scores()) if it.terms.rounds else 0 for it in deciding]
+        choosing = [(index, it) for index, it in enumerate(deciding) if not it.terms.rounds]
         offers = sorted(((score, index) for index, it in choosing for score in it.scores()), reverse=True)
         offers = offers[: deployment.max_nodes]
         base = len(deciding) + reads + sum(nodes)
@@ -125,7 +124,7 @@ class SimulatedVerifier:
         for session, count in zip(step.deciding, step.nodes, strict=True):
             tokens, report = self._decide(session, count, step)
             committed += tokens
-            session.price = step.price
+            session.terms.verified_price = step.price
             self._deliver(session, tokens, report)
         if step.deciding and self._committed:
             self.hold_policy.learn(
@@ -139,13 +138,13 @@ class SimulatedVerifier:
         outcome.tokens += committed
         outcome.steps += len(step.deciding)
         for session in self.sessions:
-            session.set_overlap_mode(self.hold_policy.overlap_mode)
+            session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self._running = False
         self.choose()
 
     def _decide(self, session: SimulatedSession, count: int, step: SimulatedStep) -> tuple[int, StepReport]:
         """Decide how many tokens a session commits. Return that number and the report."""
-        plan = session.plan
+        plan = session.terms.plan
         wide = [0] * plan.depth  # verified children at each level
         for _, level in best_nodes(session.kind, min(session.levels, plan.depth), plan.width, count):
             wide[level] += 1
@@ -168,13 +167,13 @@ class SimulatedVerifier:
             forward_us=int(step.seconds * 1e6),
             plan_version=plan.version,
             drafters=int(session.drafter is not None),
-            elapsed_us=int((now - session.committed_at) * 1e6) if session.committed_at else 0,
+            elapsed_us=int((now - session.terms.committed_at) * 1e6) if session.terms.committed_at else 0,
             rows=step.rows,
             sessions=len(step.deciding) + len(step.reading),
             first_us=int(first * 1e6),
             level_us=int(gap * 1e6),
             ranks=bytes(ranks),
-            resting=session.overlap_mode is OverlapMode.REST,
+            resting=session.terms.resting,
         )
         return accepted + 1, report
 
@@ -183,9 +182,7 @@ class SimulatedVerifier:
         clock = self.cluster.clock
         session.passing = False
         session.position += tokens
-        if session.committed_at:
-            session.speed.observe(tokens, clock.now - session.committed_at)
-        session.committed_at = clock.now
+        session.terms.on_commit(tokens, clock.now)
         if session.left <= 0:
             self.sessions.remove(session)
             self.cluster.release(session)
@@ -194,9 +191,9 @@ class SimulatedVerifier:
         session.arrivals.restart(clock.now, session.expected_tokens())
         session.policy.observe(report)
         plan = session.policy.plan()
-        if plan is not session.plan:
+        if plan is not session.terms.plan:
             self.cluster.outcome.switches += 1
-            session.plan = plan
+            session.terms.plan = plan
             self.cluster.assign(session)
         if (drafter := session.drafter) is not None:
             position = session.position

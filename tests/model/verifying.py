@@ -83,9 +83,9 @@ class Verifier:
                 case Durable(position):
                     if position > len(session.tokens):
                         raise Violation(f"{position} tokens are durable, of {len(session.tokens)} committed")
-                    session.durable = max(session.durable, position)
+                    session.commits.acknowledge(position)
                 case Plan():
-                    session.plan = message if message.version > session.plan.version else session.plan
+                    session.terms.plan = message if message.version > session.terms.plan.version else session.terms.plan
                 case Ended():
                     self._close(session)
         self._pump()
@@ -148,7 +148,7 @@ class Verifier:
                 return
             if start.epoch <= present.epoch:
                 raise Violation(f"session {present.id} went from epoch {present.epoch} to {start.epoch}")
-            present.fenced = True
+            present.commits.fenced = True
             self._routers[present].end(Ended("Superseded", "taken over under a higher epoch"))
             self._close(present)
         if extend(EMPTY, start.tokens) != start.digest:
@@ -182,7 +182,7 @@ class Verifier:
             del self.sessions[session.id]
         for stream, subscription in list(session.subscriptions.items()):
             session.unsubscribe(stream)
-            stream.close(subscription.attachment, "fenced" if session.fenced else "finished")
+            stream.close(subscription.attachment, "fenced" if session.commits.fenced else "finished")
 
     def _commit(self, session: VerifierSession, nodes: list[Node]) -> None:
         taken, root = set(nodes), session.tree.root

@@ -241,8 +241,8 @@ class World:
                 raise Violation(f"{router.name}: {router.trouble}")
         for verifier in self.verifiers:
             for session in verifier.sessions.values():
-                if len(session.tokens) - session.durable > WINDOW:
-                    raise Violation(f"{verifier.name} is at {len(session.tokens)}, durable are {session.durable}")
+                if len(session.tokens) - session.commits.durable > WINDOW:
+                    raise Violation(f"{verifier.name}: {len(session.tokens)}, durable {session.commits.durable}")
         for client in self.clients:
             if self._seen.get(client) != (state := (len(client.tokens), client.reason, client.error)):
                 self._seen[client] = state

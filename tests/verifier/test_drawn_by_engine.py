@@ -24,10 +24,11 @@ from outrider.errors import ConfigError
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.engine.device.taped import taped
 from verifier_svc.batch import SessionWork, StepBatch, make_noise
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.ngram_proposer import LookaheadProposer, NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, wait_us=0)
 TEXT = (1, 2, 3, 1, 2, 3, 1)

@@ -27,10 +27,11 @@ from tests.e2e.tiny import CONTEXT, VOCABULARY, make_tiny
 from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
 from tests.engine.taught import random_heads, taught_heads
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.head_proposer import NoHeadProposer, SpeculatorProposer
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load, make_head_proposer
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
 FREE = CostModel([(2, 1000.0), (64, 1000.1)])  # a step takes so long that levels cost nothing beside it

@@ -55,7 +55,7 @@ async def finished(loop: StepScheduler, sessions: Sequence[VerifierSession]) -> 
         if all(session.finished for session in sessions):
             return [session.tokens for session in sessions]
         for session in sessions:
-            if not session.finished and number % 3 == 0 and session.plan.depth and not session.tree.size:
+            if not session.finished and number % 3 == 0 and session.terms.plan.depth and not session.tree.size:
                 draft(session, [1, 2, 3])
         await stepped(loop)
         assert taken(loop) <= loop._engine.kv_bytes

@@ -24,10 +24,11 @@ from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.kv_slots import AcquiredSlot
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.batch import StepBatch
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.lookahead import settle
 from verifier_svc.ngram_proposer import LookaheadProposer, NgramProposers
 from verifier_svc.scheduler import StepScheduler
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 
 PLAN = Plan(version=1, depth=8, nodes=16, wait_us=0)
 CHEAP = CostModel([(2, 0.010), (64, 0.011)])

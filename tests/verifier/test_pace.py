@@ -19,7 +19,8 @@ from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.kv_slots import AcquiredSlot
 from outrider.v1.types_pb2 import Heartbeat
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.commit_queue import StepCommit
+from verifier_svc.session import SessionStart, VerifierSession
 
 
 async def no_key() -> bytes:
@@ -43,8 +44,8 @@ async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration()).plan_version = 1
     for resting in (True, True, False):
-        session.set_overlap_mode(OverlapMode.REST if resting else OverlapMode.TURNS)
-        assert (session.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
+        session.terms.set_overlap_mode(OverlapMode.REST if resting else OverlapMode.TURNS)
+        assert (session.terms.price, session.awaited) == ((1.0, False) if resting else (0.0, True))
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
         assert stream._wake.is_set() != resting
     frame = await stream.next()
@@ -77,7 +78,7 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
     sink, session = sink_and_session()
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
-    session.set_overlap_mode(OverlapMode.REST)
+    session.terms.set_overlap_mode(OverlapMode.REST)
     publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0))
     sink.refresh(session)
     frame = await stream.next()
@@ -87,9 +88,9 @@ async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
 
 async def test_drafters_do_not_delay_the_first_token() -> None:
     _, session = sink_and_session()
-    assert (session.overlap_mode, session.price) == (OverlapMode.TURNS, 1.0)
+    assert (session.terms.overlap_mode, session.terms.price) == (OverlapMode.TURNS, 1.0)
     session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
-    assert session.price == 0.0
+    assert session.terms.price == 0.0
 
 
 def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many() -> None:
@@ -131,10 +132,10 @@ async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, fol
     for now, (way, kept) in enumerate(
         zip((OverlapMode.TURNS, OverlapMode.AHEAD, OverlapMode.REST), followed, strict=True), 1
     ):
-        session.set_overlap_mode(way)
-        assert session.overlap_mode is kept
+        session.terms.set_overlap_mode(way)
+        assert session.terms.overlap_mode is kept
         publish(sink, session, session.commit([Choice(7, 1.0, b"")], StepReport(), now=now))
     sink.refresh(session)
     frame = await stream.next()
     assert frame is not None
-    assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.ahead, not session.ahead)
+    assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.terms.ahead, not session.terms.ahead)

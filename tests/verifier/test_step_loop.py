@@ -28,8 +28,9 @@ from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import Moved, Superseded
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
+from verifier_svc.commit_queue import StepCommit
 from verifier_svc.scheduler import StepScheduler
-from verifier_svc.session import SessionStart, StepCommit, VerifierSession
+from verifier_svc.session import SessionStart, VerifierSession
 
 MODELS = Path(__file__).parents[2] / "models"
 VOCABULARY = 64  # of what is drafted wrongly; the target has more
@@ -190,7 +191,7 @@ async def test_never_more_than_the_window_is_committed_beyond_what_is_durable(lo
     await stepped(loop, session)
     assert session.tokens == text[: len(TEXT) + 5]
     assert not session.ready
-    session.durable += 2
+    session.commits.durable += 2
     assert session.ready
     await stepped(loop, session)
     assert session.tokens == text[: len(TEXT) + 7]
@@ -238,7 +239,7 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(lo
             opened(loop, tokens=first.tokens, epoch=epoch)
     assert loop.sessions == {"s": first}
     second = opened(loop, tokens=first.tokens, epoch=3)
-    assert (first.finished, first.fenced, first.moved) == (True, True, False)
+    assert (first.finished, first.commits.fenced, first.commits.moved) == (True, True, False)
     assert commits(first)[-1] is None
     assert second.kv_slot == (first.kv_slot.slot, len(first.tokens) - 1, None)
     assert loop.sessions == {"s": second}
@@ -257,7 +258,7 @@ async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: Step
 async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_move(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
-    loop.begin_drain(lambda: left.append(session.moved))
+    loop.begin_drain(lambda: left.append(session.commits.moved))
     with pytest.raises(Moved):
         opened(loop, "late")
     with pytest.raises(Moved):

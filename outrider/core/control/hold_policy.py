@@ -11,28 +11,23 @@ from typing import Protocol
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, hold_seconds
 from outrider.core.control.budget import CostModel, VerificationBudget
+from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.overlap import OverlapMode, OverlapSelector
-from outrider.core.session.contract import Plan
 from outrider.core.stats import Ema
 
 _MAX_RATE = 2**32 - 1  # largest rate that fits the report's field, in thousandths of a token per second
 EMA_WEIGHT = 0.05  # weight of one step in the average number of open sessions
 
 
-class Paced(Protocol):
-    """The properties of a session that the hold policy uses."""
+class HeldSession(Protocol):
+    """What the hold policy uses of a session."""
 
-    plan: Plan
-    committed_at: float  # seconds on the clock of `now`: when the session's last commit was sent
+    terms: DraftingTerms
     arrivals: Arrivals
 
     @property
     def greedy(self) -> bool:
         """Whether the session decodes greedily."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the session's drafters draft while steps run."""
 
     @property
     def awaited(self) -> bool:
@@ -70,13 +65,13 @@ class HoldPolicy:
         """Return the arrival patterns that greedy, or other, sessions share."""
         return self._patterns.setdefault(greedy, ArrivalPatterns.unknown())
 
-    def hold_seconds(self, sessions: Sequence[Paced], budget: VerificationBudget, now: float) -> float:
+    def hold_seconds(self, sessions: Sequence[HeldSession], budget: VerificationBudget, now: float) -> float:
         """Return the seconds for which to hold a step back; 0 unless the expected deltas are worth the time of all its
         sessions.
 
         Several sessions in the mode AHEAD are not held back, because their deltas arrive while steps run.
         """
-        ahead = any(session.ahead for session in sessions)
+        ahead = any(session.terms.ahead for session in sessions)
         group = [session for session in sessions if session.awaited]
         awaiting = [session for session in group if session.awaiting_depth]
         if awaiting:
@@ -87,7 +82,9 @@ class HoldPolicy:
         arrivals = [session.arrivals for session in group]
         return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
 
-    def learn(self, sessions: Collection[Paced], decoding: int, read: int, committed: int, seconds: float) -> None:
+    def learn(
+        self, sessions: Collection[HeldSession], decoding: int, read: int, committed: int, seconds: float
+    ) -> None:
         """Record a step with the open `sessions`, `seconds` after the step before, and choose the overlap mode.
 
         The step read `read` prompt tokens, and committed `committed` tokens for the `decoding` sessions that decoded.
@@ -123,6 +120,6 @@ class HoldPolicy:
         self._latest = None
 
 
-def _left(session: Paced, now: float) -> float:
+def _left(session: HeldSession, now: float) -> float:
     """Return the seconds for which the session's plan still allows a step to be held back."""
-    return session.plan.wait_us * 1e-6 - (now - session.committed_at)
+    return session.terms.plan.wait_us * 1e-6 - (now - session.terms.committed_at)

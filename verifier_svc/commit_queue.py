@@ -1,0 +1,47 @@
+"""What a session's steps have committed and its router has not yet been sent, and how far the router's log is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from outrider.core.control.attribution import DrafterCredit
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import StepReport
+
+
+class StepCommit(NamedTuple):
+    """The tokens that a step committed for a session, and its report."""
+
+    position: int  # of the first token
+    choices: list[Choice]
+    digest: int  # over all tokens of the session up to and with these
+    report: StepReport
+    last: bool  # whether the generation ends with this commit
+    credits: tuple[DrafterCredit, ...] = ()  # one for each drafter, if there are several
+
+
+class CommitQueue(asyncio.Queue[StepCommit | None]):
+    """A session's commits on their way to its router. The window bounds their number; None: the session is closed."""
+
+    def __init__(self, durable: int, window: int) -> None:
+        """`durable`: number of tokens in the router's log; `window`: tokens that may be committed beyond it."""
+        super().__init__()
+        self.durable = durable
+        self.fenced = False  # a higher epoch took the session over
+        self.moved = False  # this verifier is going down
+        self.answered = False  # the last message was sent to the router, which may close the call
+        self._window = window
+
+    @property
+    def limit(self) -> int:
+        """Number of tokens up to which steps may commit."""
+        return self.durable + self._window
+
+    def acknowledge(self, durable: int) -> None:
+        """Notes that the router's log holds so many tokens."""
+        self.durable = max(self.durable, durable)
+
+    def close(self) -> None:
+        """Ends the reader's wait: no commit follows."""
+        self.put_nowait(None)
