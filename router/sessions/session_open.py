@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -70,6 +71,11 @@ class OpenedGeneration:
     def ended(self) -> EndReason | None:
         """Why the generation ended; None while it has not."""
         return EndReason(self.record.finished) if self.record.finished else None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; infinity where there is none."""
+        return math.inf if self.turn.deadline is None else self.turn.deadline - time.time()
 
 
 @dataclass(frozen=True, slots=True)

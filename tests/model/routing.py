@@ -312,15 +312,17 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(time=lambda: _loop().clock.now, monotonic=lambda: _loop().clock.now)
     for module in (
         "sessions.session_open",
+        "sessions.commit_pump",
         "sessions.generation",
+        "sessions.verifier_stream",
         "sessions.token_log",
         "api.servicer",
         "reporting.usage_stats",
     ):
         patch.setattr(f"router.{module}.time", clock)
     patch.setattr("router.sessions.session_open.secrets", SimpleNamespace(token_hex=lambda size: _loop().clock.name()))
-    patch.setattr("router.sessions.generation.DecodeStream", Decoding)
-    patch.setattr("router.sessions.generation.DrafterSet", Attaching)
+    patch.setattr("router.sessions.verifier_stream.DecodeStream", Decoding)
+    patch.setattr("router.sessions.commit_pump.DrafterSet", Attaching)
 
 
 def _loop() -> HandLoop:

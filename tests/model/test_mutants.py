@@ -19,6 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import router.sessions.session_open
 import router.sessions.token_log
 import verifier_svc.session
+from outrider.core.tree.committed_window import CommittedWindow
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import Conflict, NotFound
 from tests.model import redis
@@ -195,5 +196,5 @@ def test_it_is_found_out_that(breaks: Break, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stale_root_that_is_not_checked_costs_speed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delta from another text adds nodes that are wrong; a wrong node is never committed."""
-    monkeypatch.setattr(TokenTree, "_check_root", lambda self, delta: None)
+    monkeypatch.setattr(CommittedWindow, "check_root", lambda self, position, digest: None)
     run_state_machine_as_test(Life, settings=settings(ENOUGH, max_examples=60))

@@ -1,0 +1,148 @@
+"""Takes the commits of a generation's verifier: each is logged, then acknowledged and sent on."""
+
+from __future__ import annotations
+
+import time
+
+from outrider.core.acceptance import ChildSampling, rule_of
+from outrider.core.session.contract import Plan, StepReport
+from outrider.errors import InternalError
+from outrider.telemetry.tracing import recording_span
+from router.reporting.request_metrics import plan_attributes
+from router.scheduling.admission import AdmissionSlot
+from router.scheduling.drafter_assignment import DraftAssignment, DrafterSet
+from router.sessions.client_watch import ClientWatch
+from router.sessions.outbox import Outbox
+from router.sessions.response import EndReason
+from router.sessions.session_open import OpenedGeneration, RouterContext
+from router.sessions.standby import Standby
+from router.sessions.token_log import TokenLog
+from router.sessions.verifier_client import DecodeEnd, DecodeStream, ReceivedCommit
+from router.speculation.step_statuses import StepStatuses
+
+RENEWALS_PER_LEASE = 3
+
+
+class CommitPump:
+    """Moves one generation's tokens from its verifiers to its log and its client, and keeps its plan and its drafters.
+
+    `run` it for one verifier after another.
+    """
+
+    def __init__(
+        self,
+        router: RouterContext,
+        opened: OpenedGeneration,
+        slot: AdmissionSlot | None,
+        outbox: Outbox,
+        client_watch: ClientWatch,
+        standby: Standby | None,
+    ) -> None:
+        """`slot`: None for a generation that has ended, for which nothing runs."""
+        self.plan = opened.policy.plan()
+        self._router = router
+        self._opened = opened
+        self._slot = slot
+        self._outbox = outbox
+        self._client_watch = client_watch
+        self._standby = standby
+        self._samples = router.sample_writer.collector(opened.record.tenant, opened.model, opened.turn.contract)
+        self._drafters: DrafterSet
+        self.contract = self._samples.verifier_contract(opened.turn.contract)  # for verifiers
+
+    async def run(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+        """Handle the verifier's commits until the response ends."""
+        self._drafters = self._assign_drafters(token_log, stream)
+        try:
+            return await self._process_commits(token_log, stream)
+        finally:
+            self._drafters.detach_all()
+
+    def close(self) -> None:
+        """Write what is left of the training samples."""
+        self._samples.flush()
+
+    async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
+        """Handle each commit: log it, acknowledge it, send it, and give its report to the policy."""
+        response, policy, statuses = self._opened.response, self._opened.policy, self._statuses(stream)
+        while not isinstance(event := await stream.next(), DecodeEnd):
+            if not isinstance(event, ReceivedCommit):
+                if token_log.idle_s > self._router.config.lease_s / RENEWALS_PER_LEASE:
+                    await token_log.renew()
+                if self._opened.left_s <= 0.0:
+                    return EndReason.DEADLINE
+                continue
+            await self._log_and_send(event, token_log, stream)
+            self._record_status(event.report, statuses)
+            if response.stopped:
+                return EndReason.STOP
+            self._drafters.observe(len(event.tokens), event.report.drafters, event.credits)
+            policy.observe(event.report)
+            plan = policy.plan()
+            if plan is not self.plan:
+                self._change_plan(plan, token_log, stream)
+        if response.reason is None:
+            raise InternalError(f"verifier {stream.worker.worker_id} ended the response before its contract did")
+        return response.reason
+
+    async def _log_and_send(self, commit: ReceivedCommit, token_log: TokenLog, stream: DecodeStream) -> None:
+        """Append a commit's tokens to the log, and only then acknowledge and send them."""
+        response, metrics = self._opened.response, self._router.metrics
+        part = response.add_commit(self._samples.for_client(commit))
+        assert self._slot is not None
+        self._slot.spend(output=len(part.tokens))
+        append_began = time.monotonic()
+        await token_log.append(
+            part.tokens,
+            response.digest,
+            logprobs=part.logprobs,
+            plan=self.plan,
+            verifier=stream.worker.worker_id,
+            drafters=self._drafters.drafter_ids,
+        )
+        self._samples.add(token_log.tokens, len(part.tokens), commit)
+        metrics.append.record(time.monotonic() - append_began)
+        metrics.tokens[self._opened.model.name] += len(part.tokens)
+        metrics.observe_step(self._drafters.drafter_ids, commit.report, commit.credits)
+        self._outbox.put(part)
+        stream.acknowledge(self._outbox.limit)
+        self._client_watch.start()
+        if self._standby is not None:
+            self._standby.follow(token_log.tokens, stream.worker)
+
+    def _statuses(self, stream: DecodeStream) -> StepStatuses:
+        return StepStatuses(self._router.config, self._opened.policy, stream.worker)
+
+    def _record_status(self, report: StepReport, statuses: StepStatuses) -> None:
+        """Record whether the step verified drafts, and if not, why."""
+        status = statuses.of(report, self.plan, self._drafters.obstacle)
+        self._opened.response.usage.speculation.observe(status)
+        self._router.metrics.speculation[self._opened.model.name, status.reason.value] += 1
+
+    def _change_plan(self, plan: Plan, token_log: TokenLog, stream: DecodeStream) -> None:
+        """Follow another plan. Drafters that the plan does not need are detached and serve other sessions."""
+        was_drafting, self.plan = self.plan.depth > 0, plan
+        self._router.metrics.changes += 1
+        if (span := recording_span()) is not None:
+            span.add_event("plan", plan_attributes(plan))
+        stream.plan(plan)
+        if was_drafting != (plan.depth > 0):
+            self._drafters.detach_all()
+            self._drafters = self._assign_drafters(token_log, stream)
+
+    def _assign_drafters(self, token_log: TokenLog, stream: DecodeStream) -> DrafterSet:
+        router, record, contract = self._router, self._opened.record, self._opened.turn.contract
+        wanted = router.config.drafters_per_session if self.plan.depth and not stream.worker.treeless else 0
+        single = rule_of(contract).child_sampling is ChildSampling.SAMPLED  # several drafters' draws have no one q
+        assignment = DraftAssignment(
+            session_id=record.session_id,
+            tenant=record.tenant,
+            epoch=token_log.epoch,
+            upstream=stream.worker,
+            tokenizer_digest=self._opened.model.digest,
+            greedy=contract.greedy,
+            single=single,
+            previous=token_log.record.drafters,
+        )
+        wanted = min(wanted, 1) if single else wanted
+        return DrafterSet(router.worker_pool, router.background, assignment, wanted, router.tiers, router.ticket_key)

@@ -1,0 +1,86 @@
+"""Opens a generation's stream on the first verifier that takes it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from outrider.core.session.contract import Contract, Plan
+from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.rpc.tracing import client_span
+from router.api.requests import check_fits
+from router.reporting.request_metrics import plan_attributes
+from router.sessions.session_open import OpenedGeneration, RouterContext, matching_verifiers
+from router.sessions.token_log import TokenLog
+from router.sessions.verifier_client import DecodeStart, DecodeStream
+
+
+@asynccontextmanager
+async def open_stream(
+    router: RouterContext,
+    opened: OpenedGeneration,
+    token_log: TokenLog,
+    contract: Contract,
+    plan: Plan,
+    kv_holder: str,
+    on_attempt: Callable[[DecodeStream], None],
+) -> AsyncIterator[DecodeStream]:
+    """Yield a stream on the first verifier that has a KV slot: `kv_holder`, which has the session's KV, else the least
+    loaded. `contract` is the verifier's; `on_attempt` is called with each stream before it is opened.
+
+    Raises the refusal of one verifier if all refuse: Overloaded if one of them is full, else Unavailable.
+    """
+    worker_pool = router.worker_pool
+    workers = check_fits(
+        token_log.tokens, opened.turn.contract, await matching_verifiers(router, opened.model), opened.response.start
+    )
+    refusal: OutriderError | None = None
+    for worker in worker_pool.rank_verifiers(workers, kv_holder, token_log.tokens, opened.record.tenant):
+        worker_pool.add_session(worker)
+        began = time.monotonic()
+        try:
+            with client_span("outrider.v1.Verifier/Decode") as span:
+                start = _decode_start(router, opened, token_log, contract, plan)
+                stream = DecodeStream(worker, worker_pool.channel(worker), start)
+                span.add_event("plan", plan_attributes(plan))
+                on_attempt(stream)
+                await stream.open()
+                yield stream
+                return
+        except (Unavailable, Overloaded) as error:
+            worker_pool.on_failure(worker, error)
+            if stream.opened:
+                raise
+            if not isinstance(refusal, Overloaded):  # a full verifier will have room later
+                refusal = error
+        finally:
+            if stream.over:
+                router.background.spawn(stream.finish())
+            else:
+                stream.cancel()
+            worker_pool.remove_session(worker, time.monotonic() - began if stream.opened else 0.0)
+    assert refusal is not None
+    raise refusal
+
+
+def _decode_start(
+    router: RouterContext, opened: OpenedGeneration, token_log: TokenLog, contract: Contract, plan: Plan
+) -> DecodeStart:
+    record = opened.record
+    return DecodeStart(
+        session_id=record.session_id,
+        tenant=record.tenant,
+        epoch=token_log.epoch,
+        model=record.model,
+        tokenizer_digest=record.tokenizer_digest,
+        tokens=tuple(token_log.tokens),
+        digest=opened.response.digest,
+        answer_position=opened.turn.answer_position,
+        contract=contract,
+        plan=plan,
+        window=router.config.window,
+        lease_s=router.config.lease_s,
+        timeout_s=None if math.isinf(opened.left_s) else max(0.0, opened.left_s),
+    )
