@@ -8,7 +8,7 @@ a drafter it is plain decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
 from outrider.engine.logits import Logits, LogitsRow, logits_rows
+from outrider.engine.masks import path_mask, tree_mask
 
 CHUNK = 256  # tokens of a prompt in one pass
 # s of softmax((log q + g) / s), fitted once to the reference pair; the service fits it while it runs.
@@ -47,7 +48,7 @@ class RoundNode:
     depth: int  # 1 follows the root
     parent: int  # index among the tree's nodes; -1: the root
     score: float  # path score, as a logarithm
-    row: int | None = None  # row in the drafter's KV cache, counted after the text; None: not expanded
+    row: int = -1  # row in the drafter's KV cache, counted after the text; -1: not expanded
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class RoundRunner:
         text.verified = behind + len(path)
         if self._drafter is not None:
             kept = [text.tree[row - 1].row for row in walk.path]
-            known = kept[: kept.index(None)] if None in kept else kept
+            known = kept[: kept.index(-1)] if -1 in kept else kept
             source = len(text.tokens) + np.array(known, np.int64)
             self._drafter.move(text.slot, source, len(text.tokens) + np.arange(len(known)))
             text.drafted = len(text.tokens) + len(known)
@@ -170,15 +171,19 @@ def _pending(text: RoundText) -> Segment:
     return Segment(text.slot, text.drafted, tokens, text.drafted + np.arange(len(tokens)), None, 1)
 
 
+def _with_ancestors(text: RoundText, index: int) -> Iterator[int]:
+    """Yield a node's index, its parent's, and so on."""
+    while index >= 0:
+        yield index
+        index = text.tree[index].parent
+
+
 def _expansion(text: RoundText, nodes: Sequence[int], used: int) -> Segment:
     """Return some nodes of one level, after the `used` rows of the levels above."""
-    mask = np.zeros((len(nodes), used + len(nodes)), np.bool_)
-    for at, index in enumerate(nodes):
-        node = text.tree[index]
-        node.row = used + at
-        while index >= 0:
-            mask[at, text.tree[index].row] = True
-            index = text.tree[index].parent
+    for row, index in enumerate(nodes, used):
+        text.tree[index].row = row
+    paths = [[text.tree[above].row for above in _with_ancestors(text, index)] for index in nodes]
+    mask = path_mask(paths, used + len(nodes))
     tokens = np.array([text.tree[index].token for index in nodes])
     positions = np.array([len(text.tokens) - 1 + text.tree[index].depth for index in nodes])
     return Segment(text.slot, len(text.tokens), tokens, positions, mask)
@@ -210,12 +215,7 @@ def _prune(text: RoundText, most: int) -> None:
 
 def _verification(text: RoundText) -> Segment:
     """Return the segment that verifies the root and the tree below it."""
-    count = 1 + len(text.tree)
-    mask = np.zeros((count, count), np.bool_)
-    mask[0, 0] = True
-    for row, node in enumerate(text.tree, 1):
-        mask[row] = mask[node.parent + 1]
-        mask[row, row] = True
+    mask = tree_mask(1, [node.parent + 1 for node in text.tree]) if text.tree else None
     tokens = np.array([text.tokens[-1], *(node.token for node in text.tree)])
     positions = text.verified + np.array([0, *(node.depth for node in text.tree)])
-    return Segment(text.slot, text.verified, tokens, positions, mask if count > 1 else None)
+    return Segment(text.slot, text.verified, tokens, positions, mask)

@@ -18,6 +18,7 @@ from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.logits import LogitsRow
+from outrider.engine.masks import path_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +189,12 @@ class DraftSession(Mirror, ABC):
             return self._chain(pending, wanted=1)
         held, count = pending + len(self.scratch), len(below)
         rows = {node: held + row for row, node in enumerate(below)}
-        seen = np.zeros((count, held + count), dtype=np.bool_)
+        paths = [
+            [rows[above] if above in rows else above.row - self.cached for above in node.ancestors(self.tree.root)]
+            for node in below
+        ]
+        seen = path_mask(paths, held + count)
         seen[:, :pending] = True
-        for row, node in enumerate(below):
-            for ancestor in node.ancestors(self.tree.root):
-                seen[row, rows[ancestor] if ancestor in rows else ancestor.row - self.cached] = True
         chain = np.tri(pending, held + count, dtype=np.bool_)
         tokens = self.tokens[self.cached :] + [node.token for node in below]
         positions = [*range(self.cached, len(self.tokens)), *(node.position for node in below)]

@@ -19,6 +19,7 @@ from outrider.core.session.contract import SHARED_NOISE, StepReport
 from outrider.core.tree.node import Node
 from outrider.engine.batch import Segment
 from outrider.engine.logits import Logits
+from outrider.engine.masks import tree_mask
 from verifier_svc.session import VerifierSession
 from verifier_svc.tracing import StepFigures
 
@@ -70,14 +71,9 @@ class SessionWork:
         positions = np.arange(self.start, self.start + len(tokens))
         mask = None
         if below:
-            mask = np.tri(len(tokens), dtype=np.bool_)
-            mask[chain:] = False
             follows = self.parents + [0 if parent < 0 else 1 + count + parent for parent in self.window.parents]
-            for row, parent in enumerate(follows, chain):
-                above = chain - 1 + parent
-                positions[row] = positions[above] + 1
-                mask[row] = mask[above]
-                mask[row, row] = True
+            mask = tree_mask(chain, [chain - 1 + parent for parent in follows])
+            positions = self.start + mask.sum(axis=1) - 1
         return Segment(session.kv_slot.slot, session.cached, tokens, positions, mask, self.outputs)
 
 

@@ -13,6 +13,7 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.masks import path_mask
 
 Path = tuple[int, ...]
 Logits = NDArray[np.float32]  # [vocabulary]
@@ -100,12 +101,11 @@ class PathRows:
             self._run(ordered[first : first + ROWS])
 
     def _run(self, paths: Sequence[Path]) -> None:
-        held, count = len(self._places), len(paths)
+        held = len(self._places)
         for place, path in enumerate(paths, held):
             self._places[path] = place
-        mask = np.zeros((count, held + count), np.bool_)
-        for row, path in enumerate(paths):
-            mask[row, [self._places[path[:end]] for end in range(len(path) + 1)]] = True
+        rows = [[self._places[path[:end]] for end in range(len(path) + 1)] for path in paths]
+        mask = path_mask(rows, held + len(paths))
         tokens = np.array([path[-1] if path else self._text[self._root] for path in paths], np.int64)
         positions = np.array([self._root + len(path) for path in paths], np.int64)
         logits = self._engine.forward([Segment(0, self._root, tokens, positions, mask)])

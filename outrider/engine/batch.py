@@ -31,6 +31,11 @@ class Segment:
         return len(self.tokens) if self.mask is None else self.mask.shape[1]
 
     @property
+    def seen(self) -> NDArray[np.bool_]:
+        """Which of the cache rows behind the prefix each new row sees: [n, m]."""
+        return np.tri(len(self.tokens), dtype=np.bool_) if self.mask is None else self.mask
+
+    @property
     def outputs(self) -> int:
         """Number of rows for which the pass gives logits."""
         return len(self.tokens) if self.wanted is None else self.wanted

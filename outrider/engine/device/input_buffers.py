@@ -137,9 +137,8 @@ class InputBuffers:
         alone = np.array([it.mask is None for it in segments]) & (counts == 1)
         trees[at[alone], 0, 0] = 1
         for index in np.flatnonzero(~alone).tolist():
-            segment, count = segments[index], counts[index]
-            seen = np.tri(count, dtype=np.bool_) if segment.mask is None else segment.mask
-            trees[at[index], :count, : segment.span] = seen
+            segment = segments[index]
+            trees[at[index], : counts[index], : segment.span] = segment.seen
 
     def _fill_outputs(
         self,

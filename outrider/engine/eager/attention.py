@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.engine.eager.packing import AttentionRun, Packed
+from outrider.engine.masks import visible_keys
 
 # Added to the score of a hidden key. Finite, so that a block of hidden keys alone does not become NaN.
 HIDDEN = np.float32(-1e30)
@@ -57,27 +57,15 @@ def attend_runs(
 
 def score_mask(run: AttentionRun) -> NDArray[np.float32]:
     """Return what is added to the scores: [slots, width, keys]. Padding queries see the first key alone."""
-    mask = np.full((run.slots, run.width, run.keys), HIDDEN, np.float32)
-    mask[:, :, 0] = 0.0
-    for segment in run.segments:
-        count, prefix = len(segment.tokens), segment.prefix
-        segment_mask = mask[segment.slot - run.slot, :count]
-        segment_mask[:, :prefix] = 0.0
-        seen = _chain(count) if segment.mask is None else np.where(segment.mask, np.float32(0.0), HIDDEN)
-        segment_mask[:, prefix : prefix + segment.span] = seen
-    return mask
+    places = [segment.slot - run.slot for segment in run.segments]
+    visible = visible_keys(run.segments, places, (run.slots, run.width, run.keys))
+    return np.where(visible, np.float32(0.0), HIDDEN)
 
 
 def fold_mask(mask: NDArray[np.float32], group: int) -> Tensor:
     """Repeat a mask for a group: [slots, width, keys] -> [slots, 1, width * group, keys]."""
     slots, _, keys = mask.shape
     return torch.from_numpy(mask)[:, None, :, None].expand(-1, 1, -1, group, -1).reshape(slots, 1, -1, keys)
-
-
-@lru_cache(maxsize=64)
-def _chain(count: int) -> NDArray[np.float32]:
-    """Return what a causal chain adds to the scores: [count, count]."""
-    return np.triu(np.full((count, count), HIDDEN, np.float32), 1)
 
 
 def _all_visible(run: AttentionRun) -> bool:

@@ -16,6 +16,7 @@ from outrider.engine.heads.eagle import Eagle, Eagle3
 from outrider.engine.heads.eagle_layer import EagleLayer
 from outrider.engine.heads.embeddings import TargetEmbeddings
 from outrider.engine.heads.speculator import FloatRows, HeadNodes, HeadRoot
+from outrider.engine.masks import path_mask
 
 CHUNK = 512  # rows of a text that a round reads; a session with more unread rows gets no drafts in that round
 ROOM = 128  # rows of a slot behind its text, for the nodes that a round expands
@@ -117,8 +118,7 @@ class EagleDrafts:
     def _segment(self, nodes: Sequence[tuple[_Row, int]]) -> Segment:
         """Return the segment of nodes of one slot, behind the rows that the round has drafted there."""
         slot = nodes[0][0].drafted
-        mask = np.zeros((len(nodes), slot.drafted + len(nodes)), np.bool_)
-        for row, (parent, _) in enumerate(nodes):
-            mask[row, [*parent.above, slot.drafted + row]] = True
+        paths = [(*parent.above, row) for row, (parent, _) in enumerate(nodes, slot.drafted)]
+        mask = path_mask(paths, slot.drafted + len(nodes))
         positions = np.array([slot.read + len(parent.above) for parent, _ in nodes])
         return Segment(slot.slot, slot.read, np.array([token for _, token in nodes]), positions, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.hugging_face.engine import Masks, TransformersEngine
 from outrider.engine.hugging_face.pretrained import Pretrained
 from outrider.engine.hugging_face.treeless import Reading, TreelessEngine
+from outrider.engine.masks import path_mask
 from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import CheckpointError
 
@@ -122,7 +123,8 @@ class _Probe:
         engine.forward([_chain(0, self._long[:6])])
         first = engine.forward([_chain(0, self._long[6:], 6), _chain(1, self._short)])
         check(first, np.concatenate([chunk, others[:SHORT]]))
-        tree = Segment(0, LONG, self._nodes, LONG - 1 + np.array([len(path) for path in paths]), _ancestors(paths))
+        mask = path_mask(paths, len(paths))
+        tree = Segment(0, LONG, self._nodes, LONG - 1 + mask.sum(axis=1), mask)
         both = engine.forward([tree, _chain(1, self._after, SHORT)])
         check(both, np.concatenate([*expected, others[SHORT:]]))
         engine.move(0, LONG + np.array(paths[4]), LONG + np.arange(len(paths[4])))
@@ -174,10 +176,3 @@ def _chain(slot: int, tokens: Text, prefix: int = 0) -> Segment:
 def _path(node: int) -> list[int]:
     """Return the nodes from the root's child down to this one."""
     return [] if node < 0 else [*_path(PARENTS[node]), node]
-
-
-def _ancestors(paths: Sequence[Sequence[int]]) -> NDArray[np.bool_]:
-    mask = np.zeros((len(paths), len(paths)), np.bool_)
-    for node, path in enumerate(paths):
-        mask[node, list(path)] = True
-    return mask

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from outrider.engine.batch import Segment
+from outrider.engine.masks import visible_keys
 
 NAME = "outrider"  # of this attention, in transformers' registries
 HIDDEN = -1e30  # added to the score of a hidden key; finite, so that a row with hidden keys alone does not become NaN
@@ -41,14 +42,10 @@ class AttentionBatch:
         self._index = torch.tensor(self.slots)
         tokens = np.full((len(segments), self.width), pad, np.int64)
         at = np.zeros((len(segments), self.width), np.int64)
-        visible = np.zeros((len(segments), self.width, self.keys), np.bool_)
-        visible[:, :, 0] = True
         for row, segment in enumerate(segments):
-            count, prefix = len(segment.tokens), segment.prefix
+            count = len(segment.tokens)
             tokens[row, :count], at[row, :count] = segment.tokens, segment.positions
-            visible[row, :count, :prefix] = True
-            seen = np.tri(count, dtype=np.bool_) if segment.mask is None else segment.mask
-            visible[row, :count, prefix : prefix + segment.span] = seen
+        visible = visible_keys(segments, range(len(segments)), (len(segments), self.width, self.keys))
         self.tokens = torch.from_numpy(tokens)  # [batch, width]
         self.positions = torch.from_numpy(at)  # [batch, width]
         self._visible = torch.from_numpy(visible)[:, None]  # [batch, 1, width, keys]
