@@ -19,6 +19,8 @@ class Detokenizer:
     have no text. Each piece is decoded together with the one before it, because some decoders treat a text's first
     token differently; the response's first piece follows the prompt's end.
 
+    The stream of the tokenizers library (`DecodeStream`) has neither a bound for what it holds back nor a flush.
+
     Bytes that are no characters may come out as more or fewer replacement characters than at once if more than 64
     tokens in a row leave the text undecided.
     """
