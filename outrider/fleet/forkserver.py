@@ -3,8 +3,7 @@
 `outrider.fleet.forking` runs it as `python -P -m outrider.fleet.forkserver FD` and sends requests over the other end of
 that socket; when the other end is closed, this process ends. An intermediate child forks each server and ends at once,
 so the requesting process adopts the server: it receives the server's exit status, and the fork server may end earlier.
-The fork server of `multiprocessing` keeps one environment and one output for all that it forks, and its children end with
-it.
+The fork server of `multiprocessing` has one environment and one output for all that it forks, and they end with it.
 """
 
 from __future__ import annotations
