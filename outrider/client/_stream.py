@@ -16,6 +16,7 @@ from outrider.client import _wire
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
+from outrider.rpc.backoff import pause_s
 from outrider.rpc.status import is_from_outrider
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
 from outrider.v1 import inference_pb2 as pb
@@ -206,7 +207,7 @@ class AsyncStream:
             self._calls -= 1
         else:
             retry = self._started is not None or self._router.was_reached
-            pause = min(FIRST_PAUSE_S * 2**self._calls, LONGEST_PAUSE_S)
+            pause = pause_s(self._calls, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         pause = jittered(pause)
         left = self._left()
         if not retry or self._calls >= MAX_FAILURES or (left is not None and left <= pause):

@@ -15,12 +15,15 @@ from outrider.config import GatewayConfig, Placed, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
+from outrider.rpc.backoff import Backoff
 from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
 
 Role = Literal["router", "verifier", "drafter", "gateway"]
 
 START_S = 300.0  # timeout of a start; loading a large checkpoint takes long
 FETCH_S = 6 * 3600.0  # added to it for a checkpoint that may have to be downloaded first
+RESTART_S, LONGEST_RESTART_S = 1.0, 30.0  # pauses before the restarts of a server that ended
+STEADY_S = 60.0  # a server that ran longer is restarted after the first pause again
 GRACE_S = 3.0  # beyond the process's drain time, before the process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
 NOT_INHERITED = (  # environment variables that name a server's certificates, and those for clients
@@ -29,6 +32,11 @@ NOT_INHERITED = (  # environment variables that name a server's certificates, an
 )
 _FETCHING = " outrider.hub: "
 _LAST_LINES = 40
+
+
+def restart_backoff() -> Backoff:
+    """Return the pauses before the restarts of one server."""
+    return Backoff(RESTART_S, LONGEST_RESTART_S, steady_s=STEADY_S)
 
 
 class ClusterServer(Protocol):

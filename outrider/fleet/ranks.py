@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.config import WorkerConfig
 from outrider.errors import OutriderError, Unavailable
 from outrider.fleet import process_env
-from outrider.fleet.backoff import Backoff
-from outrider.fleet.process import GRACE_S, Role
+from outrider.fleet.process import GRACE_S, Role, restart_backoff
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
 from outrider.rpc.lifecycle import user_error
 from outrider.rpc.server import NOT_SERVING, SERVING, Health, plaintext_health
@@ -47,7 +46,7 @@ async def run(role: Role, config: WorkerConfig, redis_url: str, *, announce: Cal
     async with plaintext_health(config.health, health):
         wanted = needs(config, config.threads)
         with on_ray(config.ray, cpus=wanted.get("CPU", 0.0) * config.tensor_parallel):
-            backoff = Backoff()
+            backoff = restart_backoff()
             while True:
                 group = RankGroup(role, config.model_copy(update={"health": None}), redis_url)
                 began = asyncio.get_running_loop().time()

@@ -9,9 +9,9 @@ from typing import Any
 
 from outrider.config import ClusterConfig, load_cluster
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.fleet.backoff import Backoff
 from outrider.fleet.cluster import Cluster
-from outrider.fleet.process import ClusterServer
+from outrider.fleet.process import ClusterServer, restart_backoff
+from outrider.rpc.backoff import Backoff
 
 POLL_S = 0.5  # between two checks of the file
 
@@ -36,7 +36,7 @@ class ClusterSupervisor:
             raise errors.exceptions[0] from None
 
     async def _keep(self, server: ClusterServer) -> None:
-        backoff = Backoff()
+        backoff = restart_backoff()
         while True:
             began = asyncio.get_running_loop().time()
             status = await server.wait()

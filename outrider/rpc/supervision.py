@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from outrider.errors import InternalError, OutriderError
+from outrider.rpc.backoff import Backoff
 from outrider.rpc.lifecycle import FAIL_ONCE, task_group
 from outrider.telemetry.lag import loop_lag
 from outrider.telemetry.metrics import register_metric
@@ -68,15 +69,13 @@ async def supervising() -> AsyncIterator[Tasks]:
 
 async def keep_running(name: str, work: Work) -> None:
     """Run `work()` until cancelled; run it again, after a backoff, whenever it fails or ends."""
-    backoff_s = MIN_BACKOFF_S
+    backoff = Backoff(MIN_BACKOFF_S, MAX_BACKOFF_S, steady_s=STEADY_S)
     while True:
         began = time.monotonic()
         error = await _run_to_end(name, work)
-        if time.monotonic() - began > STEADY_S:
-            backoff_s = MIN_BACKOFF_S
-        _log_end(name, error, f"it is started again in {backoff_s:g} s")
-        await asyncio.sleep(backoff_s)
-        backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+        backoff.ended_after(time.monotonic() - began)
+        _log_end(name, error, f"it is started again in {backoff.next_s:g} s")
+        await backoff.wait()
 
 
 async def run_required(name: str, work: Work) -> None:

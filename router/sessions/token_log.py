@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from outrider.core.session.contract import Plan
 from outrider.errors import Conflict, NotFound, Unavailable
+from outrider.rpc.backoff import Backoff
 from outrider.store.sessions import OwnedSession, SessionRecord, Sessions
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5  # backoff while Redis is away
@@ -99,7 +99,7 @@ class TokenLog:
 
     async def _retry_until_durable(self, write: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Repeat `write` until it succeeds, with a backoff while Redis is away and a restore if Redis lost tokens."""
-        backoff_s = MIN_BACKOFF_S
+        backoff = Backoff(MIN_BACKOFF_S, MAX_BACKOFF_S)
         lost: Exception | None = None
         restored = 0
         while True:
@@ -110,10 +110,9 @@ class TokenLog:
                     lost, restored = None, restored + 1
                 result = await write()
             except Unavailable as error:
-                if backoff_s == MIN_BACKOFF_S:
+                if not backoff.attempts:
                     log.warning("session %s pauses: %s", self.record.session_id, error)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+                await backoff.wait()
             except (Conflict, NotFound) as error:
                 if lost is not None or restored == MAX_RESTORES:  # Redis holds another text, not a part of ours
                     raise
