@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from outrider.core.construction.expansion import floor_score
 from outrider.core.control.calibration import Calibration
@@ -109,6 +110,18 @@ class NgramProposers:
         self._allowance = ReadAllowance()
         self._calibration = Calibration()
         self._shared = {greedy: (GramFits.unknown(), Calibration(), TrialGate()) for greedy in (False, True)}
+
+    def estimates(self) -> dict[str, Any]:
+        """Return how far proposals are to be trusted, and what lookahead brings."""
+        return {
+            "calibration": self._calibration.estimates(),
+            "lookahead": {
+                "greedy" if greedy else "sampled": {"calibration": calibration.estimates(), **gate.estimates()}
+                for greedy, (_, calibration, gate) in self._shared.items()
+            }
+            if self._ahead
+            else {},
+        }
 
     def renew_allowance(self) -> None:
         """Renews the read allowance after a step."""

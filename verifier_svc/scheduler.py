@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +49,8 @@ GOING_DOWN = "this verifier is going down; ask another one"
 PREFILL = Contract(seed=0, max_tokens=1)  # of a text that is only prefilled
 FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: overrated drafts starve no other session
 LEAST_SHARE = 4
+ID_CHARACTERS = 8  # of sessions that estimates() names
+MAX_LISTED = 200
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +177,18 @@ class StepScheduler:
     def preempted(self) -> int:
         """How often a session's KV was released for lack of memory."""
         return self._memory.preempted
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what steps are decided from. May be called in another thread."""
+        return {
+            "pass": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in self.cost.points()],
+            "holds": self.hold_policy.estimates(),
+            "ngram_proposers": self._ngram_proposers.estimates(),
+            "sessions": [
+                {"session": session.id[:ID_CHARACTERS], **session.terms.estimates()}
+                for session in itertools.islice(tuple(self.sessions.values()), MAX_LISTED)
+            ],
+        }
 
     @property
     def draining(self) -> bool:

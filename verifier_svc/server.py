@@ -35,6 +35,7 @@ from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
 from outrider.store.tickets import ticket_key
 from outrider.telemetry.metrics import register_metric
+from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
@@ -95,7 +96,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
         changed.set()
 
     _register_metrics(engine, scheduler, stream_servicer)
-    with exporting_telemetry("verifier", worker_id, config.metrics):
+    with exporting_telemetry("verifier", worker_id, config.metrics, {"/control": json_page(scheduler.estimates)}):
         async with (
             aclosing(redis),
             supervising() as tasks,

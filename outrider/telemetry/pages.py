@@ -5,6 +5,7 @@ Read only, and for the cluster's own network: without TLS and authentication.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,11 @@ class Content(NamedTuple):
 
 
 Page = Callable[[], Content]  # called outside the event loop's thread
+
+
+def json_page(figures: Callable[[], object]) -> Page:
+    """Return a page that shows figures as JSON."""
+    return lambda: Content("application/json", json.dumps(figures()).encode())
 
 
 @contextmanager

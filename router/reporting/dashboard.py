@@ -5,14 +5,13 @@ All counters are sums since the start, so two snapshots give rates. No prompt an
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
 
-from outrider.telemetry.pages import Content, Page
+from outrider.telemetry.pages import Content, Page, json_page
 from router.sessions.generation import OwnedGeneration
 from router.sessions.session_open import RouterContext
 
@@ -23,9 +22,26 @@ KINDS = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf
 
 
 def pages(router: RouterContext, running: Callable[[], Iterable[OwnedGeneration]]) -> dict[str, Page]:
-    """Return the live page, its files, and /live, the snapshot that it shows."""
+    """Return the live page, its files, /live, the snapshot that it shows, and /control, which the controllers decide
+    from."""
     own = {path: _file(name) for path, name in PAGES.items()}
-    return {**own, "/live": lambda: Content("application/json", json.dumps(snapshot(router, running())).encode())}
+    return {
+        **own,
+        "/live": json_page(lambda: snapshot(router, running())),
+        "/control": json_page(lambda: estimates(router, running())),
+    }
+
+
+def estimates(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:
+    """Return what this router's controllers estimate. May be called in another thread."""
+    return {
+        "priors": router.warm_start.estimates(),
+        "tiers": router.tiers.estimates(),
+        "generations": [
+            {"session": generation.session_id[:ID_CHARACTERS], **generation.estimates()}
+            for generation in [*running][:MAX_LISTED]
+        ],
+    }
 
 
 def snapshot(router: RouterContext, running: Iterable[OwnedGeneration]) -> dict[str, Any]:

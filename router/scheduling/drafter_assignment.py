@@ -104,6 +104,10 @@ class DrafterSet:
         self._reviewed = time.monotonic()
         self._work = background.spawn(self._attach_missing())
 
+    def estimates(self) -> dict[str, float]:
+        """Return the accepted tokens per step that each drafter alone had drafted."""
+        return {name: alone for worth in tuple(self._worth.values()) for name, alone in worth.estimates().items()}
+
     @property
     def drafter_ids(self) -> tuple[str, ...]:
         """Worker ids of drafters that an Attach was sent to and that have not failed."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.session.contract import Plan, StepReport
@@ -48,6 +50,7 @@ class CommitPump:
         self._standby = standby
         self._samples = router.sample_writer.collector(opened.record.tenant, opened.model, opened.turn.contract)
         self._drafters: DrafterSet
+        self._alone: Callable[[], dict[str, float]] = dict  # what each drafter alone had drafted
         self.contract = self._samples.verifier_contract(opened.turn.contract)  # for verifiers
 
     async def run(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
@@ -57,6 +60,10 @@ class CommitPump:
             return await self._process_commits(token_log, stream)
         finally:
             self._drafters.detach_all()
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what the plan and the set of drafters are decided from."""
+        return {**self._opened.policy.estimates(), "alone_tokens_per_step": self._alone()}
 
     def close(self) -> None:
         """Write what is left of the training samples."""
@@ -145,4 +152,7 @@ class CommitPump:
             previous=token_log.record.drafters,
         )
         wanted = min(wanted, 1) if single else wanted
-        return DrafterSet(router.worker_pool, router.background, assignment, wanted, router.tiers, router.ticket_key)
+        tiers, ticket_key = router.tiers, router.ticket_key
+        drafters = DrafterSet(router.worker_pool, router.background, assignment, wanted, tiers, ticket_key)
+        self._alone = drafters.estimates
+        return drafters

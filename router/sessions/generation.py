@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from outrider.core.session.contract import Plan
 from outrider.errors import Cancelled, DeadlineExceeded, Moved, OutriderError, Overloaded, Superseded, Unavailable
@@ -130,6 +131,10 @@ class OwnedGeneration:
     def plan(self) -> Plan:
         """The current speculation plan."""
         return self._pump.plan
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated of this generation, and of the drafters of its tree."""
+        return self._pump.estimates()
 
     async def cancel(self) -> None:
         """End the generation and wait for its end: no new step starts for it, and `run` finishes."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from outrider.core.control.goodput import AcceptancePriors
 from outrider.errors import OutriderError
@@ -36,6 +37,10 @@ class WarmStart:
             self._entries[name] = AcceptancePriors()
             self._entry_added.set()
         return self._entries[name]
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated, by model, models of its drafters, and temperature bucket."""
+        return {name: priors.estimates() for name, priors in tuple(self._entries.items())}
 
     async def run(self) -> None:
         """Exchange all entries with other routers from time to time. Runs until cancelled."""

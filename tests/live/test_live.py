@@ -28,6 +28,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PROMPT = "def add(a, b):"
+ROLES = ("router", "verifier")
 
 
 class Shown(NamedTuple):
@@ -35,6 +36,7 @@ class Shown(NamedTuple):
 
     cluster: LocalCluster
     page: str  # host:port
+    verifier: str  # host:port of its page
 
     async def glance(self) -> Any:
         return json.loads(await asyncio.to_thread(_get, f"http://{self.page}/live"))
@@ -64,12 +66,13 @@ async def shown() -> AsyncIterator[Shown]:
         router=RouterConfig(
             listen="127.0.0.1:0", models={"target": MODELS / "target"}, metrics="127.0.0.1:0", policy="rounds", depth=4
         ),
-        verifier=[VerifierConfig(model=MODELS / "target", dtype="float32")],
+        verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", metrics="127.0.0.1:0")],
         drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32")],
     )
     async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster:
-        (page,) = [line.rpartition("http://")[2].partition("/")[0] for line in lines if "metrics at" in line]
-        yield Shown(cluster, page)
+        pages = [line for line in lines if "metrics at" in line]
+        at = {role: line.rpartition("http://")[2].partition("/")[0] for role in ROLES for line in pages if role in line}
+        yield Shown(cluster, at["router"], at["verifier"])
 
 
 async def test_the_figures_are_sums_that_fit_the_answers(shown: Shown) -> None:
@@ -92,6 +95,21 @@ async def test_a_running_generation_is_listed_and_gone_when_it_ends(shown: Shown
     assert running[0]["model"] == "target"
     await asking
     assert (await shown.glance())["generations"] == []
+
+
+async def test_what_controllers_decide_from_is_shown(shown: Shown) -> None:
+    asking = asyncio.create_task(shown.ask(900))
+    while not (verifier := json.loads(await asyncio.to_thread(_get, f"http://{shown.verifier}/control")))["sessions"]:
+        assert not asking.done()
+    while not (router := json.loads(await asyncio.to_thread(_get, f"http://{shown.page}/control")))["generations"]:
+        assert not asking.done()
+    assert verifier["sessions"][0]["depth"] == router["generations"][0]["depth"] == 4
+    seconds = [point["seconds"] for point in verifier["pass"]]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0.0
+    assert verifier["holds"]["overlap_mode"] in ("turns", "ahead", "rest")
+    assert any(name.startswith("target:") for name in router["priors"])
+    await asking
 
 
 @pytest.mark.parametrize(("path", "status"), [("/../config.py", 404), ("/live.py", 404), ("/metrics/../live", 404)])

@@ -8,7 +8,7 @@ docs/performance.md, "Who waits for whom".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.core.stats import Ema
 
@@ -33,6 +33,11 @@ class ArrivalPattern:
     def gains(self) -> list[float]:
         """Expected tokens that each delta adds."""
         return [gain.mean for gain in self._gains]
+
+    def estimates(self) -> list[dict[str, float]]:
+        """Return what is estimated of each delta after a commit."""
+        pairs = zip(tuple(self._delays), tuple(self._gains), strict=False)
+        return [{"delay_s": delay.mean, "gain_tokens": gain.mean} for delay, gain in pairs]
 
     def learn(self, index: int, delay: float, gain: float) -> None:
         if index == len(self._delays) and index < self.DEPTH:
@@ -64,7 +69,7 @@ class HoldTrials:
     FIRST, LAST = 2, 64  # steps without a wait before a trial: at first, and at most
 
     def __init__(self) -> None:
-        self._interval = self.FIRST
+        self.interval = self.FIRST  # steps without a wait before a trial
         self._unwaited = 0
         self._at = 0.0
 
@@ -77,11 +82,11 @@ class HoldTrials:
     @property
     def due(self) -> bool:
         """Whether a trial is due."""
-        return self._unwaited >= self._interval
+        return self._unwaited >= self.interval
 
     def wait(self, *, trial: bool) -> None:
         """Record that a wait begins: as a trial, or because waiting pays."""
-        self._interval = min(self.LAST, 2 * self._interval) if trial else self.FIRST
+        self.interval = min(self.LAST, 2 * self.interval) if trial else self.FIRST
         self._unwaited = 0
 
 
@@ -99,6 +104,14 @@ class ArrivalPatterns(NamedTuple):
     def unknown(cls) -> ArrivalPatterns:
         """Return patterns without observations."""
         return cls(ArrivalPattern(), ArrivalPattern(), HoldTrials())
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated of deltas after commits that keep nothing of the tree, and a part of it."""
+        return {
+            "fresh": self.fresh.estimates(),
+            "kept": self.kept.estimates(),
+            "trial_after_steps": self.trials.interval,
+        }
 
 
 class Arrivals:

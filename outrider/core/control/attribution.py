@@ -37,6 +37,10 @@ class CreditTracker:
         self._alone: dict[str, FadingRatio] = {}  # accepted nodes that only this drafter sent, per step
         self._steps = 0
 
+    def estimates(self) -> dict[str, float]:
+        """Return the accepted tokens per step that each drafter alone had drafted."""
+        return {drafter: alone.ratio for drafter, alone in tuple(self._alone.items())}
+
     def observe(self, step_credits: tuple[DrafterCredit, ...]) -> str | None:
         """Add one step, with an entry for each drafter of the session. Return the drafter to remove, or None.
 

@@ -33,8 +33,15 @@ class Calibration:
         kind = bisect_right(BOUNDS, -claimed)
         self._hits[kind].observe(hit, math.exp(claimed))
 
+    def estimates(self) -> list[dict[str, float]]:
+        """Return the correction of each class of claims: the likeliest claim in it, and the factor."""
+        best = [1.0, *(math.exp(-bound) for bound in BOUNDS)]
+        return [{"claimed": claimed, "factor": self._factor(kind)} for kind, claimed in enumerate(best)]
+
     def corrected(self, claimed: float) -> float:
         """Return the logarithm of the corrected probability of a claim; at most 0."""
-        kind = bisect_right(BOUNDS, -claimed)
-        factor = (self._hits[kind].hits + PRIOR) / (self._hits[kind].attempts + PRIOR)
-        return min(0.0, claimed + math.log(min(MAX_FACTOR, max(MIN_FACTOR, factor))))
+        return min(0.0, claimed + math.log(self._factor(bisect_right(BOUNDS, -claimed))))
+
+    def _factor(self, kind: int) -> float:
+        hits = self._hits[kind]
+        return min(MAX_FACTOR, max(MIN_FACTOR, (hits.hits + PRIOR) / (hits.attempts + PRIOR)))

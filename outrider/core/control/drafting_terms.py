@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.core.control.overlap import OverlapMode, Speed
 from outrider.core.session.contract import Overlap, Plan
 
@@ -25,6 +27,15 @@ class DraftingTerms:
         if self.committed_at:
             self._speed.observe(tokens, now - self.committed_at)
         self.committed_at = now
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the terms and what they follow from."""
+        return {
+            "depth": self.plan.depth,
+            "overlap_mode": self.overlap_mode.value,
+            "verified_price": self.verified_price,
+            "tokens_per_s": self._speed.per_second,
+        }
 
     def set_overlap_mode(self, mode: OverlapMode) -> None:
         """Sets the overlap mode of the session's drafters, as far as the plan allows it."""

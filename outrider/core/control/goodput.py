@@ -8,6 +8,7 @@ simulation can run the same code.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outrider.core.control.acceptance_stats import Acceptance, Counts
 from outrider.core.control.goodput_model import GoodputInputs, best_depth
@@ -21,6 +22,7 @@ MIN_STEPS = 12  # steps under a plan before the plan may change
 USELESS_S = 3.0  # seconds for which the verifier lets drafters rest before the session releases them
 AWAY_S = (10.0, 80.0)  # seconds without speculation before the next trial: at first, and at most
 WIDTH_SHARE = 0.98  # share of committed nodes that a plan's width must contain
+SHOWN_DEPTHS = 8  # depths whose acceptance estimates() returns
 MIN_PRIOR_STEPS = 64  # steps of other sessions from which on a new session starts with a depth from their averages
 
 
@@ -67,6 +69,15 @@ class AcceptancePriors:
     def times(self) -> dict[str, Average]:
         """Return the averages by name."""
         return {"first": self.first, "level": self.level, "step": self.step, "hidden": self.hidden}
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated of the target and its drafters."""
+        return {
+            "steps": self.counts.steps,
+            "reach": Acceptance(self.counts).reach(SHOWN_DEPTHS),
+            "useless": self.useless,
+            **{f"{name}_s": average.mean for name, average in self.times().items()},
+        }
 
 
 class Goodput:
@@ -120,6 +131,17 @@ class Goodput:
     def plan(self) -> Plan:
         """Return the ceilings with the present depth."""
         return self._plan
+
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated of the session, beside the priors that it shares."""
+        return {
+            "depth": self._plan.depth,
+            "wanted_depth": self._wanted() if self._priors.step.known else self._plan.depth,
+            "reach": self._acceptance.reach(SHOWN_DEPTHS),
+            "tokens_per_step": self._own.mean,
+            "others_tokens_per_step": self._others.mean,
+            "resting_s": self._resting,
+        }
 
     def _wait_for_trial(self, seconds: float) -> None:
         """Count time without drafters, and begin a trial when one is due. One session at a time does a trial."""

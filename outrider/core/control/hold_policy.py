@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, hold_seconds
 from outrider.core.control.budget import CostModel, VerificationBudget
@@ -114,10 +114,26 @@ class HoldPolicy:
             self._selectors[size, greedy] = selector
         return selector
 
+    def estimates(self) -> dict[str, Any]:
+        """Return what is estimated of drafters and overlap modes."""
+        return {
+            "overlap_mode": self.overlap_mode.value,
+            "open_sessions": self._open.mean,
+            "arrivals": {_kind(greedy): patterns.estimates() for greedy, patterns in tuple(self._patterns.items())},
+            "overlap_modes": [
+                {"sessions": 2**size, "kind": _kind(greedy), **selector.estimates()}
+                for (size, greedy), selector in tuple(self._selectors.items())
+            ],
+        }
+
     def forget(self) -> None:
         """Forget all measurements of overlap modes, because other drafters have connected."""
         self._selectors.clear()
         self._latest = None
+
+
+def _kind(greedy: bool) -> str:
+    return "greedy" if greedy else "sampled"
 
 
 def _left(session: HeldSession, now: float) -> float:

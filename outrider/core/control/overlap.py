@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from enum import Enum
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from outrider.core.stats import FadingRatio
 
@@ -75,6 +75,24 @@ class ArmSelector(Generic[ChoiceT]):
         proof = self._steps - self._settling
         if proof >= self.PROOF[1] or (proof >= self.PROOF[0] and (self._clear or self._done >= self.ENOUGH)):
             self._judge()
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the arm in use, and for each arm its measured speed and when it is tried again."""
+        return {
+            "arm": self.name(self.arm),
+            "arms": {
+                self.name(arm): {
+                    "per_s": speed.per_second,
+                    "steps": speed.steps,
+                    "trial_in_s": max(0.0, self._due[arm]),
+                }
+                for arm, speed in tuple(self._speeds.items())
+            },
+        }
+
+    def name(self, arm: ChoiceT) -> str:
+        """Return an arm's name for people."""
+        return str(arm.value if isinstance(arm, Enum) else arm)
 
     @property
     def _clear(self) -> bool:

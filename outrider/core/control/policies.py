@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from outrider.core.control.goodput import AcceptancePriors, Goodput
 from outrider.core.session.contract import OFF, Overlap, Plan, StepReport
@@ -25,6 +25,9 @@ class GammaPolicy(Protocol):
     def plan(self) -> Plan:
         """Return the ceilings for the next steps."""
 
+    def estimates(self) -> dict[str, Any]:
+        """Return what the policy decides from."""
+
 
 class FixedGamma:
     """Keeps the same ceilings for the whole generation."""
@@ -38,6 +41,10 @@ class FixedGamma:
     def plan(self) -> Plan:
         """Return the ceilings."""
         return self._plan
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the depth."""
+        return {"depth": self._plan.depth}
 
 
 class RoundsPolicy(FixedGamma):
@@ -92,6 +99,10 @@ class AcceptanceEMA:
         """Return the ceilings with the present depth."""
         return self._plan
 
+    def estimates(self) -> dict[str, Any]:
+        """Return the depth and the average."""
+        return {"depth": self._plan.depth, "accepted_per_step": self._average.mean}
+
 
 class Heuristic:
     """Raises the depth by two after a step that accepted its deepest verified level, else lowers it by one; at least 1.
@@ -115,6 +126,10 @@ class Heuristic:
     def plan(self) -> Plan:
         """Return the ceilings with the present depth."""
         return self._plan
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the depth."""
+        return {"depth": self._plan.depth}
 
 
 POLICIES: dict[str, Callable[[Plan, AcceptancePriors], GammaPolicy]] = {

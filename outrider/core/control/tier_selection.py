@@ -8,6 +8,7 @@ has a trial.
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 from outrider.core.control.overlap import ArmSelector
 
@@ -20,6 +21,10 @@ class TierSelector(ArmSelector[Tiers]):
 
     PROOF = (1, 4)
     SETTLING = 0  # the caller leaves out the time after a change
+
+    def name(self, arm: Tiers) -> str:
+        """Return the tiers' numbers, for people."""
+        return "+".join(map(str, sorted(arm)))
 
 
 class TierSwitch:
@@ -38,6 +43,13 @@ class TierSwitch:
         if (present, greedy) not in self._selectors:
             self._selectors[present, greedy] = TierSelector(_sets(present), present)
         return self._selectors[present, greedy].arm
+
+    def estimates(self) -> list[dict[str, Any]]:
+        """Return the measured speeds of sets of tiers, in tokens per second, for each set that was present."""
+        return [
+            {"present": sorted(present), "greedy": greedy, **selector.estimates()}
+            for (present, greedy), selector in tuple(self._selectors.items())
+        ]
 
     def observe(self, present: Tiers, greedy: bool, used: Tiers, tokens: int, seconds: float) -> None:
         """Record a time window of a generation: with the tiers `used`, `tokens` tokens took `seconds` seconds."""

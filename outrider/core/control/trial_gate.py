@@ -7,6 +7,8 @@ in tokens per step.
 
 from __future__ import annotations
 
+from typing import Any
+
 from outrider.core.stats import FadingRatio
 
 TRIAL = 48  # steps of a trial
@@ -39,6 +41,10 @@ class TrialGate:
     def trying(self) -> bool:
         """Whether a trial runs."""
         return self._left > 0
+
+    def estimates(self) -> dict[str, Any]:
+        """Return the measured gain, and when the next trial is due."""
+        return {"gain_tokens": self.gain, "trying": self.trying, "trial_in_tokens": max(0.0, self._due)}
 
     def takes(self, price: float, *, trial: bool) -> bool:
         """Return whether a step should use the feature at that price. With `trial`, also for a trial if one runs."""
