@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from outrider.client._types import Chunk, FinishReason, Model, Session, StepNode, StepTree, TokenLogprobs, Usage
-from outrider.core.session.contract import FILLING, SHARED_NOISE, Contract, PolicyName, Priority, RuleName
+from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, Contract, PolicyName, Priority, RuleName
 from outrider.core.session.speculation_status import SpeculationReason, SpeculationStatus, printable
 from outrider.core.tree.score_codec import edge_from_code
 from outrider.errors import InternalError, InvalidRequest
@@ -23,6 +23,8 @@ _REASONS: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_ABANDONED: FinishReason.ABANDONED,
     types_pb2.FINISH_REASON_FAILED: FinishReason.FAILED,
 }
+
+_TERMS = Contract.names()
 
 _PRIORITIES = {"interactive": pb.PRIORITY_INTERACTIVE, "batch": pb.PRIORITY_BATCH}
 
@@ -65,64 +67,14 @@ class Options(TypedDict, total=False):
     idempotency_key: str  # a repeated request with this key gets the first one's answer; random if left out
 
 
-def request_to_pb(
-    prompt: str | Sequence[int] | None,
-    *,
-    messages: Sequence[Mapping[str, str]] = (),
-    model: str = "",
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    allowed_ids: Sequence[int] = (),
-    banned_ids: Sequence[int] = (),
-    min_tokens: int = 0,
-    seed: int | None = None,
-    choice: int = 0,
-    max_tokens: int | None = 128,
-    stop: str | Sequence[str] = (),
-    stop_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    speculation: PolicyName | None = None,
-    depth: int | None = None,
-    rule: RuleName = SHARED_NOISE,
-    lenience: float = 1.0,
-    typical_epsilon: float = 0.09,
-    typical_delta: float = 0.3,
-    tokenizer_digest: bytes = b"",
-    logprobs: int | None = None,
-    session: str = "",
-    whole_history: bool = False,
-    priority: Priority = "interactive",
-    idempotency_key: str = "",
-) -> pb.GenerateRequest:
+def request_to_pb(prompt: str | Sequence[int] | None, **options: Unpack[Options]) -> pb.GenerateRequest:
     """Return the request. Raises InvalidRequest for values that cannot be encoded; the router checks the rest."""
-    checked = Contract(
-        seed=0 if seed is None else seed,
-        max_tokens=FILLING if max_tokens is None else max_tokens,
-        choice=choice,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=tuple((logit_bias or {}).items()),
-        allowed_ids=tuple(allowed_ids),
-        banned_ids=tuple(banned_ids),
-        min_tokens=min_tokens,
-        stop_ids=tuple(stop_ids),
-        logprobs=logprobs,
-        rule=rule,
-        lenience=lenience,
-        typical_epsilon=typical_epsilon,
-        typical_delta=typical_delta,
-    )
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)!r}; see outrider.Options")
+    max_tokens, seed, depth = options.get("max_tokens", DEFAULT_MAX_TOKENS), options.get("seed"), options.get("depth")
+    priority, stop = options.get("priority", "interactive"), options.get("stop", ())
+    terms: dict[str, Any] = {name: value for name, value in options.items() if name in _TERMS and value is not None}
+    checked = Contract(**terms | {"seed": seed or 0, "max_tokens": FILLING if max_tokens is None else max_tokens})
     checked.check_vocabulary(2**32)
     if priority not in _PRIORITIES:
         raise InvalidRequest("priority", f"is {priority!r}, must be one of: {', '.join(_PRIORITIES)}")
@@ -130,44 +82,33 @@ def request_to_pb(
         raise InvalidRequest("max_tokens", f"is {max_tokens}, more than any model's context")
     if depth is not None and not 1 <= depth <= 64:
         raise InvalidRequest("depth", f"is {depth}, must be 1 to 64; speculation='off' turns it off")
+    sampling = {name: getattr(checked, name) for name in _TERMS.intersection(pb.Sampling.DESCRIPTOR.fields_by_name)}
     request = pb.GenerateRequest(
-        model=encodable("model", model),
+        model=encodable("model", options.get("model", "")),
         sampling=pb.Sampling(
-            seed=seed,
-            choice=choice,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=dict(checked.logit_bias),
-            allowed_ids=checked.allowed_ids,
-            banned_ids=checked.banned_ids,
-            min_tokens=min_tokens,
-            max_tokens=max_tokens or 0,
-            stop=[encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
-            stop_ids=checked.stop_ids,
-            ignore_eos=ignore_eos,
-            logprobs=logprobs,
+            **sampling
+            | {
+                "seed": seed,
+                "max_tokens": max_tokens or 0,
+                "logit_bias": dict(checked.logit_bias),
+                "stop": [encodable("stop", text) for text in ([stop] if isinstance(stop, str) else stop)],
+                "ignore_eos": options.get("ignore_eos", False),
+            }
         ),
-        speculation=pb.Speculation(policy=speculation or "", depth=depth or 0),
-        acceptance=pb.Acceptance(
-            rule=rule, lenience=lenience, typical_epsilon=typical_epsilon, typical_delta=typical_delta
-        ),
-        session_id=encodable("session", session),
-        whole_history=whole_history,
+        speculation=pb.Speculation(policy=options.get("speculation") or "", depth=depth or 0),
+        acceptance=pb.Acceptance(**{name: getattr(checked, name) for name in pb.Acceptance.DESCRIPTOR.fields_by_name}),
+        session_id=encodable("session", options.get("session", "")),
+        whole_history=options.get("whole_history", False),
         priority=_PRIORITIES[priority],
-        idempotency_key=encodable("idempotency_key", idempotency_key) or secrets.token_hex(16),
+        idempotency_key=encodable("idempotency_key", options.get("idempotency_key", "")) or secrets.token_hex(16),
     )
-    request.messages.extend(_message(index, message) for index, message in enumerate(messages))
+    request.messages.extend(_message(index, message) for index, message in enumerate(options.get("messages", ())))
     if prompt is None:
         return request
     if isinstance(prompt, str):
         request.text = encodable("prompt", prompt)
     else:
-        request.token_ids.CopyFrom(_token_ids(prompt, tokenizer_digest))
+        request.token_ids.CopyFrom(_token_ids(prompt, options.get("tokenizer_digest", b"")))
     return request
 
 

@@ -6,11 +6,12 @@ import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.config import RouterConfig
 from outrider.core.control.goodput import AcceptancePriors
 from outrider.core.control.policies import GammaPolicy, policy
-from outrider.core.session.contract import FILLING, SHARED_NOISE, Contract, Overlap, Plan
+from outrider.core.session.contract import DEFAULT_MAX_TOKENS, FILLING, SHARED_NOISE, Contract, Overlap, Plan
 from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.rpc.codec import check_tokens
 from outrider.store.registry import Worker
@@ -20,7 +21,6 @@ from router.api.chat_template import TemplateMessage
 from router.api.served_models import ServedModel
 from router.scheduling.fair_queue import QueueClass
 
-DEFAULT_MAX_TOKENS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
@@ -31,6 +31,7 @@ PRIORITIES: dict[int, QueueClass] = {
     inference_pb2.PRIORITY_INTERACTIVE: QueueClass.INTERACTIVE,
     inference_pb2.PRIORITY_BATCH: QueueClass.BATCH,
 }
+_TERMS = Contract.names()
 OVERLAP = {None: Overlap.MEASURED, True: Overlap.ALWAYS, False: Overlap.NEVER}
 
 
@@ -213,28 +214,26 @@ def empty_prompt() -> InvalidRequest:
 
 
 def _contract(sampling: inference_pb2.Sampling, acceptance: inference_pb2.Acceptance, model: ServedModel) -> Contract:
-    names = ("lenience", "typical_epsilon", "typical_delta")
-    parameters = {name: getattr(acceptance, name) for name in names if acceptance.HasField(name)}
-    return Contract(
-        rule=acceptance.rule or SHARED_NOISE,
-        **parameters,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        choice=sampling.choice,
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=tuple(sampling.logit_bias.items()),
-        allowed_ids=tuple(sampling.allowed_ids),
-        banned_ids=tuple(sampling.banned_ids),
-        min_tokens=sampling.min_tokens,
-        max_tokens=(sampling.max_tokens or FILLING) if sampling.HasField("max_tokens") else DEFAULT_MAX_TOKENS,
-        stop_ids=(*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-    )
+    terms = _given(sampling) | _given(acceptance)
+    max_tokens = terms.get("max_tokens", DEFAULT_MAX_TOKENS)
+    derived = {
+        "seed": terms.get("seed", secrets.randbits(64)),
+        "rule": acceptance.rule or SHARED_NOISE,
+        "logit_bias": tuple(sampling.logit_bias.items()),
+        "max_tokens": max_tokens or FILLING,
+        "stop_ids": (*sampling.stop_ids, *(() if sampling.ignore_eos else model.eos_ids)),
+    }
+    return Contract(**terms | derived)
+
+
+def _given(message: inference_pb2.Sampling | inference_pb2.Acceptance) -> dict[str, Any]:
+    """Return the terms of a contract that a message states; those that it leaves out have the contract's defaults."""
+    described = message.DESCRIPTOR.fields_by_name
+    return {
+        name: getattr(message, name)
+        for name in _TERMS.intersection(described)
+        if not described[name].has_presence or message.HasField(name)
+    }
 
 
 def _stops(stops: Sequence[str]) -> tuple[str, ...]:

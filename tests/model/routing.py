@@ -174,6 +174,9 @@ class Attaching:
     def observe(self, tokens: int, subscribed: int, drafter_credits: tuple[Any, ...] = ()) -> None:
         pass
 
+    def estimates(self) -> dict[str, float]:
+        return {}
+
     def detach_all(self) -> None:
         self._fleet.tell(Note(self._post, attach=False))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Final, Literal, get_args
 
@@ -26,6 +26,7 @@ RULES: tuple[str, ...] = get_args(RuleName)
 LENIENT = "lenient-speculative-sampling"
 LOSSY = (LENIENT, "typical-acceptance")  # the text's distribution differs from the target's own
 FILLING = 2**32 - 1  # value of `max_tokens` with which the answer may fill the context; no context is so long
+DEFAULT_MAX_TOKENS = 128
 MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
 MAX_BIAS = 100.0
@@ -96,6 +97,11 @@ class Contract:
         object.__setattr__(self, "logit_bias", tuple(sorted(biased.items())))
         for listed in ("allowed_ids", "banned_ids", "stop_ids"):
             object.__setattr__(self, listed, tuple(sorted(set(getattr(self, listed)))))
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """Return the names of all fields, which requests and messages share."""
+        return frozenset(field.name for field in fields(cls))
 
     def check_vocabulary(self, vocabulary: int, sayable: int | None = None) -> None:
         """Raise InvalidRequest for an id outside the vocabulary, or when the contract allows no id of it.
