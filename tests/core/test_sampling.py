@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as theirs
 
-from outrider.core.sampling.filters import best_of, keep_top_p
+from outrider.core.sampling.filters import best_of, keep_sampled, keep_top_p
 from outrider.core.sampling.logprobs import pack
 from outrider.core.sampling.noise import Draw, generation_base, gumbel_row
 from outrider.core.sampling.sampler import Sampler
@@ -359,3 +359,10 @@ def test_a_top_p_of_one_leaves_out_nothing_however_unlikely() -> None:
     logits = np.array([0.0, -200.0, 3.0], np.float32)
     assert np.isfinite(Sampler(PLAIN, 3, [0], 1).log_weights(logits)).all()
     assert np.isfinite(Sampler(replace(PLAIN, top_p=0.99), 3, [0], 1).log_weights(logits)).sum() == 2
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_top_k_keeps_the_best_k_and_nothing_else(k: int) -> None:
+    scores = np.array([0.5, 3.0, -1.0, 2.0, 1.0])
+    keep_sampled(scores, Contract(seed=1, max_tokens=1, top_k=k))
+    assert np.flatnonzero(np.isfinite(scores)).tolist() == sorted([1, 3, 4, 0][:k])
