@@ -103,7 +103,7 @@ class TreeSink:
 
 
 class DrafterStub:
-    """Grows token trees. The router tells it for whom.
+    """Grows token trees, for the sessions that routers attach.
     """
 
     def __init__(self, channel):
@@ -130,7 +130,7 @@ class DrafterStub:
 
 
 class DrafterServicer:
-    """Grows token trees. The router tells it for whom.
+    """Grows token trees, for the sessions that routers attach.
     """
 
     def Attach(self, request, context):
@@ -148,7 +148,7 @@ class DrafterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this drafter is and does.
+        """Describe this drafter: its model, capacity and state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,7 +181,7 @@ def add_DrafterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Drafter:
-    """Grows token trees. The router tells it for whom.
+    """Grows token trees, for the sessions that routers attach.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class VerifierStub:
-    """Holds the target model. Commits what the target says.
+    """Holds the target model, and commits the tokens that it chooses.
     """
 
     def __init__(self, channel):
@@ -59,7 +59,7 @@ class VerifierStub:
 
 
 class VerifierServicer:
-    """Holds the target model. Commits what the target says.
+    """Holds the target model, and commits the tokens that it chooses.
     """
 
     def Decode(self, request_iterator, context):
@@ -79,14 +79,14 @@ class VerifierServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The steps of a session that decodes here, as they are taken, until it ends here.
+        """Streams the steps of a session that decodes here, until it ends here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What this verifier is and has.
+        """Describes this verifier: its model, capacity and state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +124,7 @@ def add_VerifierServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Verifier:
-    """Holds the target model. Commits what the target says.
+    """Holds the target model, and commits the tokens that it chooses.
     """
 
     @staticmethod
