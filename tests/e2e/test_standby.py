@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(120
 
 MODEL = MODELS / "target"
 SESSIONS = 4
-TOKENS = 400
+TOKENS = 600
+READ = 200  # position that all sessions have passed when the verifier dies: early enough that none has ended
 WENT_ON = re.compile(r"session \w+ goes on at \S+: (\d+) tokens read again")
 
 
@@ -51,7 +52,7 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
                         timeout=100,
                     )
                     async for chunk in stream:
-                        if seen is not None and chunk.next_position > TOKENS // 2:
+                        if seen is not None and chunk.next_position > READ:
                             seen.set()
                     return stream.result.token_ids
 

@@ -66,7 +66,7 @@ class Asking:
         self._plain: outrider.Generation | None = None
 
     async def ask(self) -> outrider.Generation:
-        terms = {"temperature": 0.8, "seed": 5, "max_tokens": 100, "ignore_eos": True}
+        terms = {"temperature": 0.8, "seed": 5, "max_tokens": 300, "ignore_eos": True}  # until all tiers are attached
         if self._plain is None:
             self._plain = await self._client.generate(self._prompt, speculation="off", **terms)  # type: ignore[arg-type]
         said = await self._client.generate(self._prompt, **terms)  # type: ignore[arg-type]
