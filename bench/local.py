@@ -97,7 +97,7 @@ class LocalPair:
                 steps += 1
                 if commit.last:
                     break
-                session.commits.durable = len(session.tokens)
+                session.commits.acknowledge(len(session.tokens))
                 gamma.observe(commit.report)
                 if gamma.plan().version > session.terms.plan.version:
                     session.terms.plan = gamma.plan()

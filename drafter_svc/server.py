@@ -19,7 +19,6 @@ from outrider.engine.ranks.group import ALONE, Group
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
-from outrider.rpc.tls import Tls
 from outrider.store.client import connect
 from outrider.store.registry import keep_announced
 from outrider.store.tickets import ticket_key
@@ -73,7 +72,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                     register,
                     drain_s=config.drain_s,
                     begin_drain=begin_drain,
-                    tls=Tls.read(config.ca, config.cert, config.key),
+                    tls=servicer.upstreams.tls,
                     probes=config.health,
                 ) as address,
             ):

@@ -20,7 +20,7 @@ class UpstreamPool:
         self.upstreams: dict[str, Upstream] = {}
         self.refused = 0  # frames of upstreams that were not acceptable
         self._hello = hello
-        self._tls = tls
+        self.tls = tls
         self._features = features
         self._listener: Listener
         self._closing: set[asyncio.Task[None]] = set()  # idle streams that are being closed
@@ -62,7 +62,7 @@ class UpstreamPool:
             closing.add_done_callback(self._closing.discard)
         if address not in self.upstreams:
             self.upstreams[address] = Upstream(
-                address, self._hello, self._listener, self._count_refusal, self._tls, self._features
+                address, self._hello, self._listener, self._count_refusal, self.tls, self._features
             )
         return self.upstreams[address]
 

@@ -71,7 +71,8 @@ class CommitPump:
 
     async def _process_commits(self, token_log: TokenLog, stream: DecodeStream) -> EndReason:
         """Handle each commit: log it, acknowledge it, send it, and give its report to the policy."""
-        response, policy, statuses = self._opened.response, self._opened.policy, self._statuses(stream)
+        response, policy = self._opened.response, self._opened.policy
+        statuses = StepStatuses(self._router.config, policy, stream.worker)
         while not isinstance(event := await stream.next(), DecodeEnd):
             if not isinstance(event, ReceivedCommit):
                 if token_log.idle_s > self._router.config.lease_s / RENEWALS_PER_LEASE:
@@ -116,9 +117,6 @@ class CommitPump:
         self._client_watch.start()
         if self._standby is not None:
             self._standby.follow(token_log.tokens, stream.worker)
-
-    def _statuses(self, stream: DecodeStream) -> StepStatuses:
-        return StepStatuses(self._router.config, self._opened.policy, stream.worker)
 
     def _record_status(self, report: StepReport, statuses: StepStatuses) -> None:
         """Record whether the step verified drafts, and if not, why."""
