@@ -412,7 +412,8 @@ async def test_a_chunk_that_does_not_continue_the_answer_is_an_error_and_never_t
         assert await asyncio.to_thread(router.broken.wait, 5)
 
 
-async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back() -> None:
+async def test_a_router_that_starts_anew_at_its_address_gets_the_streams_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 0.5)  # six calls have to last longer than a start
     scripted = ScriptedRouter()
     address = f"127.0.0.1:{free_port()}"
     async with outrider.AsyncClient(address) as client:
