@@ -51,8 +51,10 @@ def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard
 
     for index, layer in enumerate(kept):
         model.set_layer(index, *map(take, _layer(config, shard, f"model.layers.{layer}")))
-    embedding, norm, head = map(take, _ends(config, shard))
-    assert embedding is not None
+    ends: list[_Part | None] = [*_ends(config, shard)]
+    if config.tied and shard.of == 1:
+        ends[0] = None  # the head has its weights
+    embedding, norm, head = map(take, ends)
     assert norm is not None
     assert head is not None
     missing = -(-config.vocabulary // shard.of) - len(head)  # ranks have equally many rows

@@ -78,7 +78,8 @@ def make(
             *(weight(width, queries), maybe(biased, width), weight(width), weight(ffn, width), weight(ffn, width)),
             *(maybe(biased, ffn), maybe(biased, ffn), weight(width, ffn), maybe(biased, width)),
         )
-    model.set_ends(weight(VOCABULARY, width // of), weight(width), weight(-(-VOCABULARY // of), width))
+    embedding = maybe(of > 1 or bool(dice.integers(2)), VOCABULARY, width // of)  # None: the head's
+    model.set_ends(embedding, weight(width), weight(-(-VOCABULARY // of), width))
     return model, width
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -70,6 +72,22 @@ def test_every_instruction_set_rounds_alike(dtype: str, instructions: str) -> No
     torchs = NativeEngine.load(DRAFTER, dtype=dtype, slots=1, threads=1).forward([prompt(0, text)])  # type: ignore[arg-type]
     error, usual = (np.sqrt(np.mean((logits - exact) ** 2)) for logits in (ours, torchs))
     assert error < 1.1 * usual
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_a_tied_head_is_the_embedding_bit_for_bit(dtype: str, stored: str, tmp_path: Path) -> None:
+    tied, untied = (make_checkpoint(tmp_path / name, "grouped", 128) for name in ("tied", "untied"))
+    made = load_file(tied / "model.safetensors")
+    weights = {name: tensor.to(getattr(torch, stored)) for name, tensor in made.items()}
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    save_file(weights, tied / "model.safetensors")
+    save_file(weights | head, untied / "model.safetensors")
+    config = json.loads((untied / "config.json").read_text())
+    (untied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    text = random_text(load(tied), np.random.default_rng(1), 50)
+    both = [load(folder, dtype=dtype).forward([prompt(0, text)]) for folder in (tied, untied)]
+    assert np.array_equal(*both)
 
 
 @pytest.mark.parametrize("instructions", SETS)

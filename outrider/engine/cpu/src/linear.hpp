@@ -91,6 +91,23 @@ class PackedLinear : public Linear {
     }
   }
 
+  // Whether `get` returns the weights that were set, bit for bit, where they came from memory of this type.
+  bool keeps(Array::Type type) const {
+    return kind == Kind::float32 || (kind == Kind::bfloat16 && type == Array::Type::bfloat16);
+  }
+
+  // Reads the weights of output `o`, of a kind without quantization: `row` gets `inputs` floats.
+  void get(int o, float* row) const {
+    const uint8_t* panel = data + (o / LANES) * panel_bytes;
+    const int lane = o % LANES;
+    if (kind == Kind::float32) {
+      for (int k = 0; k < inputs; k++) row[k] = reinterpret_cast<const float*>(panel)[size_t(k) * LANES + lane];
+    } else {
+      const uint16_t* in = reinterpret_cast<const uint16_t*>(panel) + lane * 2;
+      for (int k = 0; k < inputs; k++) row[k] = widened(in[size_t(k / 2) * 2 * LANES + k % 2]);
+    }
+  }
+
  private:
   // One scale for each output (vector-wise quantization: LLM.int8(), arXiv 2208.07339, section 3.1).
   void set_bytes(int o, uint8_t* out, const float* row) {

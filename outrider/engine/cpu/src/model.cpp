@@ -92,10 +92,13 @@ void Model::set_layer(int index, const Array& attention_norm, const Array& query
 }
 
 void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {
-  embedding_type_ = embedding.type;
-  const size_t bytes = size_t(embedding.rows) * embedding.columns * (embedding.type == Array::Type::float32 ? 4 : 2);
-  embedding_ = Memory(bytes, false);
-  std::memcpy(embedding_.as<void>(), embedding.data, bytes);
+  const Array& own = embedding.data ? embedding : head;
+  if (embedding.data || !head_.keeps(head.type)) {
+    const size_t bytes = size_t(own.rows) * own.columns * (own.type == Array::Type::float32 ? 4 : 2);
+    embedding_type_ = own.type;
+    embedding_ = Memory(bytes, false);
+    std::memcpy(embedding_.as<void>(), own.data, bytes);
+  }
   norm_ = norm_of(norm, int(wide_));
   fill(head_, head, Array(), 0, 1, 0);
   if (weight_bytes() > CACHED) ask_further_ahead();
@@ -261,7 +264,10 @@ void Model::embed(int thread) {
       const int columns = shape_.width / ranks();
       const Array table{embedding_type_, embedding_.as<void>(), shape_.vocabulary, columns};
       std::fill(hidden_ + row * wide_, hidden_ + (row + 1) * wide_, 0.0f);
-      table.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
+      if (table.data)
+        table.read(segment.tokens[i], hidden_ + row * wide_ + rank() * columns);
+      else
+        head_.get(int(segment.tokens[i]), hidden_ + row * wide_);
     }
 }
 

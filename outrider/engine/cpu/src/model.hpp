@@ -90,6 +90,7 @@ class Model {
                  const Array& key_norm, const Array& output, const Array& output_bias, const Array& ffn_norm,
                  const Array& gate, const Array& up, const Array& gate_bias, const Array& up_bias, const Array& down,
                  const Array& down_bias);
+  // An embedding without data has the weights of the head, which has all tokens then.
   void set_ends(const Array& embedding, const Array& norm, const Array& head);
 
   // Number of floats of the features of a pass over so many rows.
@@ -141,7 +142,7 @@ class Model {
   std::vector<float> cosines_, sines_;  // [positions, dim / 2]
   std::vector<Layer> layers_;
   Array::Type embedding_type_ = Array::Type::float32;
-  Memory embedding_;
+  Memory embedding_;  // empty where the rows are those of the head
   std::vector<float> norm_;
   PackedLinear head_;
   Pages pages_;

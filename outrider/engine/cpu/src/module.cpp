@@ -163,7 +163,7 @@ PyObject* set_ends(PyObject* object, PyObject* args) {
     const Model& model = *self->model;
     const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
     const Array h = taken(held, head, model.head_tokens(), it.width);
-    if (!e.data || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
+    if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
     Alone alone(self);
     self->model->set_ends(e, n, h);
     return nullptr;
