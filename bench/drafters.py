@@ -43,7 +43,7 @@ TREES = 12  # prompts on which trees are measured; drafters learn from the other
 PARTS = ("objectives", "heads", "online")
 
 
-class Made(NamedTuple):
+class TrainedDrafter(NamedTuple):
     """A drafter that this benchmark has trained."""
 
     folder: Path
@@ -72,7 +72,7 @@ def main(
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: must be of {', '.join(PARTS)}")
     screen, ends = Console(highlight=False), []
-    process_env.settle(torch.get_num_threads())
+    process_env.set_variables(torch.get_num_threads())
     with reported(), TemporaryDirectory() as scratch:
         bench = Bench(models, texts, keep or Path(scratch), text, screen)
         if "objectives" in wanted:
@@ -141,15 +141,15 @@ class Bench:
     def _common(self, name: str, tokens: int) -> dict[str, Any]:
         return {"text": (self._text,), "target": self._target, "output": self._folder / name, "tokens": tokens}
 
-    def _train(self, name: str, recipe: TrainingRecipe) -> Made:
+    def _train(self, name: str, recipe: TrainingRecipe) -> TrainedDrafter:
         with self._screen.status(f"{name} ...") as status:
             training = Training(recipe, lambda what, _: status.update(f"{name}: {what} ..."))
             for now in training.run():
                 status.update(f"{name}: {now.spent:.0%}, {now.left / 60:.0f} min left")
-        return Made(recipe.output, now.tokens, now.seconds, tuple(map(training.acceptance, self._texts)))
+        return TrainedDrafter(recipe.output, now.tokens, now.seconds, tuple(map(training.acceptance, self._texts)))
 
 
-def _table(title: str, made: dict[str, Made]) -> Table:
+def _table(title: str, made: dict[str, TrainedDrafter]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE)
     for heading in (
         "trained on",

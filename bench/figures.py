@@ -15,7 +15,7 @@ NOT_MEASURED = "-"
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Measurement:
     """One sample with its conditions. Takes that differ only in the row are a pair."""
 
     target: int  # parameters
@@ -70,7 +70,7 @@ class RowMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadFigures:
     """The figures of one row under one load."""
 
     target: int
@@ -90,19 +90,21 @@ class Loaded:
 class BenchResults:
     """All measurements of a run."""
 
-    takes: list[Take] = field(default_factory=list)
-    firsts: list[Take] = field(default_factory=list)  # of one token each, after prompts that no row has seen before
+    takes: list[Measurement] = field(default_factory=list)
+    firsts: list[Measurement] = field(
+        default_factory=list
+    )  # of one token each, after prompts that no row has seen before
     profiles: list[StepProfile] = field(default_factory=list)
     memory: list[RowMemory] = field(default_factory=list)
     limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured before and after its rows
-    loads: list[Loaded] = field(default_factory=list)
-    far: list[Take] = field(default_factory=list)  # the distance suite's
+    loads: list[LoadFigures] = field(default_factory=list)
+    far: list[Measurement] = field(default_factory=list)  # the distance suite's
     passes: list[PassTime] = field(default_factory=list)
-    tiers: list[Take] = field(default_factory=list)
+    tiers: list[Measurement] = field(default_factory=list)
     gpu: list[str] = field(default_factory=list)  # output lines of `bench.gpu`
 
 
-def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:
+def ratio(takes: Iterable[Measurement], over: str, under: str) -> float | None:
     """Return the median, over pairs of takes, of one row's speed over another's; None without a pair."""
     speeds: dict[str, dict[tuple[int, float, str, int], float]] = {over: {}, under: {}}
     for take in takes:
@@ -111,13 +113,13 @@ def ratio(takes: Iterable[Take], over: str, under: str) -> float | None:
     return paired_ratio(speeds[over], speeds[under])
 
 
-def over_best(takes: Sequence[Take], over: str, rows: Iterable[str]) -> float | None:
+def over_best(takes: Sequence[Measurement], over: str, rows: Iterable[str]) -> float | None:
     """Return the smallest `ratio` of one row to any of `rows`; None without a pair."""
     found = [value for row in rows if (value := ratio(takes, over, row)) is not None]
     return min(found, default=None)
 
 
-def of_shortest(takes: Sequence[Take], round_trip_ms: float) -> float | None:
+def of_shortest(takes: Sequence[Measurement], round_trip_ms: float) -> float | None:
     """Return the median, over pairs, of the speed at a round trip over that at the shortest one."""
     trips = [take.round_trip_ms for take in takes if take.round_trip_ms is not None]
     speeds = {

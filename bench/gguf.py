@@ -1,7 +1,7 @@
 """Writes a checkpoint folder of the Llama family as one GGUF file, the format of llama.cpp.
 
 Only the model is written. There is no tokenizer (`tokenizer.ggml.model` is "no_vocab"), so readers of the file work on
-token ids. Ids from `outrider_sayable` on are in the file like any others; the sampler must exclude them.
+token ids. Ids from `outrider_unpadded_vocabulary` on are in the file like any others; the sampler must exclude them.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
 """

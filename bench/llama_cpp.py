@@ -140,7 +140,14 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
             # -P: modules beside the worker must not hide packages of the same name.
             *(str(folder / "env" / "bin" / "python"), "-P", str(WORKER)),
             *(part for flag, file in files.items() for part in (flag, str(file))),
-            *("--sayable", str(config.sayable), "--threads", str(models.threads), "--context", str(config.context)),
+            *(
+                "--unpadded-vocabulary",
+                str(config.unpadded_vocabulary),
+                "--threads",
+                str(models.threads),
+                "--context",
+                str(config.context),
+            ),
         )
         async with worker("llama.cpp", *command, environment=_environment(folder)) as started:
             await started.line()
@@ -149,7 +156,7 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
 
 def _environment(folder: Path) -> dict[str, str]:
     """Return the environment in which the bindings find the library, and threads wait as in other rows
-    (`outrider.fleet.process_env.settle`)."""
+    (`outrider.fleet.process_env.set_variables`)."""
     environment = {**os.environ, "LLAMA_CPP_LIB_PATH": str(folder / "library" / "bin")}
     environment.pop("PYTHONPATH", None)
     if "OMP_WAIT_POLICY" not in environment:

@@ -1,15 +1,15 @@
 """llama.cpp in a separate process, run by the interpreter of `build/llama.cpp` (bench.llama_cpp).
 
-`python -P llama_worker.py --target FILE [--draft FILE] --sayable N --threads N --context N`. It needs numpy and
-llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers each
-line of stdin with a line of JSON, until stdin ends. There are three kinds of requests:
+`python -P llama_worker.py --target FILE [--draft FILE] --unpadded-vocabulary N --threads N --context N`. It needs numpy
+and llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers
+each line of stdin with a line of JSON, until stdin ends. There are three kinds of requests:
 
 - {"prompt": [...], "temperature": T, "seed": S, "max_tokens": N, "chain": C}: decode N tokens, with a chain of C
   drafted tokens before each pass of the target, or without drafting where C is 0. The answer is a `Sample`.
 - {"rows": N}: the seconds of one pass over N tokens after PASS_CONTEXT others. One untimed pass precedes it.
 - {"logits": [...]}: the logits after each token of a text.
 
-Ids from `--sayable` on are never chosen.
+Ids from `--unpadded-vocabulary` on are never chosen.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class ChainDrafter:
     The KV of accepted drafted tokens is kept.
     """
 
-    def __init__(self, model: WorkerDecoder, sayable: int) -> None:
+    def __init__(self, model: WorkerDecoder, unpadded_vocabulary: int) -> None:
         self._model = model
-        self._sayable = sayable
+        self._unpadded_vocabulary = unpadded_vocabulary
         self._filled = 0  # positions of the KV that hold the text
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -158,13 +158,17 @@ class ChainDrafter:
         while len(drafted) < count:
             logits = self._model.decode(pending, self._filled, 1)
             self._filled += len(pending)
-            pending = [greedy(logits[0, : self._sayable])]
+            pending = [greedy(logits[0, : self._unpadded_vocabulary])]
             drafted += pending
         return drafted
 
 
 def generate(
-    target: WorkerDecoder, drafter: ChainDrafter | None, choose: Choose, sayable: int, request: dict[str, Any]
+    target: WorkerDecoder,
+    drafter: ChainDrafter | None,
+    choose: Choose,
+    unpadded_vocabulary: int,
+    request: dict[str, Any],
 ) -> dict[str, Any]:
     """Decode a text. `choose` chooses every token; drafted tokens only save passes of the target.
 
@@ -190,7 +194,7 @@ def generate(
         logits = target.decode([text[-1], *drafted], len(text) - 1, 1 + len(drafted))
         steps += 1
         for row, guess in zip(logits, [*drafted, None], strict=True):
-            text.append(choose(row[:sayable]))
+            text.append(choose(row[:unpadded_vocabulary]))
             if text[-1] != guess:
                 break
         arrivals += [time.perf_counter() - began] * (len(text) - first - len(arrivals))
@@ -217,7 +221,7 @@ def serve(
     target: WorkerDecoder,
     drafter: ChainDrafter | None,
     sampler: Callable[[float, int], LlamaSampler],
-    sayable: int,
+    unpadded_vocabulary: int,
     lines: Iterable[str],
     emit: Callable[[Any], None],
 ) -> None:
@@ -230,10 +234,10 @@ def serve(
             target.forget(0)
             emit(target.decode(request["logits"], 0, len(request["logits"])).tolist())
         elif request["temperature"] == 0.0:
-            emit(generate(target, drafter, greedy, sayable, request))
+            emit(generate(target, drafter, greedy, unpadded_vocabulary, request))
         else:
             choose = sampler(request["temperature"], request["seed"])
-            emit(generate(target, drafter, choose, sayable, request))
+            emit(generate(target, drafter, choose, unpadded_vocabulary, request))
             choose.close()
 
 
@@ -242,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft")
-    for name in ("--sayable", "--threads", "--context"):
+    for name in ("--unpadded-vocabulary", "--threads", "--context"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
@@ -255,16 +259,16 @@ def main() -> None:
     drafter = None
     if options.draft:
         model = LlamaDecoder(library, options.draft, options.threads, options.context)
-        drafter = ChainDrafter(model, min(options.sayable, model.vocabulary))
+        drafter = ChainDrafter(model, min(options.unpadded_vocabulary, model.vocabulary))
 
     def sampler(temperature: float, seed: int) -> LlamaSampler:
-        return LlamaSampler(library, temperature, seed, options.sayable)
+        return LlamaSampler(library, temperature, seed, options.unpadded_vocabulary)
 
     def emit(answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     print("ready", file=answers, flush=True)
-    serve(target, drafter, sampler, options.sayable, sys.stdin, emit)
+    serve(target, drafter, sampler, options.unpadded_vocabulary, sys.stdin, emit)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from outrider.config import ClusterConfig
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.policies import policy
 from outrider.core.session.contract import Contract, Overlap, Plan, PolicyName
-from outrider.core.tree.delta import Delta, Drifted
+from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import InternalError
@@ -174,7 +174,7 @@ class LocalPair:
         try:
             now = time.monotonic()
             dropped = session.graft(self._subscription, delta, now, passing=self.loop.progress.running)
-        except Drifted:
+        except DigestMismatch:
             self._snapshot()
             return
         if exhausted:

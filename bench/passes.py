@@ -173,7 +173,7 @@ def pass_seconds(engine: Engine, rows: int) -> float:
 
 def main(threads: int, folder: Path) -> None:
     """Answer requests for passes of our engine."""
-    process_env.settle(threads)
+    process_env.set_variables(threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
     with reported(), closing(answers):

@@ -131,14 +131,14 @@ def _received(end: Connection) -> Any:
 
 def _rank(end: Connection, folder: Path, dtype: Any, layout: RankLayout, rank: int, meeting: str) -> None:
     """Run one rank. Rank 0 receives numbers of rows and answers with the times of such passes, until it receives 0."""
-    process_env.settle(layout.threads)
+    process_env.set_variables(layout.threads)
     from outrider.engine.batch import Segment
     from outrider.engine.cpu.engine import CpuEngine
-    from outrider.engine.ranks.group import ALONE, Alone
+    from outrider.engine.ranks.group import ALONE, SingleRank
     from outrider.engine.ranks.leader import follow, lead
     from outrider.engine.ranks.socket_group import SocketGroup
 
-    group: SocketGroup | Alone = ALONE
+    group: SocketGroup | SingleRank = ALONE
     if layout.ranks > 1:
         group = SocketGroup(rank, layout.ranks, meeting, timeout_s=TURN_S)
     began_bytes = _peak()

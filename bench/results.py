@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.figures import BenchResults, Take
+from bench.figures import BenchResults, Measurement
 from bench.llama_cpp import VERSION
 from bench.options import BenchOptions
 from bench.processes import ROOT
@@ -74,7 +74,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _take(take: Take) -> dict[str, Any]:
+def _take(take: Measurement) -> dict[str, Any]:
     """Return the figures of a take, without its text."""
     sample = take.sample
     gaps = sorted(sample.gaps)

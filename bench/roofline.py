@@ -142,7 +142,7 @@ def read_again(threads: int) -> None:
 
 
 if __name__ == "__main__":
-    process_env.settle(int(sys.argv[1]))
+    process_env.set_variables(int(sys.argv[1]))
     if sys.argv[2:] == ["again"]:
         read_again(int(sys.argv[1]))
     else:

@@ -95,7 +95,7 @@ class RoundRunner:
         if self._drafter is not None and self._growth is not None:
             self._draft(self._drafter, self._growth, texts)
         segments = [_verification(text) for text in texts]
-        output = self._target.judge(segments, [text.draw for text in texts])
+        output = self._target.sample(segments, [text.draw for text in texts])
         first = committed = 0
         for text, segment in zip(texts, segments, strict=True):
             committed += self._commit(text, output, first)
@@ -112,7 +112,7 @@ class RoundRunner:
                 _expansion(text, nodes, used[index]) if level else _pending(text)
                 for index, (text, nodes) in enumerate(zip(texts, expanded, strict=True))
             ]
-            output = drafter.judge(segments, draws, CANDIDATES)
+            output = drafter.sample(segments, draws, CANDIDATES)
             row = 0
             for index, text in enumerate(texts):
                 if not level:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from bench.cluster import ClusterRow, running
 from bench.faults import FaultProxy
-from bench.figures import BenchResults, Loaded, RowMemory, StepProfile, Take
+from bench.figures import BenchResults, LoadFigures, Measurement, RowMemory, StepProfile
 from bench.llama_cpp import llama_worker, rows_of_worker
 from bench.options import SEED, BenchOptions, padded
 from bench.passes import measure_passes
@@ -71,7 +71,7 @@ async def run_rows(options: BenchOptions, results: BenchResults, report: Report)
 
 async def _interleaved(
     options: BenchOptions, rows: Sequence[BenchRow], prompts: Prompts, target: int, report: Report
-) -> AsyncIterator[Take]:
+) -> AsyncIterator[Measurement]:
     """Run each row once for every repetition, prompt and temperature, in an order that rotates.
 
     If there are enough prompts, none is repeated: drafters that remember outputs would know the answer.
@@ -87,18 +87,18 @@ async def _interleaved(
                         f"repetition {repetition + 1} of {options.repetitions}, {prompt}, temperature {temperature:g}"
                     )
                     report(f"{turn}: {row.name}")
-                    yield Take(target, row.name, prompt, repetition, temperature, await row.generate(request))
+                    yield Measurement(target, row.name, prompt, repetition, temperature, await row.generate(request))
                 order = order[1:] + order[:1]
 
 
-async def _first_tokens(rows: Sequence[BenchRow], prompts: Prompts, target: int) -> list[Take]:
+async def _first_tokens(rows: Sequence[BenchRow], prompts: Prompts, target: int) -> list[Measurement]:
     """Generate one token after each prompt, with a first token for which no row has cached KV."""
     dice = random.Random(SEED)
     takes = []
     for number, (prompt, tokens) in enumerate(prompts):
         for row in rows:
             request = BenchRequest((dice.randrange(SALTS), *tokens), 0.0, SEED + number, 1)
-            takes.append(Take(target, row.name, prompt, 0, 0.0, await row.generate(request)))
+            takes.append(Measurement(target, row.name, prompt, 0, 0.0, await row.generate(request)))
     return takes
 
 
@@ -134,7 +134,7 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
                         result = await apply_load(cluster.client, load, speculation=row.speculation)
                         gaps = [gap for sample in result.samples for gap in sample.gaps]
                         results.loads.append(
-                            Loaded(
+                            LoadFigures(
                                 target,
                                 row.name,
                                 callers,
@@ -180,7 +180,7 @@ async def run_distance(options: BenchOptions, results: BenchResults, report: Rep
                                     )
                                     sample = await row.generate(request)
                                     results.far.append(
-                                        Take(target, row.name, prompt, repetition, temperature, sample, trip)
+                                        Measurement(target, row.name, prompt, repetition, temperature, sample, trip)
                                     )
                                 rows.reverse()
                     trips = trips[1:] + trips[:1]

@@ -9,7 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.figures import BenchResults, RowMemory, Take, of_shortest, ratio, shown
+from bench.figures import BenchResults, Measurement, RowMemory, of_shortest, ratio, shown
 from bench.llama_worker import PASS_CONTEXT
 from bench.passes import LLAMA_CPP, PassTime
 from bench.tiers import beside
@@ -56,7 +56,7 @@ def _table(title: str, first: str, *headings: str) -> Table:
     return table
 
 
-def _rows(takes: Sequence[Take], firsts: Sequence[Take], title: str) -> Table:
+def _rows(takes: Sequence[Measurement], firsts: Sequence[Measurement], title: str) -> Table:
     table = _table(
         title, "\nrow", "\nT", "\ntok/s", "\nIQR", "x\nplain", "accept.\nlength", "first tok.\np50 ms", "gap\np50 ms",
         "gap\np99 ms", "wire B\na token", "repeated\n4-grams",
@@ -149,7 +149,7 @@ def _load(results: BenchResults) -> Table:
     return table
 
 
-def _distance(takes: Sequence[Take], target: int) -> Table:
+def _distance(takes: Sequence[Measurement], target: int) -> Table:
     table = _table(
         f"{target / 1e6:.0f}M, drafter and verifier apart", "round trip ms", "plain tok/s", "distributed tok/s",
         "of the shortest", "x plain", "accept. length",
@@ -169,7 +169,7 @@ def _distance(takes: Sequence[Take], target: int) -> Table:
     return table
 
 
-def _tiers(takes: Sequence[Take], target: int) -> Table:
+def _tiers(takes: Sequence[Measurement], target: int) -> Table:
     table = _table(
         f"{target / 1e6:.0f}M, tiers of drafters, the first of which drafts for the target", "tiers", "T", "tok/s",
         "x plain", "accept. length", "wire B a token",

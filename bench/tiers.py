@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cluster import ClusterRow, running
-from bench.figures import BenchResults, Take
+from bench.figures import BenchResults, Measurement
 from bench.options import SEED, BenchOptions, padded
 from bench.requests import BenchRequest
 from outrider.config import ClusterConfig, DrafterConfig, parse
@@ -82,7 +82,7 @@ def options_of(options: BenchOptions, target: Path, mid: Path, tiers: Sequence[s
 
 async def _measure(
     options: BenchOptions, config: ClusterConfig, name: str, target: int, repetition: int, prompts: Prompts
-) -> list[Take]:
+) -> list[Measurement]:
     """Measure plain and speculative decoding in turn, after the generations from which the cluster learns."""
     takes = []
     async with running(config) as cluster:
@@ -101,5 +101,7 @@ async def _measure(
                 samples = {row.name: await row.generate(request) for row in pair}
                 if samples[plain.name].tokens != samples[name].tokens:
                     raise InternalError(f"{name}: the text after {prompt} differs from that of plain decoding")
-                takes += [Take(target, row.name, prompt, repetition, temperature, samples[row.name]) for row in pair]
+                takes += [
+                    Measurement(target, row.name, prompt, repetition, temperature, samples[row.name]) for row in pair
+                ]
     return takes

@@ -44,7 +44,7 @@ def main(
 ) -> None:
     """Answer requests with one engine."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    process_env.settle(threads)
+    process_env.set_variables(threads)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the output of libraries must not mix with the answers
     with reported(), closing(answers):

@@ -20,7 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.loading import outline
 from outrider.engine.threads import run_in_short_lived_thread
 from outrider.errors import OutriderError, TokenizerMismatch
-from outrider.store.versions import Published, Version, Versions
+from outrider.store.versions import PublishedVersions, Version, Versions
 from outrider.telemetry.metrics import register_metric
 
 POLL_S = 1.0  # between two reads of the published versions
@@ -74,26 +74,26 @@ class HotReload:
             await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Once: reads what is published, judges the present version, and drafts with the latest good one."""
+        """Read what is published, compare the present version with the last one, and draft with the latest good one."""
         self._count()
         published = await self._versions.read()
-        await self._judge(published)
+        await self._compare_versions(published)
         if published.known:
             await self._follow(published)
 
     def _count(self) -> None:
         counts = self._scheduler.agreement()
-        for bucket, (agreed, judged) in counts.items():
-            last_agreed, last_judged = self._last_counts.get(bucket, (0, 0))
-            if judged > last_judged:
-                self._current.add(bucket, agreed - last_agreed, judged - last_judged)
+        for bucket, (agreed, compared) in counts.items():
+            last_agreed, last_compared = self._last_counts.get(bucket, (0, 0))
+            if compared > last_compared:
+                self._current.add(bucket, agreed - last_agreed, compared - last_compared)
         self._last_counts = counts
 
-    async def _judge(self, published: Published) -> None:
+    async def _compare_versions(self, published: PublishedVersions) -> None:
         """Doubts the present version if its agreement is worse; withdraws doubted ones without a timely decision."""
         if self.number in published.cleared:
             self._previous = AgreementCounts()  # the traffic has changed, so earlier agreement is no measure
-        if self.number and self._current.judged >= self._next_comparison:
+        if self.number and self._current.compared >= self._next_comparison:
             self._next_comparison *= 2
             if reason := worse(self._current, self._previous):
                 log.warning("version %d is doubted: %s", self.number, reason)
@@ -104,7 +104,7 @@ class HotReload:
             if now - since > VERDICT_S and await self._versions.withdraw(number, published.doubted[number]):
                 log.warning("version %d is withdrawn: the trainer did not decide about it in time", number)
 
-    async def _follow(self, published: Published) -> None:
+    async def _follow(self, published: PublishedVersions) -> None:
         """Drafts with the latest good version that can be used here, or with version 0 if there is none."""
         for version in published.usable:
             if version.number == self.number:
@@ -140,7 +140,7 @@ class HotReload:
             time.monotonic() - began,
             previous,
             100.0 * self._current.share,
-            self._current.judged,
+            self._current.compared,
         )
         self._previous = AgreementCounts() if back else self._current
         self._current, self._next_comparison = AgreementCounts(), FIRST_COMPARISON

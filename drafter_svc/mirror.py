@@ -32,7 +32,7 @@ class MirrorSnapshot:
     features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not requested
     known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
     vocabulary: int = 2**32  # ids that the target has
-    sayable: int = 2**32  # the target chooses only ids below it
+    unpadded_vocabulary: int = 2**32  # the target chooses only ids below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Mirror:
         self.tokens = list(snapshot.tokens)
         self.answer_position = snapshot.answer_position
         self.vocabulary = snapshot.vocabulary
-        self.sayable = snapshot.sayable
+        self.unpadded_vocabulary = snapshot.unpadded_vocabulary
         self.tree = tree_of(snapshot.contract, self.tokens, known=snapshot.known)
         self.next_id = first_id
         self._rescored: list[Node] = []  # sent nodes whose edges have changed since
@@ -84,7 +84,7 @@ class Mirror:
             answer_position=self.answer_position,
             known=self.tree.committed.shortest_prefix,
             vocabulary=self.vocabulary,
-            sayable=self.sayable,
+            unpadded_vocabulary=self.unpadded_vocabulary,
         )
 
     @property

@@ -139,7 +139,7 @@ class NgramScheduler:
             return mirror.announce(())
         plan, tree = mirror.plan, mirror.tree
         best = tree.best_first(depth=plan.depth, width=plan.width)
-        hinted = next((node for _, node in best if node.judged and not node.children), None)
+        hinted = next((node for _, node in best if node.rescored and not node.children), None)
         added: list[Node] = []
         for start in (tree.root, hinted):
             if start is None:
@@ -152,7 +152,7 @@ class NgramScheduler:
                     nodes=plan.nodes,
                     depth=plan.depth,
                     width=plan.width,
-                    vocabulary=mirror.sayable,
+                    vocabulary=mirror.unpadded_vocabulary,
                     floor=floor_score(mirror.price),
                     room=mirror.room - len(added),
                     start=start,

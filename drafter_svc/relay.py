@@ -119,7 +119,7 @@ class Relay(DraftedSession):
 
     def _adopt(self, session: DraftSession) -> None:
         self._session = session
-        self.vocabulary, self.sayable = session.vocabulary, session.sayable
+        self.vocabulary, self.unpadded_vocabulary = session.vocabulary, session.unpadded_vocabulary
         self.tree, self.tokens, self.terms = session.tree, session.tokens, RelayedTerms(session)
 
     @property

@@ -154,8 +154,8 @@ class DraftScheduler:
         """Return, by temperature bucket, how many best candidates were the target's choice, of how many compared."""
         counts = dict(self._agreed_before)
         for (_, bucket), fits in tuple(self._fits.items()):
-            agreed, judged = counts.get(bucket, (0, 0))
-            counts[bucket] = agreed + fits.agreed, judged + fits.judged
+            agreed, compared = counts.get(bucket, (0, 0))
+            counts[bucket] = agreed + fits.agreed, compared + fits.compared
         return counts
 
     async def run(self) -> None:
@@ -302,7 +302,7 @@ class DraftScheduler:
             repeats = member.session.repeats if isinstance(member.session, TopKSession) else None
             self._give_back(key, member)
             member.kv_slot = self._acquire_slot(key, snapshot)
-        kv_slot, vocabulary = member.kv_slot, self._engine.sayable
+        kv_slot, vocabulary = member.kv_slot, self._engine.unpadded_vocabulary
         if snapshot.features is not None:
             first = len(snapshot.tokens) - len(snapshot.features)
             self._executor.enqueue(partial(self._engine.feed, kv_slot.slot, first, snapshot.features, restart=True))
@@ -347,7 +347,7 @@ class DraftScheduler:
         """Sends the lower tier's nodes up at once, with this model's scores where it has them."""
         session = member.session
         if session is not None and nodes:
-            session.judge(nodes, self._fit(session.contract))
+            session.rescore(nodes, self._fit(session.contract))
             self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
 
     def _apply(self, member: ScheduledSession, session: DraftSession, message: MirrorUpdate | Hints) -> bool:
@@ -378,10 +378,10 @@ class DraftScheduler:
 
     async def _forward(self, parts: Sequence[LevelPart]) -> Logits:
         """Runs the packed pass; prepares noise, fits scores and reads long texts meanwhile."""
-        draws = [part.session.draw if self._engine.draws else None for part in parts]
+        draws = [part.session.draw if self._engine.samples else None for part in parts]
         segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
         self.progress.begin()
-        logits = await self._executor.judge(segments, draws, prepare, CANDIDATES)
+        logits = await self._executor.sample(segments, draws, prepare, CANDIDATES)
         self.progress.end()
         return logits
 

@@ -151,7 +151,7 @@ class DraftServicer(DrafterServicer):
                 "outrider.draft.agreed", lambda: sum(agreed for agreed, _ in scheduler.agreement().values())
             )
             register_metric(
-                "outrider.draft.judged", lambda: sum(judged for _, judged in scheduler.agreement().values())
+                "outrider.draft.compared", lambda: sum(compared for _, compared in scheduler.agreement().values())
             )
         register_metric("outrider.drafters", lambda: stream_servicer.streams if stream_servicer is not None else 0)
         register_metric(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drafter_svc.mirror import Mirror, MirrorSnapshot
-from outrider.core.construction import Construction, Terms
+from outrider.core.construction import Construction, TreeTerms
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.sampling.sampler import Sampler
@@ -51,7 +51,7 @@ class DraftSession(Mirror, ABC):
     ) -> None:
         """`vocabulary`: ids of the model."""
         super().__init__(snapshot, first_id=first_id)
-        self.usable = min(vocabulary, self.sayable)
+        self.usable = min(vocabulary, self.unpadded_vocabulary)
         self.construction = construction
         self.slot = slot
         self.level_price = 0.0  # tokens that one more level costs while the upstream waits
@@ -134,7 +134,7 @@ class DraftSession(Mirror, ABC):
         """How an engine may rank candidates: as the target's tokens are drawn. None: it may not."""
         return None
 
-    def judge(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
+    def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
         """Scores nodes that a lower tier has drafted by this model, if their parents' rows are known."""
 
     @abstractmethod
@@ -161,9 +161,9 @@ class DraftSession(Mirror, ABC):
             node.row = self.cached + len(self.scratch)
             self.scratch.append(node)
 
-    def _terms(self, rates: Sequence[float], limit: int = 2**31) -> Terms:
+    def _terms(self, rates: Sequence[float], limit: int = 2**31) -> TreeTerms:
         """Return the bounds of the tree's construction. `rates`: measured acceptance by rank."""
-        return Terms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
+        return TreeTerms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Return the expanded nodes of the kept subtree in the order of their rows: ancestors before descendants."""

@@ -10,7 +10,7 @@ import numpy as np
 from drafter_svc.mirror import MirrorSnapshot
 from drafter_svc.session import DraftSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
-from outrider.core.construction import BestFirst, Construction, StaticConstruction, Terms
+from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
 from outrider.core.construction.expansion import CANDIDATES, RESEND_THRESHOLD, Candidates, DrafterFits, floor_score
 from outrider.core.construction.self_repetition import Hint, RepeatFit, Repeats
 from outrider.core.sampling.noise import Draw
@@ -83,19 +83,19 @@ class TopKSession(DraftSession):
             if not self.tree.holds(node):
                 continue  # a guessed node that was just found not to be worth expanding
             self._rows[node] = self._candidates(node, row)
-            self.judge([child for child in node.children.values() if child.names], fits)
+            self.rescore([child for child in node.children.values() if child.names], fits)
             added += self._propose(node, self._rows[node], fits, terms)
         return self.announce(added)
 
-    def judge(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
+    def rescore(self, nodes: Sequence[Node], fits: DrafterFits) -> None:
         """Scores nodes that a lower tier has drafted by this model, where it has expanded their parents. The next delta
         sends the new scores.
         """
         for node in nodes:
             row = self._rows.get(node.parent) if node.parent else None
-            if row is None or node.judged or node.parent is None:
+            if row is None or node.rescored or node.parent is None:
                 continue
-            (edge,) = fits.judge(row, (node.token,), self._hints.get(node.parent))
+            (edge,) = fits.rescore(row, (node.token,), self._hints.get(node.parent))
             if abs(edge - node.edge) > RESEND_THRESHOLD and node.names:
                 self._rescored.append(node)
             self.tree.rescore(node, edge)
@@ -164,11 +164,11 @@ class TopKSession(DraftSession):
         logits, path = row.logits[: self.usable], self.tree.path(node)
         return Candidates(*self.sampler.leading(logits, path, CANDIDATES, noised=self._shared))
 
-    def _propose(self, node: Node, row: Candidates, fits: DrafterFits, terms: Terms) -> list[Node]:
+    def _propose(self, node: Node, row: Candidates, fits: DrafterFits, terms: TreeTerms) -> list[Node]:
         scored = fits.edges(row, self.construction.width(self.plan), self._hints.get(node))
         return self.construction.propose(self.tree, node, scored, terms)
 
-    def _bounds(self, fits: DrafterFits, limit: int = 2**31) -> Terms:
+    def _bounds(self, fits: DrafterFits, limit: int = 2**31) -> TreeTerms:
         rates = fits.ranks.rates(self.plan.width) if isinstance(self.construction, StaticConstruction) else ()
         return self._terms(rates, limit)
 

@@ -23,7 +23,7 @@ from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.committed_window import settled_prefix
-from outrider.core.tree.delta import Delta, Drifted, Hints
+from outrider.core.tree.delta import Delta, DigestMismatch, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.token_tree import TokenTree
@@ -215,7 +215,7 @@ class Translator:
         before = {id(node) for node in _nodes_below(member.draft_tree.root)}
         try:
             member.draft_tree.graft(SENDER, delta)
-        except (Drifted, InvalidRequest):
+        except (DigestMismatch, InvalidRequest):
             # The last draft tokens have changed; the scheduler receives them after this pass.
             if exhausted:
                 self._send(key, member.mirror.announce(()), plan_version, exhausted)
@@ -239,7 +239,7 @@ class Translator:
             child = at.children.get(token)
             if child is None:
                 full = len(added) >= room or tree.depth(at) >= member.mirror.plan.depth
-                if full or token >= member.mirror.sayable:
+                if full or token >= member.mirror.unpadded_vocabulary:
                     break
                 ratio = min(1.0, score / tree.score(at))
                 child = tree.add(at, token, edge_from_code(edge_code(math.log(max(ratio, 1e-9)))))

@@ -52,7 +52,7 @@ class Listener(Protocol):
         """The progress of the listener's passes, for heartbeats."""
 
 
-class Traced(Protocol):
+class DraftTracer(Protocol):
     """Makes the trace spans of a session's drafts."""
 
     def start_draft(self) -> None:
@@ -75,7 +75,7 @@ class Attachment:
     ticket: bytes
     number: int = 0  # of the last subscription
     parts: PartialSnapshot = field(default_factory=PartialSnapshot)
-    traced: Traced | None = None  # set if the request is traced
+    traced: DraftTracer | None = None  # set if the request is traced
     renewals: int = 0  # since `renewed_s`
     renewed_s: float = 0.0  # of the monotonic clock
 

@@ -81,8 +81,11 @@ class PartialSnapshot:
             raise InvalidRequest("tokens", "a snapshot needs at least one token")
         if part.answer_position > len(self.tokens):
             raise InvalidRequest("answer_position", "lies beyond the snapshot's tokens")
-        contract, sayable = contract_from_pb(part.contract), min(part.sayable or self.vocabulary, self.vocabulary)
-        contract.check_vocabulary(self.vocabulary, sayable)
+        contract, unpadded_vocabulary = (
+            contract_from_pb(part.contract),
+            min(part.unpadded_vocabulary or self.vocabulary, self.vocabulary),
+        )
+        contract.check_vocabulary(self.vocabulary, unpadded_vocabulary)
         snapshot = MirrorSnapshot(
             tuple(self.tokens),
             part.digest,
@@ -97,7 +100,7 @@ class PartialSnapshot:
             np.concatenate(self.features) if self.features else None,
             self.known,
             self.vocabulary,
-            sayable,
+            unpadded_vocabulary,
         )
         self.clear()
         return snapshot

@@ -53,7 +53,7 @@ class RedisConfig(Section):
     data: Path | None = None  # the embedded server's directory; None: a temporary one, removed at the end
 
 
-class Placed(Section):
+class RayResources(Section):
     """The resources of a Ray cluster that a server reserves; where it has several ranks, each rank reserves them."""
 
     cpus: float | None = Field(default=None, ge=0)  # CPUs of a server, or of each rank; None: as many as its threads
@@ -69,7 +69,7 @@ class TlsConfig(Section):
     key: Path  # private key of `cert`
 
 
-class ServerConfig(Placed):
+class ServerConfig(RayResources):
     """The keys of all servers. With `ca`, `cert` and `key`, in PEM, a server accepts TLS only."""
 
     ca: Path | None = None  # certificate of the authority that must have signed those of other servers

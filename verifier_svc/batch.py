@@ -169,10 +169,10 @@ def step_report(
     )
 
 
-def make_noise(step: StepBatch, *, draws: bool) -> None:
-    """Prepares the noise that the walk may need. `draws`: the engine draws where `SessionWork.draw` is set."""
+def make_noise(step: StepBatch, *, sampled_by_engine: bool) -> None:
+    """Prepare the noise that the walk may need, beyond that of rows that the engine samples itself."""
     for work in step.works:
-        if work.chooses and not (draws and work.draw):
+        if work.chooses and not (sampled_by_engine and work.draw):
             length = len(work.session.tokens)
             after = [length, *(node.position + 1 for node in work.nodes), length + work.window.depth]
             for position in range(length, max(after) + 1):
@@ -207,7 +207,7 @@ class StepVerdicts:
         """Return the draft distribution that the row's children were drawn from."""
         q = self._node(row).q
         assert q is not None  # a node without q has no children
-        return q.dense(self._session.sayable)
+        return q.dense(self._session.unpadded_vocabulary)
 
     def choice_of(self, row: int, token: int) -> Choice:
         """Return a token that the rule chose as a Choice, with its logprobs if the contract wants them."""
@@ -227,7 +227,7 @@ class StepVerdicts:
         ]
 
     def _row(self, row: int) -> NDArray[np.float32]:
-        return self._logits.row(self._first + row)[: self._session.sayable]
+        return self._logits.row(self._first + row)[: self._session.unpadded_vocabulary]
 
     def _path(self, row: int) -> Sequence[int]:
         return self._session.tree.path(self._work.nodes[row - 1]) if row else ()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance import Walk
-from outrider.draft_server.draft_session import Fused
+from outrider.draft_server.draft_session import FusedFeatures
 from outrider.engine.executor import Executor
 from outrider.engine.kv_slots import AcquiredSlot
 from verifier_svc.batch import StepBatch, kept_rows
@@ -27,7 +27,7 @@ class FeatureFuser(Protocol):
 
     digest: bytes  # of the fusion; empty: nothing is fused
 
-    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> Fused | None:
+    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> FusedFeatures | None:
         """Return the features of a session that begins in a slot; None: none are kept."""
 
     async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
@@ -39,14 +39,14 @@ class NoFeatureFuser(FeatureFuser):
 
     digest = b""
 
-    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> Fused | None:
+    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> FusedFeatures | None:
         return None
 
     async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
         pass
 
 
-class SessionFeatures(Fused):
+class SessionFeatures(FusedFeatures):
     """The fused features of one session. Those of a warm prefix are kept as its KV is, but `known` counts none before a
     step has run: until then they may still have to be copied.
     """
@@ -72,7 +72,7 @@ class HeadFeatureFuser(FeatureFuser):
         memory = mmap.mmap(-1, slots * rows * fusion.width * 2)
         self._rows = np.frombuffer(memory, np.uint16).reshape(slots, rows, fusion.width)
 
-    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> Fused | None:
+    def open(self, kv_slot: AcquiredSlot, executor: Executor) -> FusedFeatures | None:
         if kv_slot.source is not None:
             executor.enqueue(partial(self._copy, kv_slot.source, kv_slot.slot, kv_slot.cached))
         return SessionFeatures(self._rows[kv_slot.slot])

@@ -91,7 +91,7 @@ class SpeculatorProposer(HeadProposer):
 
     def open(self, contract: Contract, kv_slot: AcquiredSlot, executor: Executor) -> HeadDrafts | None:
         executor.enqueue(partial(self._speculator.open_slot, kv_slot.slot, kv_slot.source, kv_slot.cached))
-        if not fits(contract) or not contract.allows_any(self._speculator.sayable):
+        if not fits(contract) or not contract.allows_any(self._speculator.unpadded_vocabulary):
             return None
         key = contract.rule, contract.temperature_bucket
         if key not in self._shared:
@@ -163,5 +163,5 @@ class SpeculatorProposer(HeadProposer):
 
 def _propose(member: _RoundSession, node: Node, number: int, row: FloatRows) -> None:
     session, heads = member
-    row = row[: session.sayable]
+    row = row[: session.unpadded_vocabulary]
     heads.propose(session.tree, session.sampler, node, number, row, session.ceilings, session.terms.verified_price)

@@ -54,7 +54,7 @@ class NgramProposer:
     def grow(self, tree: TokenTree, *, nodes: int, depth: int, width: int, vocabulary: int, price: float) -> None:
         """Adds likely continuations that are worth verifying to the tree; only ids below `vocabulary`."""
         room = tree.capacity - tree.size
-        judge = self.calibration.corrected
+        corrected = self.calibration.corrected
         for node, claimed in grow(
             tree,
             self._lookup,
@@ -64,7 +64,7 @@ class NgramProposer:
             vocabulary=vocabulary,
             floor=floor_score(price),
             room=room,
-            calibrate=judge,
+            calibrate=corrected,
         ):
             node.claim = SENDER, claimed
             self._last_id += 1

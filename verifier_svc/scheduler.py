@@ -45,7 +45,7 @@ from verifier_svc.session import PrefillSession, SessionStart, VerifierSession
 from verifier_svc.step_broadcast import step_tree
 from verifier_svc.timing import StepTime, StepTimes
 
-GOING_DOWN = "this verifier is going down; ask another one"
+SHUTTING_DOWN = "this verifier is going down; ask another one"
 PREFILL = Contract(seed=0, max_tokens=1)  # of a text that is only prefilled
 FAIR_SHARES = 2  # equal shares of a step's nodes that one session may have: overrated drafts starve no other session
 LEAST_SHARE = 4
@@ -109,7 +109,7 @@ class StepScheduler:
         going down.
         """
         if self.draining:
-            raise Moved(GOING_DOWN)
+            raise Moved(SHUTTING_DOWN)
         present = self.sessions.get(start.session_id)
         if present:
             if start.epoch <= present.epoch:
@@ -122,7 +122,9 @@ class StepScheduler:
         heads = self._head_proposer.open(start.contract, kv_slot, self._executor)
         patterns = self.hold_policy.patterns(greedy=start.contract.greedy)
         engine = self._engine
-        session = VerifierSession(start, kv_slot, engine.vocabulary, patterns, proposer, heads, sayable=engine.sayable)
+        session = VerifierSession(
+            start, kv_slot, engine.vocabulary, patterns, proposer, heads, unpadded_vocabulary=engine.unpadded_vocabulary
+        )
         session.fused = self._feature_fuser.open(kv_slot, self._executor)
         session.terms.set_overlap_mode(self.hold_policy.overlap_mode)
         self.sessions[session.id] = session
@@ -135,7 +137,7 @@ class StepScheduler:
         `known`: the digest of a prefix of the tokens, as a token tree takes it.
         """
         if self.draining:
-            raise Moved(GOING_DOWN)
+            raise Moved(SHUTTING_DOWN)
         kv_slot = self.slots.acquire(tokens, tenant)
         self._executor.prepare_slot(kv_slot)
         self._head_proposer.open(PREFILL, kv_slot, self._executor)
@@ -323,11 +325,11 @@ class StepScheduler:
     async def _forward(self, step: StepBatch) -> Logits:
         """Runs the packed pass, and computes the noise meanwhile. Returns the logits."""
         segments = [work.segment() for work in step.works]
-        draws = [work.draw if self._engine.draws else None for work in step.works]
+        draws = [work.draw if self._engine.samples else None for work in step.works]
         began = time.monotonic()
         self.progress.begin()
         self._in_pass = step.sessions
-        logits = await self._executor.judge(segments, draws, partial(self._meanwhile, step))
+        logits = await self._executor.sample(segments, draws, partial(self._meanwhile, step))
         before, self._pass_ended = self._pass_ended, time.monotonic()
         self._in_pass = ()
         step.began, step.seconds = began, self._pass_ended - began
@@ -343,7 +345,7 @@ class StepScheduler:
         for session in step.sessions:
             if session.terms.overlap_mode is OverlapMode.TURNS and session.drafting:
                 self._pause(session)
-        make_noise(step, draws=self._engine.draws)
+        make_noise(step, sampled_by_engine=self._engine.samples)
 
     def _walk(self, step: StepBatch, logits: Logits) -> list[Walk | None]:
         """For each session, walk the target's tokens as far as the tree holds them; None inside a prompt."""

@@ -152,7 +152,7 @@ class DecodeServicer(VerifierServicer):
                 waited_us=round(times.waited * 1e6),
                 overhead_us=round(times.overhead * 1e6),
             ),
-            way=self._scheduler.hold_policy.overlap_mode.value,
+            overlap_mode=self._scheduler.hold_policy.overlap_mode.value,
             treeless=self._engine.treeless,
             ranks=self._engine.ranks,
         )
@@ -184,7 +184,7 @@ class DecodeServicer(VerifierServicer):
         if start.lease_ms not in LEASE_MS:
             raise InvalidRequest("lease_ms", f"is {start.lease_ms}, must be {LEASE_MS.start} to {LEASE_MS.stop - 1}")
         contract = contract_from_pb(start.contract)
-        contract.check_vocabulary(self._engine.vocabulary, self._engine.sayable)
+        contract.check_vocabulary(self._engine.vocabulary, self._engine.unpadded_vocabulary)
         if not start.answer_position <= len(start.tokens) < start.answer_position + contract.max_tokens:
             raise InvalidRequest(
                 "answer_position", "must be at most the number of tokens, and leave room for one more token"

@@ -57,22 +57,22 @@ class VerifierSession(DraftedSession):
         ngram_proposer: NgramProposer | None = None,
         heads: HeadDrafts | None = None,
         *,
-        sayable: int | None = None,
+        unpadded_vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary`: ids that the target has; `sayable`: the target chooses only ids below it, if fewer."""
+        """`vocabulary`: ids that the target has; `unpadded_vocabulary`: it chooses only ids below it, if fewer."""
         super().__init__(start.contract, SENDER)
         self.id = start.session_id
         self.tenant = start.tenant
         self.epoch = start.epoch
         self.answer_position = start.answer_position
         self.vocabulary = vocabulary
-        self.sayable = vocabulary if sayable is None else sayable
+        self.unpadded_vocabulary = vocabulary if unpadded_vocabulary is None else unpadded_vocabulary
         self.kv_slot = kv_slot
         self.tokens = list(start.tokens)
         self.cached = kv_slot.cached  # cache rows [0, cached) hold the KV of tokens[:cached]
         self.end = start.answer_position + start.contract.max_tokens  # the length at which it must stop
         self.tree = tree_of(start.contract, self.tokens, capacity=TREE_CAPACITY, known=start.known)
-        self.sampler = Sampler(start.contract, self.sayable, self.tokens, start.answer_position)
+        self.sampler = Sampler(start.contract, self.unpadded_vocabulary, self.tokens, start.answer_position)
         self.arrivals = Arrivals(patterns)
         self.terms = DraftingTerms(start.plan, drawn=self.drawn)
         self.commits = CommitQueue(len(self.tokens), start.window)
@@ -171,7 +171,7 @@ class VerifierSession(DraftedSession):
                 nodes=plan.nodes,
                 depth=plan.depth,
                 width=plan.width,
-                vocabulary=self.sayable,
+                vocabulary=self.unpadded_vocabulary,
                 price=self.terms.verified_price,
             )
 

@@ -69,7 +69,7 @@ def main(
         held_out = read_prompts(texts)
         if prompts + taught > len(held_out):
             raise ConfigError(f"--prompts: and --taught are {prompts + taught}, {texts} has {len(held_out)}")
-    process_env.settle(1)
+    process_env.set_variables(1)
     tokenizer = Tokenizer.from_file(str(models / "target" / "tokenizer.json"))
     ids = [tokenizer.encode(prompt).ids[:LONGEST] for _, prompt in held_out[: prompts + taught]]
     progress = Console(stderr=True, highlight=False)

@@ -22,7 +22,7 @@ from bench.trees.lessons import (
 )
 from bench.trees.paths import Path, PathRows, TextRows, continued
 from outrider.core.acceptance import DRAFT, ChildSampling, SeededRandom, SparseRow, rule_of
-from outrider.core.construction import CONSTRUCTIONS, Terms, construction_of, grow, static_construction_of
+from outrider.core.construction import CONSTRUCTIONS, TreeTerms, construction_of, grow, static_construction_of
 from outrider.core.proposers.suffixes import FinishedOutputs
 from outrider.core.sampling.filters import FloatRow
 from outrider.core.sampling.sampler import Choice, Sampler
@@ -201,7 +201,7 @@ class MeasuredRoot:
             ranks = learned.noised_ranks
         rates = ranks.rates()
         shaped = static_construction_of(construction)
-        terms = Terms(plan, 2**31 if shaped.name == construction else LEVEL, rates=rates)
+        terms = TreeTerms(plan, 2**31 if shaped.name == construction else LEVEL, rates=rates)
         if kind is ChildSampling.SAMPLED:
             return self._drawn(drafter, shaped.shape(terms), draw)
         tree = TokenTree(self._text)

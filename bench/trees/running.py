@@ -59,7 +59,7 @@ def _models(setting: Setting, folder: Path) -> dict[str, TextRows]:
 
 def _begin(setting: Setting, folder: Path, rates: LearnedRates) -> None:
     global _bench
-    process_env.settle(1)
+    process_env.set_variables(1)
     _bench = setting, _models(setting, folder), rates
 
 

@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal
 
 if TYPE_CHECKING:
-    from outrider.cli.load import Carried, Load
+    from outrider.cli.load import Load, LoadResult
 
 WIDTH = 120  # of a table in a file
 LIST_MODELS_S = 10.0  # timeout of the call that lists a router's models
@@ -127,7 +127,7 @@ async def _run(
                     points.append(_point(load.callers, repetition, speculative, result))
 
 
-def _point(callers: int, repetition: int, speculative: bool, result: Carried) -> _Point:
+def _point(callers: int, repetition: int, speculative: bool, result: LoadResult) -> _Point:
     from outrider.cli.samples import acceptance_length, bytes_per_token, percentile
 
     samples = result.samples

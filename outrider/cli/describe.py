@@ -282,7 +282,7 @@ async def _verifier(channel: grpc.aio.Channel) -> Rows:
         *([("ranks", f"{it.ranks}; bytes are of one")] if it.ranks > 1 else []),
         ("sessions", f"{it.sessions} of {it.slots}, and {it.warm} warm"),
         ("draft streams", str(it.drafters)),
-        ("drafters", OVERLAP_MODES.get(it.way, it.way)),
+        ("drafters", OVERLAP_MODES.get(it.overlap_mode, it.overlap_mode)),
         ("steps", str(it.steps)),
         ("step over n tokens", costs),
         ("refused frames", str(it.refused_frames)),

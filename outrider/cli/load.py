@@ -40,7 +40,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Carried:
+class LoadResult:
     """What a cluster generated under a load."""
 
     seconds: float
@@ -55,12 +55,12 @@ class Carried:
 
 async def apply_load(
     client: AsyncClient, load: Load, *, speculation: Speculation = None, depth: int | None = None, model: str = ""
-) -> Carried:
+) -> LoadResult:
     """Run the load and count its tokens. Requests that still run at the end are cancelled.
 
     Raises the error of the first request that fails.
     """
-    result = Carried(load.seconds)
+    result = LoadResult(load.seconds)
     clock = asyncio.get_running_loop().time
     counted_from = clock() + load.ramp_s
 

@@ -11,7 +11,7 @@ from outrider.cli.errors import reported
 from outrider.cli.simulate import parse_policy, simulated_phases, total
 
 if TYPE_CHECKING:
-    from outrider.simulation.deployment import Outcome, Scenario
+    from outrider.simulation.deployment import Scenario, SimulationOutcome
 
 ENOUGH = 0.97  # share of the highest goodput that counts as nearly as much
 
@@ -37,7 +37,7 @@ def plan(
     with reported():
         parse_policy(policy)
         loaded = load_section(Scenario, scenario)
-        outcomes: dict[int, list[Outcome]] = {}
+        outcomes: dict[int, list[SimulationOutcome]] = {}
         for count in track([0, *counts(most)], "simulating", console=Console(stderr=True), transient=True):
             deployment = loaded.deployment.model_copy(update={"drafters": count})
             sized = loaded.model_copy(update={"deployment": deployment})
@@ -52,20 +52,20 @@ def counts(largest: int) -> list[int]:
     return [count for count in steps if count < largest] + [largest]
 
 
-def fewest_sufficient(outcomes: dict[int, list[Outcome]]) -> int:
+def fewest_sufficient(outcomes: dict[int, list[SimulationOutcome]]) -> int:
     """Return the smallest number of drafters whose goodput is at least ENOUGH times the highest one."""
     best = max(map(total, outcomes.values()))
     return min(count for count, phases in outcomes.items() if total(phases) >= ENOUGH * best)
 
 
-def last_line(outcomes: dict[int, list[Outcome]]) -> str:
+def last_line(outcomes: dict[int, list[SimulationOutcome]]) -> str:
     """Return the line for scripts."""
     count = fewest_sufficient(outcomes)
     speedup = total(outcomes[count]) / total(outcomes[0])
     return f"plan: drafters={count} speedup={speedup:.2f} tokens_per_s={total(outcomes[count]):.1f}"
 
 
-def _print(scenario: Scenario, outcomes: dict[int, list[Outcome]]) -> None:
+def _print(scenario: Scenario, outcomes: dict[int, list[SimulationOutcome]]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

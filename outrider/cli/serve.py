@@ -364,7 +364,7 @@ def _server_process(
 ) -> Iterator[Callable[[str], None]]:
     """Set this process up as a server. Yields a function that prints the address on stdout once the server listens."""
     die_with_parent()
-    process_env.settle(getattr(config, "threads", 1))
+    process_env.set_variables(getattr(config, "threads", 1))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logs.log_to_stderr(config.log_format)
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from outrider.cli.errors import reported
 
 if TYPE_CHECKING:
     from outrider.core.control.policies import GammaPolicy
-    from outrider.simulation.deployment import DrafterKind, Outcome, Scenario
+    from outrider.simulation.deployment import DrafterKind, Scenario, SimulationOutcome
 
 ROUNDS = ("rounds:1", "rounds:2", "rounds:4", "rounds:8")  # draft-then-verify rounds of chains
 ROWS = ("off", *ROUNDS, "fixed:4", "fixed:16", "heuristic", "ema", "goodput")
@@ -46,7 +46,7 @@ def simulate(
         names = policy or ROWS
         for name in names:
             parse_policy(name)
-        outcomes: dict[str, list[Outcome]] = {}
+        outcomes: dict[str, list[SimulationOutcome]] = {}
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("simulating", total=len(names) * len(loaded.phase) * repetitions)
             for name in names:
@@ -73,7 +73,7 @@ def parse_policy(name: str) -> tuple[str, int]:
     )
 
 
-def simulated_phases(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[Outcome]:
+def simulated_phases(scenario: Scenario, name: str, depth: int, seed: int) -> Iterator[SimulationOutcome]:
     """Simulate a scenario and yield the outcome of each phase. `depth`: ceiling of policies without a depth."""
     from outrider.core.control.goodput import AcceptancePriors
     from outrider.core.control.policies import policy
@@ -90,7 +90,7 @@ def simulated_phases(scenario: Scenario, name: str, depth: int, seed: int) -> It
     return SimulatedCluster(scenario, make, seed).run()
 
 
-def last_line(outcomes: dict[str, list[Outcome]]) -> str:
+def last_line(outcomes: dict[str, list[SimulationOutcome]]) -> str:
     """Return the line for scripts: the ratios of the policy goodput's result to the best fixed depth over all phases,
     and to no speculation in the worst phase."""
     figures = {}
@@ -106,14 +106,14 @@ def last_line(outcomes: dict[str, list[Outcome]]) -> str:
     return " ".join(["simulate:", *(f"{name}={value:.2f}" for name, value in figures.items())])
 
 
-def total(phases: list[Outcome]) -> float:
+def total(phases: list[SimulationOutcome]) -> float:
     """Return the tokens per second over all phases."""
     from outrider.simulation.deployment import sum_outcomes
 
     return sum_outcomes(phases).goodput
 
 
-def _print(scenario: Scenario, outcomes: dict[str, list[Outcome]]) -> None:
+def _print(scenario: Scenario, outcomes: dict[str, list[SimulationOutcome]]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table

@@ -35,7 +35,7 @@ def online(
     """
     die_with_parent()
     os.nice(19)  # servers on this machine have priority
-    process_env.settle(1)
+    process_env.set_variables(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logs.log_to_stderr("text")
 

@@ -7,7 +7,7 @@
 """
 
 from outrider.client._async import AsyncClient
-from outrider.client._connection import Connecting
+from outrider.client._connection import ConnectionOptions
 from outrider.client._stream import AsyncStream
 from outrider.client._sync import Client, Stream
 from outrider.client._types import (
@@ -29,7 +29,7 @@ __all__ = [
     "AsyncStream",
     "Chunk",
     "Client",
-    "Connecting",
+    "ConnectionOptions",
     "FinishReason",
     "Generation",
     "Model",

@@ -11,7 +11,7 @@ from typing import Self, Unpack
 
 from outrider.client import _wire
 from outrider.client._access import Access
-from outrider.client._connection import Connecting, resolve
+from outrider.client._connection import ConnectionOptions, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Generation, Model, Session, StepTree
@@ -23,7 +23,7 @@ from outrider.v1 import inference_pb2 as pb
 class AsyncClient:
     """A connection to the router at `address` ("host:port"), opened by the first call.
 
-    Values that `address` and the keywords of `Connecting` leave out come from the environment (OUTRIDER_ROUTER,
+    Values that `address` and the keywords of `ConnectionOptions` leave out come from the environment (OUTRIDER_ROUTER,
     OUTRIDER_API_KEY or OUTRIDER_API_KEY_FILE, OUTRIDER_CA, OUTRIDER_SERVER_NAME), else from a profile
     (OUTRIDER_PROFILE, in the file OUTRIDER_PROFILES or ~/.config/outrider/profiles.toml). The client does not send a
     key in the clear to other machines, unless `tls=False`. Invalid settings raise ConfigError.
@@ -46,7 +46,9 @@ class AsyncClient:
     Other errors are raised at once.
     """
 
-    def __init__(self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[Connecting]) -> None:
+    def __init__(
+        self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[ConnectionOptions]
+    ) -> None:
         connection = resolve(address, **connecting)
         self._router = Router(connection.address, Access.of(connection), retries)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from outrider.client._profiles import Saved, profile_of
+from outrider.client._profiles import ConnectionSettings, profile_of
 from outrider.errors import ConfigError
 
 ROUTER = "127.0.0.1:7070"
 VARIABLES = tuple(f"OUTRIDER_{name}" for name in ("ROUTER", "API_KEY", "API_KEY_FILE", "CA", "SERVER_NAME"))
 
 
-class Connecting(TypedDict, total=False):
+class ConnectionOptions(TypedDict, total=False):
     """How to reach a router. All keywords are optional; one that is left out or None comes from the environment or a
     profile."""
 
@@ -57,7 +57,7 @@ def resolve(
     than the address is ignored, because its key belongs to the profile's router. Raises ConfigError, which names the
     file and the key in it, or the variable.
     """
-    arguments = Saved("", address, api_key, None, None if ca is None else Path(ca), tls, server_name)
+    arguments = ConnectionSettings("", address, api_key, None, None if ca is None else Path(ca), tls, server_name)
     environment = _environment()
     saved = profile_of(
         profile, address_in_arguments=address is not None, address_in_environment=environment.router is not None
@@ -74,17 +74,17 @@ def resolve(
     )
 
 
-def _environment() -> Saved:
+def _environment() -> ConnectionSettings:
     """Return the settings in environment variables. An empty variable counts as not set."""
     router, key, file, ca, server_name = (os.environ.get(name) or None for name in VARIABLES)
     if key and file:
         raise ConfigError("OUTRIDER_API_KEY: is set beside OUTRIDER_API_KEY_FILE; unset one of them")
-    return Saved(
+    return ConnectionSettings(
         "OUTRIDER_API_KEY_FILE", router, key, Path(file) if file else None, Path(ca) if ca else None, None, server_name
     )
 
 
-def _trust(sources: Sequence[Saved]) -> tuple[Path | None, bool | None]:
+def _trust(sources: Sequence[ConnectionSettings]) -> tuple[Path | None, bool | None]:
     """Return the CA and whether to use TLS, from sources in order of precedence.
 
     The first source that sets either of the two decides; `tls=True` without a CA takes the CA of a later source.

@@ -25,7 +25,7 @@ _TYPES = {str: "text", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class ConnectionSettings:
     """The settings of a connection from one source; None: the source does not set it."""
 
     name: str  # of the setting `api_key_file` in this source, for errors
@@ -50,7 +50,9 @@ class Saved:
         return key
 
 
-def profile_of(name: str | None, *, address_in_arguments: bool, address_in_environment: bool) -> Saved | None:
+def profile_of(
+    name: str | None, *, address_in_arguments: bool, address_in_environment: bool
+) -> ConnectionSettings | None:
     """Return the profile `name`, else that of OUTRIDER_PROFILE, else the default profile if a file has one, else None.
 
     If an argument gives the address, only an argument may name a profile. If the environment gives the address, the
@@ -76,7 +78,7 @@ def profile_of(name: str | None, *, address_in_arguments: bool, address_in_envir
     return _parsed(file, named or DEFAULT, profiles)
 
 
-def _parsed(file: Path, name: str, profiles: dict[str, Any]) -> Saved:
+def _parsed(file: Path, name: str, profiles: dict[str, Any]) -> ConnectionSettings:
     tables = {key: cast(dict[str, Any], value) for key, value in profiles.items() if isinstance(value, dict)}
     values: dict[str, Any] | None = tables.get(name)
     if values is None:
@@ -95,7 +97,7 @@ def _parsed(file: Path, name: str, profiles: dict[str, Any]) -> Saved:
     if "ca" in values and values.get("tls") is False:
         raise ConfigError(f"{file}: {name}: tls is false, and there is a `ca`; leave out one of them")
     key_file, ca = (file.parent / Path(values[key]).expanduser() if key in values else None for key in _PATHS)
-    return Saved(
+    return ConnectionSettings(
         f"{file}: {name}.api_key_file",
         values.get("router"),
         None,

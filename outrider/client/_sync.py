@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from outrider.client._async import AsyncClient
-from outrider.client._connection import Connecting
+from outrider.client._connection import ConnectionOptions
 from outrider.client._router import RETRIES
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Chunk, Generation, Model, Session
@@ -31,7 +31,9 @@ class Client:
     Use it as a context manager or with `close`.
     """
 
-    def __init__(self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[Connecting]) -> None:
+    def __init__(
+        self, address: str | None = None, *, retries: int = RETRIES, **connecting: Unpack[ConnectionOptions]
+    ) -> None:
         self._client = AsyncClient(address, retries=retries, **connecting)
         self._thread = _LoopThread(self._client)
         self._finalizer = weakref.finalize(self, self._thread.close)  # also at interpreter exit

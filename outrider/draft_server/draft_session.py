@@ -21,7 +21,7 @@ from outrider.v1 import types_pb2
 MAX_DRAFTERS = 16  # drafters of one session, those of lower tiers included
 
 
-class Fused(Protocol):
+class FusedFeatures(Protocol):
     """The target's fused features of a session's tokens, as they are sent to drafters."""
 
     width: int  # numbers in a row
@@ -91,7 +91,7 @@ class DraftedSession(ABC):
     contract: Contract
     answer_position: int
     vocabulary: int  # ids that its target has
-    sayable: int  # the target chooses only ids below it, and nodes have only such ids
+    unpadded_vocabulary: int  # the target chooses only ids below it, and nodes have only such ids
     terms: UpstreamTerms
     tokens: list[int]  # committed
     tree: TokenTree
@@ -103,7 +103,7 @@ class DraftedSession(ABC):
         self.drawn = self.rule.child_sampling is ChildSampling.SAMPLED  # whether its tree is drawn from q
         self.subscriptions: dict[DraftStream, Subscription] = {}
         self.wire_bytes = 0  # sent and received on drafters' streams
-        self.fused: Fused | None = None  # features for drafters that request them
+        self.fused: FusedFeatures | None = None  # features for drafters that request them
         self._claims: dict[int, Calibration] = {}  # by sender: drafters that are subscribed or have nodes in it
         self._first_sender = first_sender
         self._senders = first_sender

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import RESTING_PRICE
-from outrider.core.tree.delta import Drifted, Hints
+from outrider.core.tree.delta import DigestMismatch, Hints
 from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier
@@ -39,7 +39,7 @@ DRAFTERS_REMEMBERED = 1024  # drafters whose calibration is kept
 Requests = AsyncIterator[pb.DraftUp]
 
 
-class Host(Protocol):
+class SessionHost(Protocol):
     """The owner of the sessions: a verifier's scheduler, or that of a drafter that serves a lower tier."""
 
     @property
@@ -71,14 +71,14 @@ class DraftStreamServicer(TreeSinkServicer):
         self._ticket_verifier = ticket_verifier
         self._streams: set[DraftStream] = set()
         self._calibrations: dict[str, Calibration] = {}  # by drafter
-        self._host: Host
+        self._host: SessionHost
 
     @property
     def streams(self) -> int:
         """Number of open draft streams."""
         return len(self._streams)
 
-    def serve(self, host: Host) -> None:
+    def serve(self, host: SessionHost) -> None:
         """Takes the sessions from `host`. Called once, before the first stream."""
         self._host = host
 
@@ -307,9 +307,9 @@ class DraftStreamServicer(TreeSinkServicer):
         session = subscription.session
         session.wire_bytes += message.ByteSize()
         try:
-            delta = delta_from_pb(message, session.sayable)
+            delta = delta_from_pb(message, session.unpadded_vocabulary)
             dropped = session.graft(subscription, delta, time.monotonic(), passing=self._host.progress.running)
-        except Drifted:
+        except DigestMismatch:
             self.refused += 1
             self._snapshot(subscription)
             return

@@ -37,7 +37,7 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.price = session.terms.price
             part.time_price, part.ahead = session.terms.time_price, session.terms.ahead
             part.answer_position = session.answer_position
-            part.sayable = session.sayable
+            part.unpadded_vocabulary = session.unpadded_vocabulary
             subscription.plan_version = session.terms.plan.version
         session.wire_bytes += part.ByteSize()
         yield part

@@ -45,12 +45,18 @@ class Traits:
     treeless: str = ""
     kv_tokens: int = 0  # tokens whose KV fits into memory; 0: the contexts of all slots
     ranks: int = 1  # that share the model
-    sayable: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
-    draws: bool = False  # whether `judge` chooses tokens, so that the caller need not compute their noise
+    unpadded_vocabulary: int = 0  # ids from this one on are padding, whose logits are -inf; 0: there is no padding
+    samples: bool = False  # whether `sample` chooses tokens, so that the caller need not compute their noise
     heartbeat_s: float | None = None  # seconds between calls of `heartbeat` while no pass runs; None: no calls
     features: Features | None = None  # that passes return beside logits; None: no features
     computed_by: str = ""  # what runs its passes, and the reason where that is the slower choice
     fed_width: int = 0  # width of the target's fused features that `feed` takes; 0: the engine needs none
+
+
+def check_sizes(slots: int, rows: int | None) -> None:
+    """Raise ValueError for an engine that could hold no text. `rows`: None if they follow from the checkpoint."""
+    if slots < 1 or (rows is not None and rows < 2):
+        raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
 
 
 class Engine(Traits, ABC):
@@ -61,7 +67,7 @@ class Engine(Traits, ABC):
 
     def __init__(self, traits: Traits) -> None:
         super().__init__(**{field.name: getattr(traits, field.name) for field in fields(Traits)})
-        self.sayable = self.sayable or self.vocabulary
+        self.unpadded_vocabulary = self.unpadded_vocabulary or self.vocabulary
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
@@ -70,8 +76,8 @@ class Engine(Traits, ABC):
         Raises ValueError when a segment does not fit the engine or two share a slot.
         """
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        """Run one pass as `forward` does; an engine that `draws` also chooses tokens.
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+        """Run one pass as `forward` does; an engine that `samples` also chooses tokens.
 
         `draws`: for each segment how its tokens are drawn; None: the engine chooses none for it.
         `best`: how many leading tokens of each row are returned; 0: only the tokens of those rows that the chosen

@@ -70,10 +70,10 @@ class Executor:
         self._engine = engine
         self._queued.clear()
 
-    async def judge(
+    async def sample(
         self, segments: Sequence[Segment], draws: Sequence[Draw | None], meanwhile: Callable[[], None], best: int = 0
     ) -> Logits:
-        """Run one packed pass, see `Engine.judge`; the calling thread calls `meanwhile` while the pass runs."""
+        """Run one packed pass, see `Engine.sample`; the calling thread calls `meanwhile` while the pass runs."""
         changes, self._queued = self._queued, []
         running = asyncio.get_running_loop().run_in_executor(self._thread, self._pass, changes, segments, draws, best)
         meanwhile()
@@ -102,4 +102,4 @@ class Executor:
     ) -> Logits:
         for change in changes:
             change()
-        return self._engine.judge(segments, draws, best)
+        return self._engine.sample(segments, draws, best)

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from outrider.engine.checkpoints.checkpoint import SAYABLE, SUPPORTED, Outline, read_config, read_json, read_outline
+from outrider.engine.checkpoints.checkpoint import SUPPORTED, UNPADDED, Outline, read_config, read_json, read_outline
 from outrider.engine.cpu import missing
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.engine import SCRATCH, Dtype, Engine, Numerics
 from outrider.engine.features import Features
-from outrider.engine.ranks.group import ALONE, Alone, Group, TensorGroup
+from outrider.engine.ranks.group import ALONE, Group, SingleRank, TensorGroup
 from outrider.engine.ranks.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
@@ -67,7 +67,7 @@ def connect_ranks(
 
 def _why_on_torch(group: Group) -> str:
     """Return why the native backend runs a model on a CPU with torch; "": the compiled engine runs it."""
-    return missing() if isinstance(group, SocketGroup | Alone) else "its ranks are connected by torch.distributed"
+    return missing() if isinstance(group, SocketGroup | SingleRank) else "its ranks are connected by torch.distributed"
 
 
 def _on_torch(group: Group) -> TensorGroup:
@@ -133,7 +133,7 @@ def load_engine(
             )
         engine: Engine
         reason = _why_on_torch(group)
-        if not reason and isinstance(group, SocketGroup | Alone):
+        if not reason and isinstance(group, SocketGroup | SingleRank):
             engine = CpuEngine.load(
                 path,
                 dtype=dtype,
@@ -171,7 +171,7 @@ def load_engine(
         raise ConfigError("layers, skip: only the native backend leaves layers out; give neither")
     if device != "cpu":
         raise ConfigError(f"device: {device} is for the native backend alone; use cpu")
-    if SAYABLE in read_json(path / "config.json"):
+    if UNPADDED in read_json(path / "config.json"):
         raise CheckpointError(
             f"{path}: is padded with ids that the model must never choose; only the native backend ensures that"
         )

@@ -22,11 +22,11 @@ class Logits(Protocol):
     def choice(self, index: int) -> Choice | None:
         """Return the token chosen after that row; None where the pass got no `Draw` for it or chose none."""
 
-    def best(self, index: int) -> Best | None:
-        """Return the leading tokens after that row, as many as `Engine.judge` was called for; None as for `choice`."""
+    def best(self, index: int) -> BestTokens | None:
+        """Return the leading tokens after that row, as many as `Engine.sample` was called for; None as for `choice`."""
 
 
-class Best(NamedTuple):
+class BestTokens(NamedTuple):
     """The leading tokens after a row, best first."""
 
     tokens: NDArray[np.int64]  # [count]
@@ -46,7 +46,7 @@ class LogitsRow:
         return self.source.row(self.index)
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestTokens | None:
         """The leading tokens after the row; see `Logits.best`."""
         return self.source.best(self.index)
 
@@ -71,5 +71,5 @@ class HostLogits:
     def choice(self, index: int) -> Choice | None:
         return None
 
-    def best(self, index: int) -> Best | None:
+    def best(self, index: int) -> BestTokens | None:
         return None

@@ -32,7 +32,7 @@ READ_LATER = frozenset({"REDIS_URL", PARENT, FAIL_ONCE, "PYTEST_CURRENT_TEST"})
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Forked:
+class ForkedServer:
     """A forked server, with the interface of asyncio.subprocess.Process.
 
     `pidfd` is a descriptor of the server's process; this object closes it.
@@ -73,7 +73,7 @@ class Forked:
         self._ended.set()
 
 
-async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: int) -> Forked:
+async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: int) -> ForkedServer:
     """Fork a server that runs `outrider ARGUMENTS` in a new process session; `limit` as for a StreamReader.
 
     Raises OSError if no server can be forked.
@@ -90,9 +90,9 @@ async def fork(arguments: Sequence[str], environment: Mapping[str, str], limit: 
         except asyncio.CancelledError:
             await asyncio.wait([forking])
             if forking.exception() is None:  # the caller is gone, so no one else would end the server
-                Forked(*forking.result(), *readers).kill()
+                ForkedServer(*forking.result(), *readers).kill()
             raise
-        return Forked(pid, pidfd, *readers)
+        return ForkedServer(pid, pidfd, *readers)
 
 
 async def _pipe(opened: ExitStack, limit: int) -> tuple[asyncio.StreamReader, int]:

@@ -27,7 +27,7 @@ SERVERS = ("outrider.cli.main", "router.server", "verifier_svc.server", "drafter
 def main() -> None:
     """Fork servers until the starting process ends. In each server, run it and return."""
     starter = socket.socket(fileno=int(sys.argv[1]))
-    process_env.settle(1)  # a server sets its own number of threads before it computes
+    process_env.set_variables(1)  # a server sets its own number of threads before it computes
     for name in SERVERS:
         with suppress(ImportError):  # servers may be not installed
             import_module(name)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Protocol
 
-from outrider.config import GatewayConfig, Placed, RouterConfig, Section
+from outrider.config import GatewayConfig, RayResources, RouterConfig, Section
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
@@ -213,5 +213,5 @@ def flags(section: Section) -> list[str]:
 
 def flagged(section: Section) -> list[str]:
     """Return the fields that have a flag of the server's command; the others are for the process that starts it."""
-    others = {"count", *(Placed.model_fields if isinstance(section, RouterConfig | GatewayConfig) else ())}
+    others = {"count", *(RayResources.model_fields if isinstance(section, RouterConfig | GatewayConfig) else ())}
     return [field for field in type(section).model_fields if field not in others]

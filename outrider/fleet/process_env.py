@@ -14,7 +14,7 @@ SPINS = "10000"
 _M_ARENA_MAX = -8  # of glibc's mallopt
 
 
-def settle(threads: int) -> None:
+def set_variables(threads: int) -> None:
     """Set the variables for this process. Except the numbers of threads, variables that are set already stay."""
     os.environ.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its fork handlers sometimes abort processes that Ray forks

@@ -192,7 +192,7 @@ class Rank:
     """One rank of a worker, as an actor on Ray."""
 
     def __init__(self, role: Role, config: WorkerConfig, rank: int) -> None:
-        process_env.settle(config.threads)  # before torch is loaded
+        process_env.set_variables(config.threads)  # before torch is loaded
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         self._service = import_module(SERVICES[role])
         self._config = config

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from outrider.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from outrider.config import Placed
+    from outrider.config import RayResources
 
 SETTINGS = {  # environment variables of Ray, unless they are set already
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -154,7 +154,7 @@ def _remove_stale_folders() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def needs(place: Placed, threads: int) -> dict[str, float]:
+def needs(place: RayResources, threads: int) -> dict[str, float]:
     """Return the resources that one server or one rank reserves on a node."""
     gpus = place.gpus or float(getattr(place, "device", "cpu") != "cpu")
     wanted = {"CPU": float(threads if place.cpus is None else place.cpus), "GPU": gpus, **place.resources}

@@ -16,13 +16,13 @@ from outrider.client import Options
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
-from outrider.gateway.body_limit import Bounded
+from outrider.gateway.body_limit import BodyLimit
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import body, invalid, refusal
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import Prompt, streams
 from outrider.gateway.respond import answer, unless_gone
-from outrider.gateway.schema import Chat, Completion, Sampled
+from outrider.gateway.schema import Chat, Completion, GenerationForm
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.rpc.supervision import keep_running
 
@@ -41,12 +41,12 @@ def make_app(config: GatewayConfig) -> FastAPI:
         await clients.close()
 
     app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Bounded, max_bytes=config.max_request_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
     app.add_middleware(clients.tracking_requests)
     app.add_middleware(metrics.counted)
 
     async def answered(
-        parsed: Sampled, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
+        parsed: GenerationForm, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
     ) -> Response:
         groups = streams(clients.client(request), prompts, parsed.n, options, config.timeout_s)
         return await unless_gone(request, answer(parsed, groups, form))

@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Bounded:
+class BodyLimit:
     """Middleware that limits request bodies to `max_bytes`; reading a larger body raises status 413."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 from outrider.gateway import serialize
 from outrider.gateway.errors import refusal
 from outrider.gateway.multiplex import ReceivedPart
-from outrider.gateway.schema import Sampled
+from outrider.gateway.schema import GenerationForm
 from outrider.gateway.serialize import Json, ResponseForm
 
 
@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
 async def server_sent_events(
     form: ResponseForm,
     head: Json,
-    parsed: Sampled,
+    parsed: GenerationForm,
     choices: int,
     first: ReceivedPart,
     parts: AsyncGenerator[ReceivedPart, None],

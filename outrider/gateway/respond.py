@@ -17,11 +17,11 @@ from outrider.errors import Cancelled
 from outrider.gateway import serialize
 from outrider.gateway.event_stream import EventStream, server_sent_events
 from outrider.gateway.multiplex import merged
-from outrider.gateway.schema import Sampled
+from outrider.gateway.schema import GenerationForm
 from outrider.gateway.serialize import Json, ResponseForm
 
 
-async def answer(parsed: Sampled, groups: Sequence[Sequence[AsyncStream]], form: ResponseForm) -> Response:
+async def answer(parsed: GenerationForm, groups: Sequence[Sequence[AsyncStream]], form: ResponseForm) -> Response:
     """Return the response with all choices of all prompts, complete or as a stream of events.
 
     Raises the SDK's errors; for a stream of events, only those before the first part.

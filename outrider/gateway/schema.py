@@ -31,7 +31,7 @@ Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that
 NoEffect = Any  # a field of OpenAI's that does not change the answer
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base of all bodies. As in OpenAI's API, an unknown field is an error, and null is the same as no value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,7 +44,7 @@ class Body(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class Outrider(Body):
+class Outrider(RequestBody):
     """The fields that this cluster adds to OpenAI's, as `extra_body={"outrider": {...}}`."""
 
     speculation: PolicyName | None = None  # changes the speed, never the text
@@ -62,14 +62,14 @@ class Outrider(Body):
     ignore_eos: bool | None = None
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # accepted, and has no effect
 
 
-class Sampled(Body):
+class GenerationForm(RequestBody):
     """The fields that completions and chats share."""
 
     model: str
@@ -102,7 +102,7 @@ class Sampled(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> Sampled:
+    def _stream_options_need_a_stream(self) -> GenerationForm:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: is for streams; set stream to true")
         return self
@@ -125,7 +125,7 @@ class Sampled(Body):
         return {**given, "max_tokens": self.token_limit}  # type: ignore[typeddict-item]
 
 
-class Completion(Sampled):
+class Completion(GenerationForm):
     """The body of /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
@@ -157,14 +157,14 @@ class Completion(Sampled):
         return self
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -182,13 +182,13 @@ class ChatMessage(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """The format of an answer."""
 
     type: Literal["text"]
 
 
-class Chat(Sampled):
+class Chat(GenerationForm):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)

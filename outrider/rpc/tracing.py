@@ -27,7 +27,7 @@ _SERVER_FAULTS = {  # errors of the server; other codes are errors of its caller
 }
 
 
-class Served:
+class ServedCall:
     """A call that this process serves."""
 
     def __init__(self, span: Span) -> None:
@@ -36,7 +36,7 @@ class Served:
 
 
 @asynccontextmanager
-async def server_span(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[Served]:
+async def server_span(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[ServedCall]:
     """Run a handler's body in the span of the call that it serves, below its caller's span. `method`:
     "package.Service/Name".
 
@@ -45,7 +45,7 @@ async def server_span(context: grpc.aio.ServicerContext[Any, Any], method: str) 
     parent = extract_context(context.invocation_metadata())
     span = TRACER.start_span(method, parent, SpanKind.SERVER, _attributes(method))
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-        call, code = Served(span), grpc.StatusCode.OK
+        call, code = ServedCall(span), grpc.StatusCode.OK
         try:
             yield call
         except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from outrider.core.control.arrival_model import Arrivals
 from outrider.core.control.policies import GammaPolicy
 from outrider.simulation.clock import Clock
-from outrider.simulation.deployment import DrafterKind, Outcome, Scenario, TrafficPhase
+from outrider.simulation.deployment import DrafterKind, Scenario, SimulationOutcome, TrafficPhase
 from outrider.simulation.drafter import SimulatedDrafter
 from outrider.simulation.session import SimulatedSession
 from outrider.simulation.verifier import SimulatedVerifier, cost_model
@@ -27,7 +27,7 @@ class SimulatedCluster:
         self._phases = scenario.phase
         self.rng = random.Random(seed)
         self.clock = Clock()
-        self.outcome = Outcome()
+        self.outcome = SimulationOutcome()
         self._new_policy = new_policy
         self._cost = cost_model(deployment)
         self._phase = scenario.phase[0]
@@ -38,10 +38,10 @@ class SimulatedCluster:
         self._callers = 0
         self._kinds: Iterator[DrafterKind] = iter(())
 
-    def run(self) -> Iterator[Outcome]:
+    def run(self) -> Iterator[SimulationOutcome]:
         """Simulate the phases in order, and yield the outcome of each."""
         for phase in self._phases:
-            self._phase, self.outcome = phase, Outcome()
+            self._phase, self.outcome = phase, SimulationOutcome()
             began = self.clock.now
             until = began + phase.seconds
             self._kinds = itertools.cycle([self._kinds_by_name[name] for name in phase.kinds])

@@ -68,7 +68,7 @@ class Scenario(Section):
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationOutcome:
     """The outcome of a simulation, or of one of its phases. Times are in seconds."""
 
     seconds: float = 0.0
@@ -96,10 +96,10 @@ class Outcome:
         return self.switches / self.session_seconds if self.session_seconds else 0.0
 
 
-def sum_outcomes(outcomes: Iterable[Outcome]) -> Outcome:
+def sum_outcomes(outcomes: Iterable[SimulationOutcome]) -> SimulationOutcome:
     """Return the sum of several phases' outcomes."""
-    total = Outcome()
+    total = SimulationOutcome()
     for outcome in outcomes:
-        for figure in fields(Outcome):
+        for figure in fields(SimulationOutcome):
             setattr(total, figure.name, getattr(total, figure.name) + getattr(outcome, figure.name))
     return total

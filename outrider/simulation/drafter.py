@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings
+from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment
 
 
 class SimulatedDrafter:
     """Drafts one level at a time for all sessions that need one."""
 
-    def __init__(self, cluster: Surroundings) -> None:
+    def __init__(self, cluster: SimulationEnvironment) -> None:
         self.sessions: set[SimulatedSession] = set()
         self._cluster = cluster
         self._drafts: dict[

@@ -11,7 +11,7 @@ from outrider.core.control.arrival_model import Arrivals
 from outrider.core.control.drafting_terms import DraftingTerms
 from outrider.core.control.policies import GammaPolicy
 from outrider.simulation.clock import Clock
-from outrider.simulation.deployment import Deployment, DrafterKind, Outcome
+from outrider.simulation.deployment import Deployment, DrafterKind, SimulationOutcome
 
 
 class SimulatedDraft(NamedTuple):
@@ -43,12 +43,12 @@ class SessionVerifier(Protocol):
         """Record that a session's drafter has nothing more to send before the next commit."""
 
 
-class Surroundings(Protocol):
+class SimulationEnvironment(Protocol):
     """What verifiers and drafters need of their cluster."""
 
     deployment: Deployment
     clock: Clock
-    outcome: Outcome
+    outcome: SimulationOutcome
 
     def one_way(self) -> float:
         """Return the seconds that a message between a verifier and a drafter takes."""

@@ -9,7 +9,7 @@ from outrider.core.control.budget import CostModel, choose_budget
 from outrider.core.control.hold_policy import HoldPolicy
 from outrider.core.session.contract import StepReport
 from outrider.simulation.deployment import Deployment
-from outrider.simulation.session import SimulatedDraft, SimulatedSession, Surroundings, best_nodes
+from outrider.simulation.session import SimulatedDraft, SimulatedSession, SimulationEnvironment, best_nodes
 
 MIN_HOLD_S = 1e-5  # seconds; a shorter hold is skipped, because an event takes no simulated time
 
@@ -29,7 +29,7 @@ class SimulatedStep(NamedTuple):
 class SimulatedVerifier:
     """Runs steps over all its sessions, chosen as in the real scheduler."""
 
-    def __init__(self, cluster: Surroundings) -> None:
+    def __init__(self, cluster: SimulationEnvironment) -> None:
         self.cluster = cluster
         self.sessions: list[SimulatedSession] = []
         self._cost = cost_model(cluster.deployment)

@@ -11,7 +11,7 @@ import logging
 import math
 from typing import Any
 
-from outrider.core.control.acceptance_stats import Counts
+from outrider.core.control.acceptance_stats import AcceptanceCounts
 from outrider.core.control.goodput import AcceptancePriors
 from outrider.store.client import Client, redis_errors
 
@@ -28,7 +28,7 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
 
     Raises Unavailable when Redis cannot be used; the observations are kept then.
     """
-    fresh, priors.fresh = priors.fresh, Counts()
+    fresh, priors.fresh = priors.fresh, AcceptanceCounts()
     try:
         with redis_errors(redis):
             counts, times = _load(name, await redis.get(_KEY + name))
@@ -48,16 +48,16 @@ async def share(redis: Client, name: str, priors: AcceptancePriors) -> None:
             average.observe(times[kind])
 
 
-def _load(name: str, stored: bytes | str | None) -> tuple[Counts, dict[str, float]]:
+def _load(name: str, stored: bytes | str | None) -> tuple[AcceptanceCounts, dict[str, float]]:
     """Decode stored priors; empty priors for what cannot be decoded."""
     if stored is None:
-        return Counts(), {}
+        return AcceptanceCounts(), {}
     try:
         held: Any = json.loads(stored)
         times = {kind: float(seconds) for kind, seconds in held["times"].items()}
         if not all(math.isfinite(seconds) and seconds >= 0.0 for seconds in times.values()):
             raise ValueError("times are positive")
-        return Counts(held["counts"]), times
+        return AcceptanceCounts(held["counts"]), times
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         log.warning("%s%s in Redis is not what Outrider writes there and is replaced: %s", _KEY, name, error)
-        return Counts(), {}
+        return AcceptanceCounts(), {}

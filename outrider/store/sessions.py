@@ -304,7 +304,7 @@ class Sessions:
                 ended = f"has ended ({reason.decode()})" if reason else "has not begun"
                 raise Conflict(f"session {session_id}: its generation {ended} and takes no tokens")
             case [b"changed"]:
-                raise _Changed(f"session {session_id} changes while it is being restored; try again")
+                raise _SessionChanged(f"session {session_id} changes while it is being restored; try again")
         raise InternalError(f"script {script} replied {reply!r}")
 
 
@@ -389,7 +389,7 @@ class OwnedSession:
             for attempt in range(_ATTEMPTS):
                 try:
                     after = await self._sessions._restore(self, record, tokens, logprobs)
-                except _Changed:
+                except _SessionChanged:
                     if attempt == _ATTEMPTS - 1:
                         raise
                 else:
@@ -400,7 +400,7 @@ class OwnedSession:
         return await self._sessions._run(script, self.session_id, self.epoch, self.owner, *arguments)
 
 
-class _Changed(Conflict):
+class _SessionChanged(Conflict):
     """The session was written between a read and a compare-and-set."""
 
 

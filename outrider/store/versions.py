@@ -36,7 +36,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedVersions:
     """The known versions of a drafter."""
 
     versions: Mapping[int, Version] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Versions:
         self._redis = redis
         self._key = _KEY + drafter
 
-    async def read(self) -> Published:
+    async def read(self) -> PublishedVersions:
         """Return the known versions. Raises InternalError for malformed fields."""
         with redis_errors(self._redis):
             fields: Any = await self._redis.hgetall(self._key)
@@ -83,7 +83,7 @@ class Versions:
                 found[kind][int(number)] = (
                     Version(**load_object(blob, "a version")) if kind == "version" else blob.decode(errors="replace")
                 )
-        return Published(found["version"], found["doubted"], found["cleared"], found["withdrawn"])
+        return PublishedVersions(found["version"], found["doubted"], found["cleared"], found["withdrawn"])
 
     async def publish(self, version: Version) -> bool:
         """Add a version. Return False if another one has that number."""

@@ -161,7 +161,7 @@ METRICS = (
     Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Forward passes of the draft model."),
     Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Sent nodes."),
     Metric(
-        "outrider.draft.judged",
+        "outrider.draft.compared",
         "counter",
         "{token}",
         "drafter",

@@ -26,19 +26,19 @@ IDLE_TIMEOUT_S = 5.0  # idle connections are closed after so long
 log = logging.getLogger(__name__)
 
 
-class Content(NamedTuple):
+class PageContent(NamedTuple):
     """The content of a page."""
 
     kind: str  # MIME type
     body: bytes
 
 
-Page = Callable[[], Content]  # called outside the event loop's thread
+Page = Callable[[], PageContent]  # called outside the event loop's thread
 
 
 def json_page(figures: Callable[[], object]) -> Page:
     """Return a page that shows figures as JSON."""
-    return lambda: Content("application/json", json.dumps(figures()).encode())
+    return lambda: PageContent("application/json", json.dumps(figures()).encode())
 
 
 @contextmanager
@@ -65,22 +65,22 @@ def _app(registry: CollectorRegistry, pages: Mapping[str, Page]) -> WSGIApplicat
     def app(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path = request.get("PATH_INFO", "")
         if request.get("REQUEST_METHOD") not in ("GET", "HEAD"):
-            return _respond(start, "405 Method Not Allowed", Content("text/plain", b"GET it\n"))
+            return _respond(start, "405 Method Not Allowed", PageContent("text/plain", b"GET it\n"))
         if path == "/metrics":
             body: Iterable[bytes] = prometheus(request, start)
             return body
         if path not in pages:
-            return _respond(start, "404 Not Found", Content("text/plain", b"there is no such page\n"))
+            return _respond(start, "404 Not Found", PageContent("text/plain", b"there is no such page\n"))
         try:
             return _respond(start, "200 OK", pages[path]())
         except Exception:
             log.exception("page %s failed", path)
-            return _respond(start, "503 Service Unavailable", Content("text/plain", b"not now; see the log\n"))
+            return _respond(start, "503 Service Unavailable", PageContent("text/plain", b"not now; see the log\n"))
 
     return app
 
 
-def _respond(start: StartResponse, status: str, content: Content) -> list[bytes]:
+def _respond(start: StartResponse, status: str, content: PageContent) -> list[bytes]:
     start(
         status,
         [

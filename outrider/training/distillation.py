@@ -25,7 +25,7 @@ from outrider.training.drafter_task import DrafterTask
 from outrider.training.evaluation import Evaluation, HeldOut
 from outrider.training.heads_task import HeadsTask
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
-from outrider.training.records import Records, TrainingProgress
+from outrider.training.records import TrainingProgress, TrainingRecords
 from outrider.training.results import write_result
 from outrider.training.schedule import TrainingBudget, rate_factor
 from outrider.training.setup import TrainingSetup, gather
@@ -62,7 +62,8 @@ class Training:
         self.skipped = setup.corpus.skipped  # texts that were not UTF-8
 
         settings = states.settings_of(recipe, **setup.digests, devices=self._accelerator.num_processes)
-        self._state = states.read(self._state_folder, settings) if self.resumed else states.State(settings=settings)
+        fresh = states.TrainingState(settings=settings)
+        self._state = states.read(self._state_folder, settings) if self.resumed else fresh
         optimizer = torch.optim.AdamW(
             setup.student.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
@@ -73,7 +74,7 @@ class Training:
         self._task = task_of(recipe, setup, self._device)
         self._windows = Windows(setup.corpus.train, recipe.window, recipe.seed)
         self._held_out = self._held_out_evaluation(on_progress) if self.leads else None
-        self._records = Records(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
+        self._records = TrainingRecords(recipe.run / "figures.jsonl", self._state.step) if self.leads else None
         self._losses: list[Tensor] = []
         self._loss = math.nan
         self._measured: Evaluation | None = None

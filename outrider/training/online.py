@@ -30,7 +30,7 @@ from outrider.errors import CheckpointError, OutriderError
 from outrider.store.client import Client
 from outrider.store.registry import Registry
 from outrider.store.training_samples import TrainingSampleStore
-from outrider.store.versions import Published, Versions
+from outrider.store.versions import PublishedVersions, Versions
 from outrider.training.objectives import ObjectiveName
 from outrider.training.online_model import RATE, AgreementScore, OnlineModel
 from outrider.training.replay import ReplayBuffer
@@ -125,7 +125,7 @@ class Trainer:
         samples, self._stream_position = await self._samples.after(self._stream_position)
         self._replay.add(filter(self._candidate.fits, samples))
 
-    async def _settle(self, published: Published) -> None:
+    async def _settle(self, published: PublishedVersions) -> None:
         """Decide about versions in question, by comparing each with the version before it on the same new samples."""
         for number in published.in_question:
             held = list(self._replay.held_back)
@@ -149,7 +149,7 @@ class Trainer:
                 await self._versions.clear(number, words)
                 log.info("version %d stays: %s", number, words)
 
-    async def _go_on_from(self, published: Published, number: int) -> None:
+    async def _go_on_from(self, published: PublishedVersions, number: int) -> None:
         """Start a new candidate from the version in use, which is not the one that the candidate comes from."""
         folder = Path(published.versions[number].folder) if number else self._config.model
         try:

@@ -24,7 +24,7 @@ class TrainingProgress:
     measured: Evaluation | None  # the last measurement
 
 
-class Records:
+class TrainingRecords:
     """The records of a run. Lines of steps that will be repeated are dropped."""
 
     def __init__(self, path: Path, step: int) -> None:

@@ -9,12 +9,17 @@ from outrider.engine.checkpoints.model_card import ModelCard, write_card
 from outrider.training.atomic_save import replaced
 from outrider.training.evaluation import Evaluation
 from outrider.training.recipe import TrainingRecipe
-from outrider.training.state import State
+from outrider.training.state import TrainingState
 from outrider.training.task import TrainingTask
 
 
 def write_result(
-    recipe: TrainingRecipe, task: TrainingTask, student: Any, source: Path, state: State, measured: Evaluation | None
+    recipe: TrainingRecipe,
+    task: TrainingTask,
+    student: Any,
+    source: Path,
+    state: TrainingState,
+    measured: Evaluation | None,
 ) -> None:
     """Write the student to the recipe's output. `source`: folder of the target's tokenizer.
 
@@ -26,7 +31,9 @@ def write_result(
             write_card(folder, _card(recipe, task.kind, source, state, measured))
 
 
-def _card(recipe: TrainingRecipe, kind: str, target: Path, state: State, measured: Evaluation | None) -> ModelCard:
+def _card(
+    recipe: TrainingRecipe, kind: str, target: Path, state: TrainingState, measured: Evaluation | None
+) -> ModelCard:
     return ModelCard(
         kind=kind,
         target=target.resolve().name,

@@ -27,7 +27,7 @@ NAMED = {"text", "pattern", "field", "skip_invalid", "held_out", "target", "toke
 
 
 @dataclass(slots=True)
-class State:
+class TrainingState:
     """The progress of a training."""
 
     step: int = 0
@@ -41,7 +41,7 @@ def settings_of(recipe: TrainingRecipe, **others: Any) -> dict[str, Any]:
     return {**recipe.model_dump(mode="json", exclude=FREE | NAMED), **others}
 
 
-def save(folder: Path, state: State, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def save(folder: Path, state: TrainingState, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Save the state, the model and the optimizer in place of the previous save. Raises as `replaced` does."""
     with replaced(folder) as fresh:
         save_model(model, str(fresh / MODEL))
@@ -60,13 +60,13 @@ def is_kept(folder: Path) -> bool:
     return folder.exists()
 
 
-def read(folder: Path, settings: dict[str, Any]) -> State:
+def read(folder: Path, settings: dict[str, Any]) -> TrainingState:
     """Return the state of the training that a folder holds.
 
     Raises ConfigError if its settings differ, with their names, and CheckpointError for a damaged folder.
     """
     try:
-        state = State(**read_json(folder / STATE))
+        state = TrainingState(**read_json(folder / STATE))
     except TypeError as error:
         raise CheckpointError(f"{folder}: is of another version ({error}); remove it, and begin anew") from None
     differing = [name for name in settings if state.settings.get(name) != settings[name]]

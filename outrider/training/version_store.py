@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.engine.checkpoints.model_card import ModelCard, read_card, weights_digest, write_card
-from outrider.store.versions import Published, Version, Versions
+from outrider.store.versions import PublishedVersions, Version, Versions
 from outrider.training.atomic_save import recover, replaced
 
 KEPT = 3  # usable versions whose folders are kept: the one in use, and those to fall back to
@@ -49,7 +49,7 @@ class VersionStore:
         )
         await self._versions.publish(version)
 
-    async def tidy(self, published: Published) -> None:
+    async def tidy(self, published: PublishedVersions) -> None:
         """Remove versions that are neither in use nor a fallback. Raises Unavailable."""
         kept = {version.number for version in published.usable[:KEPT]}
         for number in sorted({*self.written(), *published.versions} - kept):

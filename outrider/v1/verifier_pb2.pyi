@@ -140,7 +140,7 @@ class DecodeFinished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
 
 class VerifierDescription(_message.Message):
-    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "way", "treeless", "ranks")
+    __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "overlap_mode", "treeless", "ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -160,7 +160,7 @@ class VerifierDescription(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
-    WAY_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_MODE_FIELD_NUMBER: _ClassVar[int]
     TREELESS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
@@ -182,10 +182,10 @@ class VerifierDescription(_message.Message):
     weight_bytes: int
     kv_bytes: int
     step_times: StepTimes
-    way: str
+    overlap_mode: str
     treeless: str
     ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ..., numerics: _Optional[str] = ..., warm: _Optional[int] = ..., tasks: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., way: _Optional[str] = ..., treeless: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., context: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., drafters: _Optional[int] = ..., steps: _Optional[int] = ..., dtype: _Optional[str] = ..., parameters: _Optional[int] = ..., step_costs: _Optional[_Iterable[_Union[StepCost, _Mapping]]] = ..., refused_frames: _Optional[int] = ..., numerics: _Optional[str] = ..., warm: _Optional[int] = ..., tasks: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., overlap_mode: _Optional[str] = ..., treeless: _Optional[str] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class StepTimes(_message.Message):
     __slots__ = ("rows", "forward_us", "waited_us", "overhead_us")

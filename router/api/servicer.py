@@ -25,7 +25,7 @@ from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
 from router.reporting.request_metrics import RequestMetrics
 from router.reporting.step_stream import session_steps
-from router.scheduling.admission import GOING_DOWN, OUTPUT_WEIGHT, AdmissionSlot, AnswerLimit
+from router.scheduling.admission import OUTPUT_WEIGHT, SHUTTING_DOWN, AdmissionSlot, AnswerLimit
 from router.scheduling.fair_queue import AdmissionTicket, QueueClass
 from router.sessions import session_open
 from router.sessions.generation import OwnedGeneration
@@ -175,7 +175,7 @@ class GenerateServicer(InferenceServicer):
         for generation in self.running.values():
             generation.move()
         for outbox in self._outboxes:
-            outbox.cut_short(Moved(GOING_DOWN))
+            outbox.cut_short(Moved(SHUTTING_DOWN))
 
     async def drained(self) -> None:
         """Return once no Generate or Resume call runs any more."""
@@ -215,7 +215,7 @@ class GenerateServicer(InferenceServicer):
         try:
             async with outbox:
                 if self._draining:
-                    outbox.cut_short(Moved(GOING_DOWN))
+                    outbox.cut_short(Moved(SHUTTING_DOWN))
                 yield outbox
         finally:
             self._outboxes.discard(outbox)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import Any
 
-from outrider.telemetry.pages import Content, Page, json_page
+from outrider.telemetry.pages import Page, PageContent, json_page
 from router.sessions.generation import OwnedGeneration
 from router.sessions.session_open import RouterContext
 
@@ -110,5 +110,5 @@ def _model(router: RouterContext, name: str, generations: Iterable[OwnedGenerati
 
 
 def _file(name: str) -> Page:
-    content = Content(KINDS[name.rpartition(".")[2]], files("router.page").joinpath(name).read_bytes())
+    content = PageContent(KINDS[name.rpartition(".")[2]], files("router.page").joinpath(name).read_bytes())
     return lambda: content

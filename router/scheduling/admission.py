@@ -18,7 +18,7 @@ from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
 OUTPUT_WEIGHT = 2.0  # a token of the response costs about as much as two of the prompt, as in arXiv 2401.00588
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0  # bounds of a refusal's retry_after
 DEFAULT_RETRY_S = 1.0  # retry_after while no residency was measured
-GOING_DOWN = "this router is shutting down; resume at another router"
+SHUTTING_DOWN = "this router is shutting down; resume at another router"
 
 
 @dataclass(eq=False, slots=True)
@@ -116,12 +116,12 @@ class Admission:
         self._closed = True
         for queue in self._queues.values():
             while (waiter := queue.pop(lambda ticket: True)) is not None:
-                waiter.granted.set_exception(Moved(GOING_DOWN))
+                waiter.granted.set_exception(Moved(SHUTTING_DOWN))
 
     async def take(self, ticket: AdmissionTicket, refused: str = "") -> None:
         """Wait for a slot. `refused`: the verifier's refusal, if one gave the last slot back."""
         if self._closed:
-            raise Moved(GOING_DOWN)
+            raise Moved(SHUTTING_DOWN)
         queue = self._queues.setdefault(ticket.model, FairQueue())
         ahead = queue.count_ahead(ticket)
         waiter = _Waiter(ticket, asyncio.get_running_loop().create_future())

@@ -13,7 +13,7 @@ from typing import Any
 from outrider.core.session.contract import Plan
 from outrider.errors import Cancelled, DeadlineExceeded, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from router.reporting.usage_stats import UsageStats
-from router.scheduling.admission import GOING_DOWN, AdmissionSlot
+from router.scheduling.admission import SHUTTING_DOWN, AdmissionSlot
 from router.sessions.client_watch import ClientWatch
 from router.sessions.commit_pump import RENEWALS_PER_LEASE, CommitPump
 from router.sessions.outbox import NOT_READ, FinishedEvent, Outbox, StartedEvent
@@ -147,7 +147,7 @@ class OwnedGeneration:
 
     def move(self) -> None:
         """Stop the generation where it stands; another router resumes it."""
-        self._halt(Moved(GOING_DOWN))
+        self._halt(Moved(SHUTTING_DOWN))
 
     def supersede(self, epoch: int) -> None:
         """End the generation because another call of this router owns its session since `epoch`."""

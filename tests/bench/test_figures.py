@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bench.figures import BenchResults, StepProfile, Take, last_line, of_shortest, over_best, ratio
+from bench.figures import BenchResults, Measurement, StepProfile, last_line, of_shortest, over_best, ratio
 from bench.requests import BenchRequest, sample_from_json, sample_to_json
 from bench.roofline import Limit
 from outrider.cli.samples import (
@@ -28,8 +28,10 @@ def steady(rate: float, tokens: int = 11, steps: int = 11, first: float = 0.5, w
     return Sample(tuple(range(tokens)), tuple(first + index / rate for index in range(tokens)), steps, wire)
 
 
-def take(row: str, rate: float, prompt: str = "a", repetition: int = 0, heat: float = 0.0, target: int = 150) -> Take:
-    return Take(target, row, prompt, repetition, heat, steady(rate))
+def take(
+    row: str, rate: float, prompt: str = "a", repetition: int = 0, heat: float = 0.0, target: int = 150
+) -> Measurement:
+    return Measurement(target, row, prompt, repetition, heat, steady(rate))
 
 
 def test_tokens_that_come_together_are_one_arrival() -> None:
@@ -91,8 +93,8 @@ def test_takes_are_paired_by_target_prompt_repetition_and_temperature() -> None:
 
 
 def test_distance_is_judged_by_the_shortest_round_trip() -> None:
-    near = Take(150, "distributed", "a", 0, 0.0, steady(50.0), 0.0)
-    far = Take(150, "distributed", "a", 0, 0.0, steady(20.0), 50.0)
+    near = Measurement(150, "distributed", "a", 0, 0.0, steady(50.0), 0.0)
+    far = Measurement(150, "distributed", "a", 0, 0.0, steady(20.0), 50.0)
     assert of_shortest([near, far], 50.0) == pytest.approx(0.4)
     assert of_shortest([near, far], 0.0) == pytest.approx(1.0)
 

@@ -124,7 +124,7 @@ def test_a_padded_target_keeps_all_ids_and_its_own_eps(tmp_path: Path) -> None:
     pad_checkpoint(MODELS / "drafter", tmp_path / "padded", shape="tiny")
     config = read_config(tmp_path / "padded")
     found = written(tmp_path / "padded", tmp_path / "padded.gguf")
-    assert (config.sayable, config.vocabulary) == (4096, 6000)
+    assert (config.unpadded_vocabulary, config.vocabulary) == (4096, 6000)
     assert found.values["llama.vocab_size"] == 6000
     assert found.values["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config.eps)
     assert found.tensors["token_embd.weight"].shape == found.tensors["output.weight"].shape == (6000, 512)

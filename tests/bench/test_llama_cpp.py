@@ -18,7 +18,7 @@ from bench.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, pas
 from bench.requests import BenchRequest
 from outrider.errors import ConfigError, Unavailable
 
-VOCABULARY, SAYABLE = 24, 20
+VOCABULARY, UNPADDED = 24, 20
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -39,8 +39,8 @@ class Arithmetic:
             self.kv.append(token)
             dice = np.random.default_rng(self.kv)
             row = dice.normal(size=VOCABULARY)
-            row[:SAYABLE] += self.noise * np.random.default_rng([*self.kv, 1]).normal(size=SAYABLE)
-            row[SAYABLE:] = 100.0
+            row[:UNPADDED] += self.noise * np.random.default_rng([*self.kv, 1]).normal(size=UNPADDED)
+            row[UNPADDED:] = 100.0
             rows.append(row)
         return np.array(rows[len(rows) - outputs :], np.float32)
 
@@ -54,14 +54,14 @@ def request(chain: int, tokens: int = 40, prompt: Sequence[int] = PROMPT) -> dic
 
 def decoded(chain: int, noise: float = 0.5, prompt: Sequence[int] = PROMPT) -> tuple[dict[str, Any], Arithmetic]:
     target = Arithmetic()
-    drafter = ChainDrafter(Arithmetic(noise), SAYABLE)
-    return generate(target, drafter, greedy, SAYABLE, request(chain, prompt=prompt)), target
+    drafter = ChainDrafter(Arithmetic(noise), UNPADDED)
+    return generate(target, drafter, greedy, UNPADDED, request(chain, prompt=prompt)), target
 
 
 def test_plain_decoding_takes_a_pass_for_each_token_and_never_a_padded_id() -> None:
     sample, target = decoded(0)
     assert sample["steps"] == len(sample["tokens"]) == 40
-    assert max(sample["tokens"]) < SAYABLE
+    assert max(sample["tokens"]) < UNPADDED
     assert target.passes == [len(PROMPT) - 1, *([1] * 40)]
     assert sample["arrivals"] == sorted(sample["arrivals"])
 
@@ -88,10 +88,10 @@ def test_a_text_that_is_drawn_is_the_same_with_drafts() -> None:
         dice = random.Random(5)
 
         def draw(logits: NDArray[np.float32]) -> int:
-            return dice.choices(range(SAYABLE), np.exp(3.0 * logits).tolist())[0]
+            return dice.choices(range(UNPADDED), np.exp(3.0 * logits).tolist())[0]
 
-        drafter = ChainDrafter(Arithmetic(0.2), SAYABLE)
-        tokens: list[int] = generate(Arithmetic(), drafter, draw, SAYABLE, request(chain))["tokens"]
+        drafter = ChainDrafter(Arithmetic(0.2), UNPADDED)
+        tokens: list[int] = generate(Arithmetic(), drafter, draw, UNPADDED, request(chain))["tokens"]
         return tokens
 
     assert texts(0) == texts(3) == texts(6)
@@ -110,7 +110,7 @@ def test_the_worker_answers_each_line() -> None:
 
     class Sampler:
         def __call__(self, logits: NDArray[np.float32]) -> int:
-            assert len(logits) == SAYABLE
+            assert len(logits) == UNPADDED
             return int(logits.argmin())
 
         def close(self) -> None:
@@ -122,8 +122,8 @@ def test_the_worker_answers_each_line() -> None:
 
     answers: list[Any] = []
     lines = [request(0), request(3) | {"temperature": 1.0, "seed": 2**40}, {"rows": 2}, {"logits": [1, 2, 3]}]
-    drafter = ChainDrafter(Arithmetic(), SAYABLE)
-    serve(Arithmetic(), drafter, sampler, SAYABLE, map(json.dumps, lines), answers.append)
+    drafter = ChainDrafter(Arithmetic(), UNPADDED)
+    serve(Arithmetic(), drafter, sampler, UNPADDED, map(json.dumps, lines), answers.append)
     greedy_text, drawn_text, seconds, logits = answers
     assert len(greedy_text["tokens"]) == len(drawn_text["tokens"]) == 40
     assert greedy_text["tokens"] != drawn_text["tokens"]

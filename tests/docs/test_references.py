@@ -32,7 +32,7 @@ def test_every_key_is_in_the_reference_and_described(heading: str, section: type
 
 def test_every_section_is_in_the_reference() -> None:
     shown = {section for _, section, _ in configuration.SECTIONS}
-    bases = {config.Section, config.Placed, config.ServerConfig, config.GrpcConfig, config.WorkerConfig}
+    bases = {config.Section, config.RayResources, config.ServerConfig, config.GrpcConfig, config.WorkerConfig}
     bases |= {recipe.TextSettings, recipe.TrainingRecipe}
     for module in (config, deployment, recipe):
         of_module = {entry for entry in vars(module).values() if isinstance(entry, type) and issubclass(entry, Section)}

@@ -29,13 +29,13 @@ class Grower:
 
     def __init__(self) -> None:
         self.folders: list[Path] = []  # of the engines that it was given
-        self.agreed = self.judged = 0
+        self.agreed = self.compared = 0
 
     def replace_engine(self, engine: Any) -> None:
         self.folders.append(engine)
 
     def agreement(self) -> dict[str, tuple[int, int]]:
-        return {"warm": (self.agreed, self.judged)}
+        return {"warm": (self.agreed, self.compared)}
 
 
 class Rig:
@@ -58,7 +58,7 @@ class Rig:
     async def agree(self, share: float) -> None:
         """The present version agrees so often."""
         self.scheduler.agreed += round(share * 4 * FIRST_COMPARISON)
-        self.scheduler.judged += 4 * FIRST_COMPARISON
+        self.scheduler.compared += 4 * FIRST_COMPARISON
         await self.hot_reload.poll()
 
 

@@ -34,7 +34,9 @@ class Engine(SimpleNamespace):
 
     def __init__(self, texts: Callable[[int], Sequence[int]], seed: int = 1) -> None:
         """`texts`: what is committed in a slot."""
-        super().__init__(slots=2, context=200, rows=300, sayable=VOCABULARY, fed_width=0, draws=False, heartbeat_s=None)
+        super().__init__(
+            slots=2, context=200, rows=300, unpadded_vocabulary=VOCABULARY, fed_width=0, samples=False, heartbeat_s=None
+        )
         self.passes = 0
         self.may_pass = threading.Event()
         self.may_pass.set()
@@ -42,7 +44,7 @@ class Engine(SimpleNamespace):
         self._cells = np.full((self.slots, self.rows), -1)
         self._chance = np.random.default_rng(seed)
 
-    def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
+    def sample(self, segments: Sequence[Segment], *_: object) -> Logits:
         for it in segments:
             text, cells = self._texts(it.slot), self._cells[it.slot]
             assert cells[: it.prefix].tolist() == [*text[: it.prefix]]
@@ -82,8 +84,8 @@ class Bounded(Engine):
         super().__init__(texts)
         self._pages = pages
 
-    def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
-        logits = super().judge(segments)
+    def sample(self, segments: Sequence[Segment], *_: object) -> Logits:
+        logits = super().sample(segments)
         assert self._taken.sum() <= self._pages
         return logits
 

@@ -196,12 +196,14 @@ async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) 
 
 async def test_what_a_larger_target_said_before_is_not_drafted_for_a_smaller_one() -> None:
     upstream, first = Upstream(), key("a", "t")
-    upstream.scheduler.opened(first, upstream.snapshot([1, 2, 40, 41, 42, 99, 44, 45], answer_position=2, sayable=100))
+    upstream.scheduler.opened(
+        first, upstream.snapshot([1, 2, 40, 41, 42, 99, 44, 45], answer_position=2, unpadded_vocabulary=100)
+    )
     await upstream.settle()
     upstream.scheduler.closed(first)
     for vocabulary, expected in ((100, (42, 99, 44, 45)), (99, (42,))):
         other = key(str(vocabulary), "t")
-        upstream.scheduler.opened(other, upstream.snapshot([9, 40, 41], sayable=vocabulary))
+        upstream.scheduler.opened(other, upstream.snapshot([9, 40, 41], unpadded_vocabulary=vocabulary))
         await upstream.settle()
         assert upstream.said[-1][1].tokens == expected
         upstream.scheduler.closed(other)

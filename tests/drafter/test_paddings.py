@@ -23,7 +23,7 @@ from outrider.core.session.contract import RULES, Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, Hints
 from outrider.engine.device import DeviceEngine
-from outrider.engine.logits import Best, HostLogits, LogitsRow, logits_rows
+from outrider.engine.logits import BestTokens, HostLogits, LogitsRow, logits_rows
 from tests.e2e.tiny import make_tiny
 from tests.engine.device.taped import taped
 from tests.engine.small_checkpoints import pad_vocabulary
@@ -40,7 +40,7 @@ DRAWN = [
 
 def begun(contract: Contract, *, drafter: int, target: int, heads: bool = False, prompt: Sequence[int] = PROMPT) -> Any:
     """A session of a drafter with so many ids for a target with so many."""
-    snapshot = MirrorSnapshot(tuple(prompt), extend(EMPTY, prompt), contract, PLAN, 10_000, sayable=target)
+    snapshot = MirrorSnapshot(tuple(prompt), extend(EMPTY, prompt), contract, PLAN, 10_000, unpadded_vocabulary=target)
     if rule_of(contract).child_sampling is ChildSampling.SAMPLED:
         return (EagleSampledSession if heads else SampledSession)(snapshot, 0, drafter)
     return (EagleTopKSession if heads else TopKSession)(snapshot, 0, drafter)
@@ -190,7 +190,7 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
     contract = Contract(seed=7, max_tokens=200, temperature=temperature)
     told: dict[bool, list[Delta]] = {False: [], True: []}
     for ranks in told:
-        session, fits = begun(contract, drafter=engine.sayable, target=target), DrafterFits()
+        session, fits = begun(contract, drafter=engine.unpadded_vocabulary, target=target), DrafterFits()
         for _ in range(5):  # bites: it ends before when everything is drafted
             chosen = session.next_segment(fits, chunk=64, limit=4, context=100, rows=120)
             if chosen is None:
@@ -198,7 +198,7 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
             segment, nodes = chosen
             session.advance(segment, nodes)
             said = (
-                engine.judge([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
+                engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
             )
             told[ranks].append(session.expand(nodes, logits_rows(said, 0, len(nodes)), fits))
     assert [delta.tokens for delta in told[True]] == [delta.tokens for delta in told[False]]
@@ -216,8 +216,8 @@ def test_padding_among_the_best_is_left_out_without_the_row() -> None:
             Ranked.fetched += 1
             return super().row(index)
 
-        def best(self, index: int) -> Best | None:
-            return Best(np.array(self.leading), np.array([-1.0, -2.0, -3.0]))
+        def best(self, index: int) -> BestTokens | None:
+            return BestTokens(np.array(self.leading), np.array([-1.0, -2.0, -3.0]))
 
     session = begun(Contract(seed=4, max_tokens=100), drafter=PADDED, target=SHARED)
     said = Ranked(np.zeros((1, PADDED), np.float32))

@@ -30,8 +30,8 @@ class Asked(DeviceEngine):
 
     fetched = 0
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
-        said = super().judge(segments, draws, best)
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+        said = super().sample(segments, draws, best)
         row = said.row
 
         def counted(index: int) -> Any:
@@ -52,7 +52,7 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
             break
         segment, nodes = chosen
         session.advance(segment, nodes)
-        said = engine.judge([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
+        said = engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
         delta = session.expand(nodes, logits_rows(said, 0, len(nodes)), fits)
         told.append((delta.tokens, delta.edges))
         if level % 4 == 3:

@@ -1,4 +1,4 @@
-"""A drafter between two others keeps three trees in step, whatever is drafted, judged, dropped and committed."""
+"""A drafter between two others keeps three trees in step, whatever is drafted, rescored, dropped and committed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Three:
         """`target`: how many ids it has; the lower drafter has all of them."""
         self.random = np.random.default_rng(seed)
         self.target = target
-        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit, sayable=target)
+        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), contract, PLAN, credit, unpadded_vocabulary=target)
         self.session = TopKSession(snapshot, 0, VOCABULARY)
         self.fits = DrafterFits()
         self.upper = TokenTree(PROMPT)
@@ -52,7 +52,7 @@ class Three:
         )
 
     def _forward(self, nodes: Sequence[Node], origin: str, span: bytes) -> None:
-        self.session.judge(nodes, self.fits)
+        self.session.rescore(nodes, self.fits)
         self._send_up(nodes, origin)
 
     def _send_up(self, nodes: Sequence[Node], origin: str = "") -> None:
@@ -94,7 +94,7 @@ class Three:
         self.report_dropped(self.relay.graft(self.subscription, delta, 0.0, passing=False))
         self.check()
 
-    def judge(self) -> None:
+    def rescore(self) -> None:
         """One pass of the model over whatever is worth it."""
         chosen = self.session.next_segment(self.fits, chunk=64, limit=8, context=200, rows=300)
         if chosen is None:
@@ -153,7 +153,7 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], Node]:
     seed=st.integers(0, 2**32),
     credit=st.sampled_from([20, 60, 400]),
     target=st.sampled_from([VOCABULARY - 5, VOCABULARY, VOCABULARY + 5]),
-    acts=st.lists(st.sampled_from(["below", "judge", "commit on", "commit off", "drop", "renew"]), max_size=30),
+    acts=st.lists(st.sampled_from(["below", "rescore", "commit on", "commit off", "drop", "renew"]), max_size=30),
 )
 def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: list[str]) -> None:
     """Whether the one between has as many ids as the target, fewer or more."""
@@ -162,8 +162,8 @@ def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: lis
         match act:
             case "below":
                 three.draft_below(4)
-            case "judge":
-                three.judge()
+            case "rescore":
+                three.rescore()
             case "commit on":
                 best = next((node for _, node in three.upper.best_first(depth=9, width=9)), None)
                 three.commit([best.token, 6] if best else [6])
@@ -173,7 +173,9 @@ def test_three_trees_stay_in_step(seed: int, credit: int, target: int, acts: lis
                 three.drop_above()
             case "renew":
                 old = three.session
-                snapshot = MirrorSnapshot(tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, sayable=target)
+                snapshot = MirrorSnapshot(
+                    tuple(old.tokens), old.tree.digest, TERMS, PLAN, old.credit, unpadded_vocabulary=target
+                )
                 three.session = TopKSession(snapshot, 0, VOCABULARY, first_id=old.next_id)
                 three.upper = TokenTree(old.tokens)
                 three.upper.ids.of(1).resume(old.next_id - 1)
@@ -193,7 +195,7 @@ def test_one_pass_judges_all_that_was_drafted_below_and_drops_none() -> None:
     three.draft_below(6)
     before = paths(three.upper).keys()
     edges = {path: node.edge for path, node in paths(three.upper).items()}
-    three.judge()
+    three.rescore()
     after = paths(three.upper)
     assert before <= after.keys()
     assert any(after[path].edge != edge for path, edge in edges.items())
@@ -202,10 +204,10 @@ def test_one_pass_judges_all_that_was_drafted_below_and_drops_none() -> None:
 
 def test_below_it_is_drafted_on_under_what_was_hinted() -> None:
     three = Three(3)
-    three.judge()
+    three.rescore()
     known = paths(three.lower.tree)
     assert known
-    assert all(node.judged and not node.names for node in known.values())
+    assert all(node.rescored and not node.names for node in known.values())
     leaf = max(known, key=len)
     child = three.lower.tree.add(known[leaf], 11, -0.5)
     delta = three.lower.announce([child])
@@ -229,7 +231,7 @@ def test_a_pass_waits_for_the_lower_tier_no_longer_than_it_takes_itself() -> Non
     assert three.relay.hold_s(0.03, 0.02) < 0
     three.relay.exhaust(three.subscription, three.session.tree.root.position)
     assert three.relay.hold_s(0.0, 0.02) == 0.0
-    three.judge()  # with what it hints, there may be more to draft
+    three.rescore()  # with what it hints, there may be more to draft
     assert three.relay.drafting
 
 

@@ -11,7 +11,7 @@ from drafter_svc.sampled_session import SampledSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.delta import Delta, Drifted
+from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.sampled_tree import SampledTree
 from outrider.core.tree.static_trees import MEMORY, RankRates, Shape, best_shape, size_of
 from outrider.core.tree.token_tree import TokenTree
@@ -165,5 +165,5 @@ def test_malformed_draws_are_refused_and_late_ones_passed_over() -> None:
     tree = SampledTree(PROMPT)
     tree.commit([1])
     assert tree.graft(1, first) == ([], [])
-    with pytest.raises(Drifted):
+    with pytest.raises(DigestMismatch):
         tree.graft(1, Delta(**{name: getattr(first, name) for name in first.__slots__} | {"root_digest": 1}))

@@ -36,13 +36,13 @@ class Engine(SimpleNamespace):
             slots=SESSIONS,
             context=context,
             rows=LONG + 1000,
-            sayable=VOCABULARY,
+            unpadded_vocabulary=VOCABULARY,
             fed_width=0,
-            draws=False,
+            samples=False,
             heartbeat_s=None,
         )
 
-    def judge(self, segments: Sequence[Segment], *_: object) -> Logits:
+    def sample(self, segments: Sequence[Segment], *_: object) -> Logits:
         return HostLogits(np.zeros((sum(segment.wanted for segment in segments), VOCABULARY), np.float32))
 
     def release(self, slot: int, rows: int) -> None:

@@ -327,7 +327,7 @@ def test_what_the_target_s_tokenizer_has_and_its_model_lacks_is_not_proposed(own
     case = Proposing(own)
 
     def proposed(vocabulary: int) -> list[int]:
-        return [token for delta in case.proposed(depth=8, sayable=vocabulary) for token in delta.tokens]
+        return [token for delta in case.proposed(depth=8, unpadded_vocabulary=vocabulary) for token in delta.tokens]
 
     every = proposed(4096)
     assert len(every) > 2

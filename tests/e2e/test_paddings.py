@@ -18,7 +18,7 @@ import torch
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
-from outrider.engine.checkpoints.checkpoint import SAYABLE
+from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.heads.checkpoint_io import load_network, save_network
 from outrider.fleet.local import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
@@ -67,7 +67,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     save_network(root / "heads", replace(shape, vocabulary=VOCABULARY + 5), network)
     masked = pad_vocabulary(small, root / "masked", PADDED, loudness=1.5)
     config = json.loads((masked / "config.json").read_text(encoding="utf-8"))
-    (masked / "config.json").write_text(json.dumps(config | {SAYABLE: VOCABULARY}), encoding="utf-8")
+    (masked / "config.json").write_text(json.dumps(config | {UNPADDED: VOCABULARY}), encoding="utf-8")
     padded = pad_vocabulary(drafter, root / "padded", PADDED, loudness=1.5)
     return Folders(small, large, masked, drafter, padded, root / "heads", root / "features")
 

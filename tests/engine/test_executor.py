@@ -29,8 +29,8 @@ class Engine:
     def move(self, slot: int, *_: object) -> None:
         self.asked.append(("move", slot))
 
-    def judge(self, *_: object) -> None:
-        self.asked.append(("judge",))
+    def sample(self, *_: object) -> None:
+        self.asked.append(("sample",))
 
     def close(self) -> None:
         self.asked.append(("close",))
@@ -41,8 +41,8 @@ class Rig:
         self.engine = Engine()
         self.executor = Executor(self.engine)  # type: ignore[arg-type]
 
-    async def judge(self) -> None:
-        await self.executor.judge([], [], lambda: None)
+    async def sample(self) -> None:
+        await self.executor.sample([], [], lambda: None)
 
 
 @pytest_asyncio.fixture
@@ -58,18 +58,18 @@ async def test_copies_and_moves_come_in_order_and_before_the_pass(rig: Rig) -> N
     rig.executor.prepare_slot(AcquiredSlot(3, 30, None))  # it has what it needs
     rig.executor.move(2, ROWS, ROWS)
     rig.executor.release(3, 7)
-    await rig.judge()
-    await rig.judge()
+    await rig.sample()
+    await rig.sample()
     filled = [("release", 2, 0), ("copy", 1, 2, 30), ("release", 3, 30)]
-    assert rig.engine.asked == [("move", 1), *filled, ("move", 2), ("release", 3, 7), ("judge",), ("judge",)]
+    assert rig.engine.asked == [("move", 1), *filled, ("move", 2), ("release", 3, 7), ("sample",), ("sample",)]
 
 
 async def test_what_was_asked_for_is_done_at_once_where_that_is_wanted(rig: Rig) -> None:
     rig.executor.move(1, ROWS, ROWS)
     rig.executor.run_queued()
     assert rig.engine.asked == [("move", 1)]
-    await rig.judge()
-    assert rig.engine.asked == [("move", 1), ("judge",)]
+    await rig.sample()
+    assert rig.engine.asked == [("move", 1), ("sample",)]
 
 
 async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:
@@ -83,6 +83,6 @@ async def test_another_engine_is_not_asked_for_what_was_due_to_the_one_before(ri
     before, rig.engine = rig.engine, Engine()
     rig.executor.prepare_slot(AcquiredSlot(2, 30, 1))
     rig.executor.replace_engine(rig.engine)  # type: ignore[arg-type]
-    await rig.judge()
+    await rig.sample()
     assert before.asked == [("close",)]
-    assert rig.engine.asked == [("judge",)]
+    assert rig.engine.asked == [("sample",)]

@@ -176,7 +176,7 @@ def test_what_is_padding_is_never_drafted(small: Path, tmp_path: Path) -> None:
     target = tmp_path / "padded"
     make_checkpoint(target)
     raw = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(json.dumps(raw | {"outrider_sayable": 100}), encoding="utf-8")
+    (target / "config.json").write_text(json.dumps(raw | {"outrider_unpadded_vocabulary": 100}), encoding="utf-8")
     for kind in KINDS:
         case = Case(kind, target, tmp_path / kind)  # type: ignore[arg-type]
         tokens, features = case.text(5)
@@ -208,10 +208,10 @@ def test_heads_with_another_padding_than_the_target_draft_what_both_have(kind: K
     assert padded.shape == own.shape == (3, 4096)
     assert np.allclose(padded[:, :both], own[:, :both], atol=1e-4)
     assert np.isneginf(padded[:, both:]).all()
-    assert speculator.sayable == both
+    assert speculator.unpadded_vocabulary == both
     if kind in ("eagle", "eagle-3"):
         engine = EagleEngine.load(tmp_path / "padded", target, precise=True, slots=1, threads=1)
-        assert (engine.vocabulary, engine.sayable) == (4096, both)
+        assert (engine.vocabulary, engine.unpadded_vocabulary) == (4096, both)
 
 
 def test_heads_that_lack_ids_of_the_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_the_native_engine_does_not_import_transformers(tmp_path: Path) -> None:
 def test_ids_that_must_not_be_said_need_the_backend_that_keeps_to_that(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"outrider_sayable": 100}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config | {"outrider_unpadded_vocabulary": 100}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="must never choose"):
         load_engine(folder, backend="transformers", dtype="float32", slots=1)
     with pytest.raises(ConfigError, match="device: cuda is for the native backend"):

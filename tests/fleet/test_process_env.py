@@ -9,7 +9,7 @@ FORKS = """
 import asyncio, subprocess
 from outrider.fleet import process_env
 
-process_env.settle(1)
+process_env.set_variables(1)
 from outrider.rpc.server import Health, plaintext_health
 
 async def main():

@@ -11,10 +11,10 @@ from openai.types.chat import completion_create_params as chats
 from pydantic import ValidationError
 
 from outrider.core.session.contract import PolicyName
-from outrider.gateway.schema import UNSUPPORTED, Chat, Completion, Sampled
+from outrider.gateway.schema import UNSUPPORTED, Chat, Completion, GenerationForm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
-MINIMAL: dict[type[Sampled], dict[str, Any]] = {
+MINIMAL: dict[type[GenerationForm], dict[str, Any]] = {
     Chat: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Completion: {"model": "m", "prompt": "x"},
 }
@@ -31,14 +31,14 @@ ENDPOINTS = [(Chat, chats.CompletionCreateParamsBase, 1), (Completion, completio
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
-def test_every_field_that_openai_has_is_in_the_table(kind: type[Sampled], theirs: Any, number: int) -> None:
+def test_every_field_that_openai_has_is_in_the_table(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     known = {name for name, said in column(number).items() if said}
     assert known == {*theirs.__annotations__, "stream"}
     assert known == {*kind.model_fields} - {"outrider"}
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
-def test_fields_do_what_the_table_says(kind: type[Sampled], theirs: Any, number: int) -> None:
+def test_fields_do_what_the_table_says(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     plain = kind.model_validate(MINIMAL[kind])
     for name, said in column(number).items():
         assert said in ("", "served", "no effect", "refused")

@@ -12,7 +12,7 @@ from outrider.core.control.calibration import Calibration
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.session.digest import EMPTY, extend
-from outrider.core.tree.delta import Delta, Drifted
+from outrider.core.tree.delta import Delta, DigestMismatch
 from outrider.core.tree.node import Node
 from outrider.draft_server.draft_session import DraftStream, Subscription
 from outrider.engine.kv_slots import AcquiredSlot
@@ -233,7 +233,7 @@ class Verifier:
         session = subscription.session
         try:
             dropped = self._take(subscription, graft.delta)
-        except Drifted:
+        except DigestMismatch:
             self._snapshot(subscription)
             return
         except OutriderError as error:

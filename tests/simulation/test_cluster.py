@@ -10,7 +10,14 @@ from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.session.contract import OFF, Plan
 from outrider.errors import ConfigError
 from outrider.simulation.cluster import SimulatedCluster
-from outrider.simulation.deployment import Deployment, DrafterKind, Outcome, Scenario, TrafficPhase, sum_outcomes
+from outrider.simulation.deployment import (
+    Deployment,
+    DrafterKind,
+    Scenario,
+    SimulationOutcome,
+    TrafficPhase,
+    sum_outcomes,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "simulations" / "shifting_load.toml"
 FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, level_more_ms=0.0)
@@ -18,7 +25,7 @@ FLAT = Deployment(pass_ms={1: 20.0, 128: 20.0}, overhead_ms=0.0, level_ms=1.0, l
 
 def run(
     name: str, agreement: float, *, deployment: Deployment = FLAT, callers: int = 1, trip: float = 0.0, depth: int = 8
-) -> Outcome:
+) -> SimulationOutcome:
     kind = DrafterKind(name="text", agreement=agreement, ranks=(1.0,), prompt=1, answer=256)
     phase = TrafficPhase(seconds=30, kinds=("text",), callers=callers, round_trip_ms=trip)
     ceilings = Plan(depth=depth, width=1, nodes=depth) if depth else OFF

@@ -23,7 +23,7 @@ from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.loading import load_engine
 from outrider.store.client import connect
 from outrider.store.training_samples import TrainingSampleStore
-from outrider.store.versions import Published, Version, Versions
+from outrider.store.versions import PublishedVersions, Version, Versions
 from outrider.training import online
 from outrider.training.online import OnlineTrainingConfig, Trainer
 from outrider.training.online_model import OnlineModel
@@ -78,7 +78,7 @@ class Rig:
             await asyncio.wait([running])
             assert running.cancelled()
 
-    async def until(self, holds: Callable[[Published], bool]) -> Published:
+    async def until(self, holds: Callable[[PublishedVersions], bool]) -> PublishedVersions:
         async with asyncio.timeout(30):
             while True:
                 published = await self.versions.read()

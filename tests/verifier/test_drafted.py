@@ -17,14 +17,18 @@ from outrider.v1 import types_pb2
 from verifier_svc.session import TREE_CAPACITY, SessionStart, VerifierSession
 
 TOKENS = (1, 2, 3)
-VOCABULARY, SAYABLE = 64, 60
+VOCABULARY, UNPADDED = 64, 60
 
 
 def subscribed(**terms: int) -> Subscription:
     """A drafter of a session."""
     start = SessionStart("s", "", 1, TOKENS, 3, Contract(seed=1, max_tokens=100, **terms), Plan(version=1, depth=8), 64)
     session = VerifierSession(
-        start, AcquiredSlot(0, len(TOKENS) - 1, None), VOCABULARY, ArrivalPatterns.unknown(), sayable=SAYABLE
+        start,
+        AcquiredSlot(0, len(TOKENS) - 1, None),
+        VOCABULARY,
+        ArrivalPatterns.unknown(),
+        unpadded_vocabulary=UNPADDED,
     )
     return session.subscribe(DraftStream("d", types_pb2.Heartbeat), 1, Calibration())
 
@@ -53,7 +57,7 @@ def test_a_snapshot_tells_what_drafting_needs_and_no_more() -> None:
     (part,) = snapshot_parts(subscribed(logprobs=3))
     assert (part.last, part.position, tuple(part.tokens)) == (True, 0, TOKENS)
     assert part.digest == extend(EMPTY, TOKENS)
-    assert (part.vocabulary, part.sayable) == (VOCABULARY, SAYABLE)
+    assert (part.vocabulary, part.unpadded_vocabulary) == (VOCABULARY, UNPADDED)
     assert not part.contract.HasField("logprobs")
     assert part.credit == TREE_CAPACITY
     assert part.answer_position == len(TOKENS)

@@ -46,7 +46,7 @@ class Undrawing(DeviceEngine):
 
     draws = False
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
         return HostLogits(self.forward(segments))
 
 
@@ -117,12 +117,12 @@ def test_noise_is_not_computed_twice() -> None:
     sessions = [session_of(number, contract) for number, contract in enumerate(contracts)]
     works = [SessionWork(session, len(TEXT) - 1, len(TEXT)) for session in sessions]
     for draws in (True, False):
-        make_noise(StepBatch(works, 0.0), draws=draws)
+        make_noise(StepBatch(works, 0.0), sampled_by_engine=draws)
         assert not any(session.sampler._noise._rows for session in sessions)
     for session in sessions:
         session.sampler._compiled = None
     for draws, expected in ((True, [False, True]), (False, [True, True])):
-        make_noise(StepBatch(works, 0.0), draws=draws)
+        make_noise(StepBatch(works, 0.0), sampled_by_engine=draws)
         assert [bool(session.sampler._noise._rows) for session in sessions] == expected
 
 

@@ -56,7 +56,7 @@ class Counted:
 
     def __init__(self, speculator: Speculator) -> None:
         self.begun = self.expanded = 0
-        self.depth, self.sayable = speculator.depth, speculator.sayable
+        self.depth, self.unpadded_vocabulary = speculator.depth, speculator.unpadded_vocabulary
         self.all_levels_at_once = speculator.all_levels_at_once
         self.open_slot, self.add_features = speculator.open_slot, speculator.add_features
         self._speculator = speculator

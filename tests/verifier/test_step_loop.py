@@ -22,7 +22,7 @@ from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.draft_server.draft_session import DraftStream
-from outrider.engine.checkpoints.checkpoint import SAYABLE
+from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.loading import load_engine
 from outrider.engine.logits import HostLogits, Logits
 from outrider.errors import Moved, Superseded
@@ -319,7 +319,7 @@ async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepScheduler, tm
     limit = max(text[len(TEXT) :])
     shutil.copytree(MODELS / "drafter", tmp_path / "padded")
     config = json.loads((tmp_path / "padded" / "config.json").read_text())
-    (tmp_path / "padded" / "config.json").write_text(json.dumps({**config, SAYABLE: limit}))
+    (tmp_path / "padded" / "config.json").write_text(json.dumps({**config, UNPADDED: limit}))
     padded = loop_of(tmp_path / "padded")
     session = opened(padded)
     await stepped(padded, session)

@@ -36,10 +36,10 @@ class Gate:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int) -> Logits:
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int) -> Logits:
         self.entered.set()
         assert self.open.wait(10)
-        return self._engine.judge(segments, draws, best)
+        return self._engine.sample(segments, draws, best)
 
 
 @pytest.fixture(scope="module")

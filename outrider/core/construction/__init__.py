@@ -5,7 +5,7 @@ the noise where the rule shares it, are the same for all constructions.
 """
 
 from outrider.core.construction.by_score import BestFirst, Eagle2, OptTree
-from outrider.core.construction.construction import Construction, Terms
+from outrider.core.construction.construction import Construction, TreeTerms
 from outrider.core.construction.offline import grow
 from outrider.core.construction.static import Chain, KAry, Sequoia, StaticConstruction
 from outrider.errors import ConfigError
@@ -20,7 +20,7 @@ __all__ = [
     "OptTree",
     "Sequoia",
     "StaticConstruction",
-    "Terms",
+    "TreeTerms",
     "construction_of",
     "grow",
     "static_construction_of",

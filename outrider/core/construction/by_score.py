@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from outrider.core.construction.construction import Terms
+from outrider.core.construction.construction import TreeTerms
 from outrider.core.construction.expansion import floor_score, frontier, propose
 from outrider.core.session.contract import Plan
 from outrider.core.tree.node import Node
@@ -29,15 +29,15 @@ class BestFirst:
         """Return the plan's width."""
         return plan.width
 
-    def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the best unexpanded nodes by path score, across levels."""
         return frontier(tree, terms.plan, terms.price, terms.limit, ahead=terms.ahead)
 
-    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
+    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Add, and return for sending, the candidates whose path score is at least the price."""
         return propose(tree, node, scored, floor_score(terms.price, ahead=terms.ahead))
 
-    def flush(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return nothing: all nodes were sent at once."""
         return []
 
@@ -57,7 +57,7 @@ class OptTree(BestFirst):
         """`threshold` is the expected number of tokens that a level must add: delta in the paper."""
         self._threshold = threshold
 
-    def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the unexpanded nodes of the shallowest level that has some among the best n, best first."""
         plan = terms.plan
         if not tree.root.expanded or not plan.depth:
@@ -94,7 +94,7 @@ class Eagle2:
         """Return the plan's width."""
         return plan.width
 
-    def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the unexpanded ones of the best k nodes of the first level that has any."""
         if not tree.root.expanded:
             return [tree.root][: terms.plan.depth]
@@ -106,7 +106,7 @@ class Eagle2:
                 return waiting
         return []
 
-    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
+    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Add the best candidates and return none for sending."""
         node.expanded = True
         for token, edge in scored[: terms.plan.width]:
@@ -114,7 +114,7 @@ class Eagle2:
                 tree.add(node, token, edge)
         return []
 
-    def flush(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return those of the best n nodes that were not sent yet and are worth the price."""
         plan = terms.plan
         best = islice(tree.best_first(depth=plan.depth, width=plan.width), plan.nodes)

@@ -10,7 +10,7 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 
 
-class Terms(NamedTuple):
+class TreeTerms(NamedTuple):
     """The limits of a tree's growth, and the measurements that it may use."""
 
     plan: Plan
@@ -36,14 +36,14 @@ class Construction(Protocol):
         """Return the largest number of children of a node."""
         ...
 
-    def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the nodes to expand in the next pass: at most `terms.limit`, parents before children.
 
         The root comes first if it is not expanded. An empty list means that the tree is complete.
         """
         ...
 
-    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
+    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Expand `node` with its best candidates and the logarithms of their probabilities, best first: [<= width].
 
         Return the nodes to send, parents before children. A repeated call adds candidates that were left out before and
@@ -51,6 +51,6 @@ class Construction(Protocol):
         """
         ...
 
-    def flush(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the nodes that were held back, to be sent when nothing more is expanded, parents before children."""
         ...

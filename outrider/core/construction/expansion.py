@@ -48,7 +48,7 @@ class DrafterFits:
         self.scale = ScaleFit()
         self.repeats = RepeatFit()
         self.ranks = RankRates()
-        self.judged = self.agreed = 0  # positions, and those where the best candidate was the target's token
+        self.compared = self.agreed = 0  # positions, and those where the best candidate was the target's token
         self._child_means: list[Ema] = []  # average probability of a node's children, best first
 
     def edges(self, row: Candidates, width: int, hint: Hint | None) -> list[tuple[int, float]]:
@@ -72,7 +72,7 @@ class DrafterFits:
             self._child_means[rank].observe(math.exp(edge))
         return found
 
-    def judge(self, row: Candidates, tokens: Sequence[int], hint: Hint | None) -> list[float]:
+    def rescore(self, row: Candidates, tokens: Sequence[int], hint: Hint | None) -> list[float]:
         """Return the logarithm of the probability of each of `tokens`, rounded as on the wire: [tokens]."""
         if not row.tokens.size:
             return [edge_from_code(edge_code(-math.inf))] * len(tokens)
@@ -97,7 +97,7 @@ class DrafterFits:
             predicted = float(relative[row.tokens == hint.token].sum() / relative.sum())
             self.repeats.correct(hint.length, hint.token == token, predicted)
         self.scale.observe(row, token)
-        self.judged += 1
+        self.compared += 1
         self.agreed += int(row.tokens[0] == token)
         rank = np.flatnonzero(row.tokens[:RANKS] == token)
         self.ranks.observe(min(RANKS, row.tokens.size), int(rank[0]) if rank.size else None)
@@ -176,13 +176,13 @@ def propose(tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], fl
         if edge < min_edge:
             break
         present = node.children.get(token)
-        if present and present.judged:
+        if present and present.rescored:
             continue
         if present and not present.names:
             tree.rescore(present, edge)
         if not present or not present.names or edge > present.edge + RESEND_THRESHOLD:
             to_send.append(tree.add(node, token, edge))
     for child in list(node.children.values()):
-        if not child.names and not child.judged and child not in to_send:
+        if not child.names and not child.rescored and child not in to_send:
             tree.remove(child)
     return to_send

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from outrider.core.construction.construction import Construction, Terms
+from outrider.core.construction.construction import Construction, TreeTerms
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 
@@ -15,7 +15,7 @@ Scored = Sequence[tuple[int, float]]  # a node's candidates and the logarithms o
 
 
 def grow(
-    tree: TokenTree, construction: Construction, terms: Terms, score: Callable[[Sequence[Node]], Sequence[Scored]]
+    tree: TokenTree, construction: Construction, terms: TreeTerms, score: Callable[[Sequence[Node]], Sequence[Scored]]
 ) -> list[Node]:
     """Grow `tree` until it is complete. `score` returns the scored candidates of each node of a pass.
 

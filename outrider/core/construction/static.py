@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from outrider.core.construction.construction import Terms
+from outrider.core.construction.construction import TreeTerms
 from outrider.core.session.contract import Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.static_trees import Shape, best_shape, chain_shape, k_ary_shape, priced_shape
@@ -20,7 +20,7 @@ class StaticConstruction(ABC):
     guesses = False
 
     @abstractmethod
-    def shape(self, terms: Terms) -> Shape:
+    def shape(self, terms: TreeTerms) -> Shape:
         """Return a shape of at most `plan.nodes` nodes and depth `plan.depth`; at any depth at most `limit` nodes have
         children."""
 
@@ -28,25 +28,25 @@ class StaticConstruction(ABC):
         """Return the plan's width."""
         return plan.width
 
-    def frontier(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def frontier(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return the unexpanded nodes of the shallowest level that has some with children in the shape."""
         for level in self._levels(tree, terms):
             if waiting := [node for node, below in level if below and not node.expanded]:
                 return waiting[: terms.limit]
         return []
 
-    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: Terms) -> list[Node]:
+    def propose(self, tree: TokenTree, node: Node, scored: Sequence[tuple[int, float]], terms: TreeTerms) -> list[Node]:
         """Add, and return for sending, the children that the shape has there and the tree lacks."""
         node.expanded = True
         wanted = next((len(below) for level in self._levels(tree, terms) for at, below in level if at is node), 0)
         new = [(token, edge) for token, edge in scored[:wanted] if token not in node.children]
         return [tree.add(node, token, edge) for token, edge in new[: max(0, wanted - len(node.children))]]
 
-    def flush(self, tree: TokenTree, terms: Terms) -> list[Node]:
+    def flush(self, tree: TokenTree, terms: TreeTerms) -> list[Node]:
         """Return nothing: all nodes were sent at once."""
         return []
 
-    def _levels(self, tree: TokenTree, terms: Terms) -> Iterator[list[tuple[Node, Shape]]]:
+    def _levels(self, tree: TokenTree, terms: TreeTerms) -> Iterator[list[tuple[Node, Shape]]]:
         """Yield the tree's nodes that are in the shape, level by level from the root, each with the shape below it."""
         level = [(tree.root, self.shape(terms))]
         while level:
@@ -65,7 +65,7 @@ class Chain(StaticConstruction):
         """Return 1, or 0 where the plan's width is 0."""
         return min(1, plan.width)
 
-    def shape(self, terms: Terms) -> Shape:
+    def shape(self, terms: TreeTerms) -> Shape:
         """Return a path as deep as the plan allows."""
         return chain_shape(min(terms.plan.depth, terms.plan.nodes) if terms.plan.width and terms.limit else 0)
 
@@ -78,7 +78,7 @@ class KAry(StaticConstruction):
 
     name = "k-ary"
 
-    def shape(self, terms: Terms) -> Shape:
+    def shape(self, terms: TreeTerms) -> Shape:
         """Return the shape, filled level by level in the order of ranks; the last level may be incomplete."""
         plan = terms.plan
         return k_ary_shape(plan.width, nodes=plan.nodes, depth=plan.depth, expanded=terms.limit)
@@ -93,7 +93,7 @@ class Sequoia(StaticConstruction):
 
     name = "sequoia"
 
-    def shape(self, terms: Terms) -> Shape:
+    def shape(self, terms: TreeTerms) -> Shape:
         """Return the best shape for the plan; where a level has a price, the depth is chosen with that price."""
         plan, rates = terms.plan, terms.rates[: terms.plan.width]
         if not terms.level_price:

@@ -15,7 +15,7 @@ PRIOR = 12.0  # observations that the prior from other sessions counts as
 MEMORY = 0.995  # weight of a session's past at each step
 
 
-class Counts:
+class AcceptanceCounts:
     """Acceptance counts over steps that verified at least one node. Weighting makes them real numbers."""
 
     def __init__(self, values: Iterable[float] = ()) -> None:
@@ -40,7 +40,7 @@ class Counts:
         for rank in report.ranks:
             self.ranks[min(rank, RANKS - 1)] += 1.0
 
-    def add(self, other: Counts) -> None:
+    def add(self, other: AcceptanceCounts) -> None:
         """Add the counts of another."""
         self._all += other._all
 
@@ -52,7 +52,7 @@ class Counts:
         """Return all counts as a list of 2 * DEPTHS + RANKS numbers, to be stored."""
         return [float(value) for value in self._all]
 
-    def copy_from(self, other: Counts) -> None:
+    def copy_from(self, other: AcceptanceCounts) -> None:
         """Copy the counts of another into this object, so that all its users see them."""
         self._all[:] = other._all
 
@@ -65,10 +65,10 @@ class Counts:
 class Acceptance:
     """One session's acceptance rates, with the counts of other sessions as prior."""
 
-    def __init__(self, others: Counts) -> None:
+    def __init__(self, others: AcceptanceCounts) -> None:
         """`others` are the counts of the same target, drafters and kind of traffic. They may continue to change."""
         self._others = others
-        self._own = Counts()
+        self._own = AcceptanceCounts()
 
     def observe(self, report: StepReport) -> None:
         """Add a step that verified at least one node."""
@@ -95,5 +95,5 @@ class Acceptance:
         return int(np.searchsorted(seen, share * seen[-1])) + 1 if seen[-1] else RANKS
 
 
-def _mean(counts: Counts, index: int, prior: float) -> float:
+def _mean(counts: AcceptanceCounts, index: int, prior: float) -> float:
     return float((counts.reached[index] + PRIOR * prior) / (counts.tried[index] + PRIOR))

@@ -228,18 +228,18 @@ def pays(group: Sequence[Arrivals], now: float, expected: float, seconds: float)
 
 
 def hold_seconds(
-    group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, judged: bool = False
+    group: Sequence[Arrivals], now: float, expected: float, seconds: float, *, self_limiting: bool = False
 ) -> float:
     """Return how many seconds longer to wait for the next delta of any of these sessions; 0 starts the step.
 
-    `judged` means that drafters themselves stop when a level is not worth its time; then a step waits for levels that
-    drafters have begun.
+    `self_limiting` means that drafters themselves stop when a level is not worth its time; then a step waits for levels
+    that drafters have begun.
     """
     trial = True
     if pays(group, now, expected, seconds):
         trial = False
         holds = [2 * each.forecast(0)[0] - each.passed(now) for each in group]
-    elif judged and any(each.begun for each in group):
+    elif self_limiting and any(each.begun for each in group):
         holds = [2 * (each.forecast(0)[0] or seconds / 2) - each.passed(now) for each in group if each.begun]
     elif any(each.due for each in group):
         holds = [seconds / 2 - each.passed(now) for each in group]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.core.control.acceptance_stats import Acceptance, Counts
+from outrider.core.control.acceptance_stats import Acceptance, AcceptanceCounts
 from outrider.core.control.goodput_model import GoodputInputs, best_depth
 from outrider.core.session.contract import Plan, StepReport
 from outrider.core.stats import Ema
@@ -51,8 +51,10 @@ class Average(Ema):
 class AcceptancePriors:
     """Statistics that sessions with the same target, drafters and kind of traffic share. Times are in seconds."""
 
-    counts: Counts = field(default_factory=Counts)
-    fresh: Counts = field(default_factory=Counts)  # the part of `counts` that was not sent to other routers yet
+    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
+    fresh: AcceptanceCounts = field(
+        default_factory=AcceptanceCounts
+    )  # the part of `counts` that was not sent to other routers yet
     first: Average = field(default_factory=Average)  # from a commit to the first level
     level: Average = field(default_factory=Average)  # for each further level
     step: Average = field(default_factory=Average)  # from commit to commit, without holds

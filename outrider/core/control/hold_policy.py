@@ -80,7 +80,7 @@ class HoldPolicy:
             return 0.0
         left = min(_left(session, now) for session in group)
         arrivals = [session.arrivals for session in group]
-        return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, judged=not ahead))
+        return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, self_limiting=not ahead))
 
     def learn(
         self, sessions: Collection[HeldSession], decoding: int, read: int, committed: int, seconds: float

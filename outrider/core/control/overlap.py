@@ -74,7 +74,7 @@ class ArmSelector(Generic[ChoiceT]):
             self._due[arm] -= seconds
         proof = self._steps - self._settling
         if proof >= self.PROOF[1] or (proof >= self.PROOF[0] and (self._clear or self._done >= self.ENOUGH)):
-            self._judge()
+            self._select_arm()
 
     def estimates(self) -> dict[str, Any]:
         """Return the arm in use, and for each arm its measured speed and when it is tried again."""
@@ -99,7 +99,7 @@ class ArmSelector(Generic[ChoiceT]):
         speeds = sorted(self._speeds[arm].per_second for arm in (self.arm, self._kept))
         return speeds[1] > self.CLEAR * speeds[0]
 
-    def _judge(self) -> None:
+    def _select_arm(self) -> None:
         if self.arm == self._kept:
             due = [arm for arm in self._due if arm != self.arm and self._due[arm] <= 0.0]
             if due:

@@ -24,21 +24,21 @@ class AgreementCounts:
 
     counts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, bucket: str, agreed: int, judged: int) -> None:
-        """Add `judged` positions, `agreed` of which agreed with the target."""
+    def add(self, bucket: str, agreed: int, compared: int) -> None:
+        """Add `compared` positions, `agreed` of which agreed with the target."""
         before_agreed, before = self.counts.get(bucket, (0.0, 0.0))
-        fading = (1.0 - 1.0 / WINDOW) ** judged
-        self.counts[bucket] = before_agreed * fading + agreed, before * fading + judged
+        fading = (1.0 - 1.0 / WINDOW) ** compared
+        self.counts[bucket] = before_agreed * fading + agreed, before * fading + compared
 
     @property
-    def judged(self) -> float:
+    def compared(self) -> float:
         """Positions over all temperature buckets, weighted by age."""
-        return sum(judged for _, judged in self.counts.values())
+        return sum(compared for _, compared in self.counts.values())
 
     @property
     def share(self) -> float:
         """The share of positions where the version agreed with the target, 0 to 1."""
-        return sum(agreed for agreed, _ in self.counts.values()) / max(1.0, self.judged)
+        return sum(agreed for agreed, _ in self.counts.values()) / max(1.0, self.compared)
 
 
 def worse(now: AgreementCounts, before: AgreementCounts) -> str:

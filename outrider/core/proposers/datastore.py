@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<8sII16sQQQ8x")
 MAX_TOKENS = 2**32 - 1  # with separators
 
 
-class Written(NamedTuple):
+class DatastoreContents(NamedTuple):
     """The contents of a written store."""
 
     documents: int
@@ -92,7 +92,7 @@ def write_datastore(
     tokenizer_digest: bytes,
     vocabulary: int,
     progress: Callable[[float], None] = lambda done: None,
-) -> Written:
+) -> DatastoreContents:
     """Write a store of `documents`, each a sequence of token ids; empty ones are left out. The write is atomic.
 
     The memory needed is that for one document and some million suffixes, however large the corpus is. `progress`
@@ -116,7 +116,7 @@ def _write(
     tokenizer_digest: bytes,
     vocabulary: int,
     progress: Callable[[float], None],
-) -> Written:
+) -> DatastoreContents:
     width = _width(vocabulary)
     kind = np.dtype(f"<u{width}")
     file.write(bytes(_HEADER.size))
@@ -145,7 +145,7 @@ def _write(
     size = file.tell()
     file.seek(0)
     file.write(_HEADER.pack(MAGIC, VERSION, width, tokenizer_digest, vocabulary, count, kept))
-    return Written(kept, count - kept, size)
+    return DatastoreContents(kept, count - kept, size)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Interpolation:
         return known or FadingRatio(MEMORY, hits=PRIOR * count / (count + DOUBT / length), attempts=PRIOR)
 
 
-class Followers:
+class MatchTrie:
     """The trie, with counts, of the tokens that followed the matches of a text's end. Nodes are built on demand."""
 
     def __init__(self, found: Sequence[MatchRuns], interpolation: Interpolation, passed: int = 0) -> None:
@@ -110,7 +110,7 @@ class Followers:
                 chances[token] += share * times[token] / count
                 below[token].append(MatchRuns(matched, runs))
         for token, chance in chances.items():
-            yield Branch(token, chance, Followers(below[token], self._interpolation, passed + 1))
+            yield Branch(token, chance, MatchTrie(below[token], self._interpolation, passed + 1))
 
 
 def _class(length: int, count: int, tokens: int) -> tuple[int, int, bool]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from outrider.core.proposers.ngram_pool import Following, GramFits, Pool
+from outrider.core.proposers.ngram_pool import FollowingTokens, GramFits, Pool
 from outrider.core.proposers.ngram_tree import NOTHING, Continuation, best_nodes
 from outrider.core.session.digest import mix64
 
@@ -163,8 +163,8 @@ class Lookahead:
     def _follow(self) -> None:
         """Build the tries of what follows the text's last token: by all n-grams, and by the text's own."""
         token = self._recent[-1] if self._recent else NO_TOKEN
-        self._following = Following(self._pool, self._fits.all, token, self._last)
-        self._following_text = Following(self._text_pool, self._fits.text_only, token, self._last)
+        self._following = FollowingTokens(self._pool, self._fits.all, token, self._last)
+        self._following_text = FollowingTokens(self._text_pool, self._fits.text_only, token, self._last)
 
     def _guess(self, position: int, before: int) -> int:
         """Return the token that followed `before` the last time, else some token of the text's end."""

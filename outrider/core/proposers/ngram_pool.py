@@ -85,7 +85,7 @@ class GramFit:
         self._rates[kind].observe(hit)
 
 
-class Following:
+class FollowingTokens:
     """A trie of the tokens that follow a token in a pool's n-grams. Where an n-gram ends, others continue it.
 
     Nodes are built on demand, so a trie is valid only until the pool changes.
@@ -98,7 +98,7 @@ class Following:
         self._token = token
         self._position = position
         self._above = above
-        self._next: dict[int, tuple[GramKind, Following]] | None = None
+        self._next: dict[int, tuple[GramKind, FollowingTokens]] | None = None
 
     def children(self) -> list[Branch]:
         """Return the tokens that may follow."""
@@ -127,12 +127,12 @@ class Following:
                 return
             below = below._opened()[chosen][1]
 
-    def _opened(self) -> dict[int, tuple[GramKind, Following]]:
+    def _opened(self) -> dict[int, tuple[GramKind, FollowingTokens]]:
         if self._next is None:
             self._next = self._open()
         return self._next
 
-    def _open(self) -> dict[int, tuple[GramKind, Following]]:
+    def _open(self) -> dict[int, tuple[GramKind, FollowingTokens]]:
         found: dict[int, list[Gram]] = {}
         going_on = (Gram(gram.tokens[1:], gram.position + 1, gram.in_text) for gram in self._above)
         for gram in (*going_on, *self._pool.after(self._token)):
@@ -142,7 +142,7 @@ class Following:
         for rank, (token, grams) in enumerate(found.items()):
             here = self._position in [gram.position for gram in grams]
             in_text = True in [gram.in_text for gram in grams]
-            below = Following(self._pool, self._fit, token, self._position + 1, grams)
+            below = FollowingTokens(self._pool, self._fit, token, self._position + 1, grams)
             opened[token] = GramKind(here, in_text, bool(self._above), min(rank, len(INITIAL_CHANCES) - 1)), below
         return opened
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.proposers.datastore import Datastore
-from outrider.core.proposers.interpolation import Followers, Interpolation, MatchRun, MatchRuns
+from outrider.core.proposers.interpolation import Interpolation, MatchRun, MatchRuns, MatchTrie
 from outrider.core.proposers.ngram_tree import NOTHING, Continuation, best_nodes
 
 SHORTEST = 2  # tokens that must match
@@ -40,7 +40,7 @@ class Retrieval:
         found = self._found(text_end, depth) if depth > 0 else []
         if not found:
             return NOTHING
-        return best_nodes(Followers(found, self._interpolation), nodes, depth, matched=found[0].matched)
+        return best_nodes(MatchTrie(found, self._interpolation), nodes, depth, matched=found[0].matched)
 
     def learn(self, text_end: Sequence[int], token: int) -> None:
         """Learn the weights of matches from the fact that the target chose `token` after a text."""

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
 
-from outrider.core.proposers.interpolation import Followers, Interpolation, MatchRun, MatchRuns
+from outrider.core.proposers.interpolation import Interpolation, MatchRun, MatchRuns, MatchTrie
 from outrider.core.proposers.ngram_tree import NOTHING, Continuation, best_nodes
 from outrider.core.proposers.suffix_trie import LONGEST, SuffixTrie
 
@@ -132,7 +132,7 @@ def _proposal(
     found = _found(contexts, end, depth)
     if not found:
         return NOTHING
-    return best_nodes(Followers(found, interpolation), nodes, depth, matched=found[0].matched)
+    return best_nodes(MatchTrie(found, interpolation), nodes, depth, matched=found[0].matched)
 
 
 def _found(contexts: SuffixTrie, end: Sequence[int], depth: int) -> list[MatchRuns]:

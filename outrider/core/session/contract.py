@@ -103,25 +103,25 @@ class Contract:
         """Return the names of all fields, which requests and messages share."""
         return frozenset(field.name for field in fields(cls))
 
-    def check_vocabulary(self, vocabulary: int, sayable: int | None = None) -> None:
+    def check_vocabulary(self, vocabulary: int, unpadded_vocabulary: int | None = None) -> None:
         """Raise InvalidRequest for an id outside the vocabulary, or when the contract allows no id of it.
 
-        `sayable`, where it is given, bounds the ids that the target can choose: they are below it.
+        `unpadded_vocabulary`, where it is given, bounds the ids that the target can choose: they are below it.
         """
         for field in ("logit_bias", "allowed_ids", "banned_ids", "stop_ids"):
             ids = [id_ for id_, _ in self.logit_bias] if field == "logit_bias" else getattr(self, field)
             if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
                 worst = max(ids) if max(ids) >= vocabulary else min(ids)
                 raise InvalidRequest(field, f"token id {worst} is outside the vocabulary (0 to {vocabulary - 1})")
-        if not self.allows_any(vocabulary if sayable is None else sayable):
+        if not self.allows_any(vocabulary if unpadded_vocabulary is None else unpadded_vocabulary):
             raise InvalidRequest(
                 "allowed_ids", "and banned_ids (and, with min_tokens, stop ids) leave no token to choose"
             )
 
     def allows_any(self, vocabulary: int) -> bool:
         """Return whether at every position of the answer an id below `vocabulary` may be chosen."""
-        unsayable = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
-        return any(id_ < vocabulary and id_ not in unsayable for id_ in self.allowed_ids or range(vocabulary))
+        forbidden = {*self.banned_ids, *(self.stop_ids if self.min_tokens else ())}
+        return any(id_ < vocabulary and id_ not in forbidden for id_ in self.allowed_ids or range(vocabulary))
 
     @property
     def greedy(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.core.session.digest import NOTHING, Prefix, extend
-from outrider.core.tree.delta import Drifted
+from outrider.core.tree.delta import DigestMismatch
 from outrider.errors import InvalidRequest
 
 ALIAS_SPAN = 256  # positions behind the root at which a late node may still become an alias of a committed token
@@ -63,10 +63,11 @@ class CommittedWindow:
     def check_root(self, position: int, digest: int) -> None:
         """Check the root under which another copy of the tree sends nodes.
 
-        Raises InvalidRequest when nothing is committed at `position`, and Drifted when the tokens up to it differ.
+        Raises InvalidRequest when nothing is committed at `position`, and DigestMismatch when the tokens up to it
+        differ.
         """
         if not 0 <= position <= self.last:
             raise InvalidRequest("root_position", f"is {position}, must be 0 to {self.last}, the last committed")
         known = self._digests.get(position)
         if known is not None and known != digest:
-            raise Drifted(f"at position {position}")
+            raise DigestMismatch(f"at position {position}")

@@ -34,5 +34,5 @@ class Hints:
     edges: tuple[float, ...]  # logarithms of the upstream's edge scores
 
 
-class Drifted(Exception):
+class DigestMismatch(Exception):
     """Raised when the sender's copy of the committed tokens differs from this one. The sender needs a snapshot."""

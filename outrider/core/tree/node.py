@@ -15,12 +15,12 @@ class Node:
         "claim",
         "edge",
         "expanded",
-        "judged",
         "log_score",
         "names",
         "parent",
         "position",
         "q",
+        "rescored",
         "row",
         "token",
     )
@@ -37,7 +37,7 @@ class Node:
         self.q: SparseRow | None = None  # the distribution that the children were drawn from, where the rule needs it
         self.row = -1  # cache row of its KV in the model that grows the tree; -1: none
         self.expanded = False  # whether that model has proposed its children
-        self.judged = False  # whether the edge score comes from a tier above
+        self.rescored = False  # whether the edge score comes from a tier above
 
     def ancestors(self, root: Node) -> Iterator[Node]:
         """Yield the node itself, its parent, and so on up to, but without, `root`."""

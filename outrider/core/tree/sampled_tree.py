@@ -9,7 +9,7 @@ from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
-from outrider.core.tree.token_tree import Grafted, TokenTree, as_claimed
+from outrider.core.tree.token_tree import GraftResult, TokenTree, as_claimed
 from outrider.errors import InvalidRequest
 
 
@@ -31,7 +31,7 @@ class SampledTree(TokenTree):
 
     def graft(
         self, sender: int, delta: Delta, calibrate: Callable[[float], float] = as_claimed, *, origin: int | None = None
-    ) -> Grafted:
+    ) -> GraftResult:
         """Add drawn children, with the q of each parent: all children of a node at once, in the order of the draws.
 
         A delta under an earlier root adds nothing. Raises what `TokenTree.graft` raises, and InvalidRequest for
@@ -40,11 +40,11 @@ class SampledTree(TokenTree):
         self.committed.check_root(delta.root_position, delta.root_digest)
         ids = self.ids.of(sender)
         if delta.first_id <= ids.last_id:
-            return Grafted([], [])
+            return GraftResult([], [])
         new = range(delta.first_id, delta.first_id + len(delta.tokens))
         ids.last_id = max(ids.last_id, new.stop - 1)
         if delta.root_position != self.root.position:
-            return Grafted([], [])
+            return GraftResult([], [])
         added: list[Node] = []
         rows = iter(delta.drawn)
         opened: set[int] = set()
@@ -64,7 +64,7 @@ class SampledTree(TokenTree):
             added += self._put(sender, identity, parent, token, edge, calibrate(edge))
         if next(rows, None) is not None:
             raise InvalidRequest("drawn", "has more rows than the delta's nodes have parents")
-        return Grafted(added, [])
+        return GraftResult(added, [])
 
     def hint(self, hints: Hints) -> None:
         """Do nothing: every node of this tree must have been drawn."""

@@ -20,7 +20,7 @@ from outrider.core.tree.sender_ids import IdTable, SenderIds
 from outrider.errors import InvalidRequest
 
 
-class Grafted(NamedTuple):
+class GraftResult(NamedTuple):
     """The outcome of a delta. Nodes in neither list were known already, or contradict the committed tokens."""
 
     added: list[Node]  # nodes that no drafter had sent before, parents before children
@@ -105,16 +105,16 @@ class TokenTree:
 
     def graft(
         self, sender: int, delta: Delta, calibrate: Callable[[float], float] = as_claimed, *, origin: int | None = None
-    ) -> Grafted:
+    ) -> GraftResult:
         """Add a drafter's nodes. A replayed delta changes nothing.
 
         `calibrate` maps a claimed edge score to the one to use. `origin` is the drafter that drafted the nodes, if it
         is not the sender. A node that equals a token committed meanwhile becomes an alias of that token, so that the
         node's children stay valid.
 
-        Raises Drifted when the delta's root differs from the committed tokens, and InvalidRequest when the delta is
-        malformed: a parent whose id is not smaller than its child's, a root that is not committed, a rescored node that
-        was never sent.
+        Raises DigestMismatch when the delta's root differs from the committed tokens, and InvalidRequest when the delta
+        is malformed: a parent whose id is not smaller than its child's, a root that is not committed, a rescored node
+        that was never sent.
         """
         self.committed.check_root(delta.root_position, delta.root_digest)
         ids = self.ids.of(sender)
@@ -152,7 +152,7 @@ class TokenTree:
             else:
                 dropped.append((sender, identity))
         self._rescore_claims(sender, ids, delta, calibrate)
-        return Grafted(added, dropped)
+        return GraftResult(added, dropped)
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
         """Re-root at the last of `tokens`, which follow the present root. Return the nodes that were on the path.
@@ -182,7 +182,7 @@ class TokenTree:
             elif parent is not None and self.size < self.capacity:
                 child = self.add(parent, token, edge)
             if child is not None:
-                child.judged = True
+                child.rescored = True
             placed.append(child)
 
     def remove(self, node: Node) -> None:

@@ -31,7 +31,9 @@ CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "s
 UNBOUNDED = 8192
 # Bounds far above all models; a damaged configuration may exceed them.
 MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
-SAYABLE = "outrider_sayable"  # Outrider's key in config.json: ids from this one on are padding; see `padding`
+UNPADDED = (
+    "outrider_unpadded_vocabulary"  # Outrider's key in config.json: ids from this one on are padding; see `padding`
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class ModelConfig:
     ffn_bias: bool
     head_norms: bool  # whether an RMS norm is over each head's query and key
     eos_ids: tuple[int, ...]
-    sayable: int  # ids from this one on are padding, which only makes the head as wide as a larger model's
+    unpadded_vocabulary: int  # ids from this one on are padding, which only makes the head as wide as a larger model's
 
     @property
     def group(self) -> int:
@@ -143,8 +145,8 @@ def read_config(folder: Path) -> ModelConfig:
         context = min(context, count("sliding_window"))
     biased = flag("attention_bias")
     vocabulary = count("vocab_size")
-    if (sayable := count(SAYABLE, vocabulary)) > vocabulary:
-        raise wrong(SAYABLE, f"at most vocab_size ({vocabulary})")
+    if (unpadded_vocabulary := count(UNPADDED, vocabulary)) > vocabulary:
+        raise wrong(UNPADDED, f"at most vocab_size ({vocabulary})")
     return ModelConfig(
         model_type=kind,
         vocabulary=vocabulary,
@@ -163,7 +165,7 @@ def read_config(folder: Path) -> ModelConfig:
         ffn_bias=flag("mlp_bias"),
         head_norms=kind == "qwen3",
         eos_ids=read_eos_ids(folder, raw),
-        sayable=sayable,
+        unpadded_vocabulary=unpadded_vocabulary,
     )
 
 

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from outrider.engine.checkpoints.checkpoint import (
     ALL,
     INDEX,
-    SAYABLE,
     SINGLE,
     STORED,
+    UNPADDED,
     ModelConfig,
     Weights,
     as_tensor,
@@ -87,7 +87,7 @@ class PaddedShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownShape:
     """The shape of a known model, without the size of a head."""
 
     width: int
@@ -100,9 +100,9 @@ class Known:
 
 
 KNOWN = {
-    "llama-3.1-8b": Known(4096, 32, 4096, 1024, 14336, 128256, False),
-    "llama-3.2-1b": Known(2048, 16, 2048, 512, 8192, 128256, True),
-    "tiny": Known(512, 8, 1024, 256, 768, 6000, False),  # of no real model; for trials
+    "llama-3.1-8b": KnownShape(4096, 32, 4096, 1024, 14336, 128256, False),
+    "llama-3.2-1b": KnownShape(2048, 16, 2048, 512, 8192, 128256, True),
+    "tiny": KnownShape(512, 8, 1024, 256, 768, 6000, False),  # of no real model; for trials
 }
 
 
@@ -177,8 +177,8 @@ def pad_checkpoint(
             tie_word_embeddings=new.tied,
         )
         raw[SAME] = weights_digest(source)
-        if padded.config.sayable < new.vocabulary:
-            raw[SAYABLE] = padded.config.sayable
+        if padded.config.unpadded_vocabulary < new.vocabulary:
+            raw[UNPADDED] = padded.config.unpadded_vocabulary
         (made / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         for name in COPIED:
             if (source / name).exists():

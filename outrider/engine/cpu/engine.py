@@ -23,11 +23,11 @@ from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
 from outrider.engine.cpu.weights import check_layers, load_layers
 from outrider.engine.eager.int4 import check_int4_shape
-from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits
+from outrider.engine.engine import PAGE, SCRATCH, Dtype, Engine, Traits, check_sizes
 from outrider.engine.features import Features
 from outrider.engine.layer_selection import kept_layers
-from outrider.engine.logits import Best, Logits
-from outrider.engine.ranks.group import ALONE, Alone
+from outrider.engine.logits import BestTokens, Logits
+from outrider.engine.ranks.group import ALONE, SingleRank
 from outrider.engine.ranks.socket_group import SocketGroup
 from outrider.errors import CheckpointError, ConfigError
 
@@ -57,7 +57,7 @@ class CpuEngine(Engine):
         rows: int,
         parameters: int,
         features: Features | None,
-        group: SocketGroup | Alone = ALONE,
+        group: SocketGroup | SingleRank = ALONE,
         bounded: bool = False,
     ) -> None:
         """Make an engine over a compiled model with all of its weights.
@@ -81,8 +81,8 @@ class CpuEngine(Engine):
                 kv_bytes=sizes["kv_bytes"],
                 kv_tokens=sizes["kv_bytes"] // _page_bytes(config, dtype) * PAGE if bounded else 0,
                 features=features,
-                sayable=config.sayable,
-                draws=True,
+                unpadded_vocabulary=config.unpadded_vocabulary,
+                samples=True,
                 computed_by=f"compiled kernels ({sizes['instructions']})",
             )
         )
@@ -90,7 +90,7 @@ class CpuEngine(Engine):
         self._bounded = bounded
         self._group = group
         self._width = config.width
-        self._logits = np.empty(0, np.float32)  # buffer of `judge`
+        self._logits = np.empty(0, np.float32)  # buffer of `sample`
         self._hidden = np.empty((0, 0), np.float32)
 
     @classmethod
@@ -104,7 +104,7 @@ class CpuEngine(Engine):
         slots: int,
         rows: int | None = None,
         threads: int | None = None,
-        group: SocketGroup | Alone = ALONE,
+        group: SocketGroup | SingleRank = ALONE,
         features: Features | None = None,
         progress: Callable[[float], None] | None = None,
         instructions: str = "",
@@ -118,8 +118,7 @@ class CpuEngine(Engine):
         Raises CheckpointError; ConfigError for layers that the checkpoint does not have, shapes that int4 does not
         support, memory too small for one text, and ranks that cannot share the model.
         """
-        if slots < 1 or (rows is not None and rows < 2):
-            raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+        check_sizes(slots, rows)
         config = read_config(path)
         kept = kept_layers(config.layers, layers, skip)
         if features is not None:
@@ -157,7 +156,7 @@ class CpuEngine(Engine):
         self._run(segments, (), 0, logits, _NO_TOKENS, _NO_SCORES)
         return logits
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         counts = [*map(_outputs, segments)]
         outputs = sum(counts)
         walks = not best
@@ -257,11 +256,11 @@ class _DrawnLogits:
         first, second = self._scores[index, :2]
         return Choice(int(self._tokens[index, 0]), float(first - second))
 
-    def best(self, index: int) -> Best | None:
+    def best(self, index: int) -> BestTokens | None:
         if not self._drawn[index]:
             return None
         found = self._tokens[index] >= 0  # the vocabulary without padding may be smaller than `best`
-        return Best(self._tokens[index][found], self._scores[index][found])
+        return BestTokens(self._tokens[index][found], self._scores[index][found])
 
 
 def _outputs(segment: Segment) -> int:
@@ -297,7 +296,7 @@ def _empty_model(
     features: Features | None,
     instructions: str,
     kv_memory: int,
-    group: SocketGroup | Alone,
+    group: SocketGroup | SingleRank,
 ) -> Model:
     """Return a compiled model without weights."""
     from outrider._native import Model
@@ -308,7 +307,7 @@ def _empty_model(
         HEADS[dtype],
         (
             config.vocabulary,
-            config.sayable,
+            config.unpadded_vocabulary,
             config.width,
             config.layers,
             config.heads,

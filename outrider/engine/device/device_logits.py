@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.sampling.sampler import Choice
-from outrider.engine.logits import Best
+from outrider.engine.logits import BestTokens
 
 
 class DeviceLogits:
@@ -51,13 +51,13 @@ class DeviceLogits:
         best = self.best(index)
         return None if best is None else Choice(int(best.tokens[0]), float(best.scores[0] - best.scores[1]))
 
-    def best(self, index: int) -> Best | None:
+    def best(self, index: int) -> BestTokens | None:
         part, at, chosen = self._places[index]
         choices = self._fetched[part] if chosen else None
         if choices is None:
             return None
         tokens, scores = np.split(choices[at], 2)
-        return Best(tokens.astype(np.int64), scores)
+        return BestTokens(tokens.astype(np.int64), scores)
 
     def all(self) -> NDArray[np.float32]:
         """Return all rows: [rows, vocabulary], with one copy where there is one part."""

@@ -36,7 +36,7 @@ from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kerne
 from outrider.engine.device.sampling import best, noise_steps
 from outrider.engine.device.weights import ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
-from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits
+from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.logits import Logits
 from outrider.engine.ranks.group import ALONE, TensorGroup
@@ -109,8 +109,8 @@ class DeviceEngine(Engine):
                 eos_ids=config.eos_ids,
                 weight_bytes=weights.bytes_of_a_pass,
                 kv_bytes=self._cache.nbytes,
-                draws=True,
-                sayable=config.sayable,
+                samples=True,
+                unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
         self.device = device
@@ -183,8 +183,7 @@ class DeviceEngine(Engine):
         compiling: Compiling = "plain",
     ) -> DeviceEngine:
         """Make an engine over weights from any source."""
-        if slots < 1 or (rows is not None and rows < 2):
-            raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+        check_sizes(slots, rows)
         torch_device = check_device(device)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype: is {dtype}, must be float32 or bfloat16 with device {device}")
@@ -211,7 +210,7 @@ class DeviceEngine(Engine):
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
         return self._pass(segments, [None] * len(segments), 0).all()
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         logits = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
         logits.fetch()
         return logits
@@ -344,7 +343,7 @@ class DeviceEngine(Engine):
         gathered = self._group.gather(layers.head(wanted, weights.head))
         if gathered is not None:
             logits.copy_(gathered[:, : self.vocabulary])
-            logits[:, self._config.sayable :].fill_(-torch.inf)
+            logits[:, self._config.unpadded_vocabulary :].fill_(-torch.inf)
 
     def _mask(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Tensor:
         group = self._form.heads // self._form.kv_heads
@@ -371,7 +370,7 @@ class DeviceEngine(Engine):
         return attended if bucket.square else attended.index_select(0, inputs.query_of)
 
     def _try(self, segment: Segment) -> None:
-        self.judge([segment], [GREEDY])
+        self.sample([segment], [GREEDY])
 
 
 def check_device(name: str) -> torch.device:

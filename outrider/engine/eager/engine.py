@@ -20,7 +20,7 @@ from outrider.engine.eager.model import EagerLayer, EagerModel, load_model
 from outrider.engine.eager.packing import Packed, pack, rows_of
 from outrider.engine.eager.quantized import check_quantized
 from outrider.engine.eager.weights import complex_rotations
-from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits
+from outrider.engine.engine import SCRATCH, Dtype, Engine, Traits, check_sizes
 from outrider.engine.features import Features
 from outrider.engine.layer_selection import kept_layers
 from outrider.engine.ranks.group import ALONE, TensorGroup
@@ -67,7 +67,7 @@ class NativeEngine(Engine):
                 weight_bytes=model.bytes_of_a_pass,
                 kv_bytes=self._cache.bytes,
                 features=features,
-                sayable=config.sayable,
+                unpadded_vocabulary=config.unpadded_vocabulary,
             )
         )
         self._hidden = torch.empty(0)
@@ -106,8 +106,7 @@ class NativeEngine(Engine):
         ConfigError where this machine's libraries do not support `dtype`, for layers that the checkpoint does not have,
         and for ranks that cannot share it.
         """
-        if slots < 1 or (rows is not None and rows < 2):
-            raise ValueError(f"an engine needs a slot and two rows, not {slots} slots and {rows} rows")
+        check_sizes(slots, rows)
         if threads is not None:
             torch.set_num_threads(threads)
         config = read_config(path)
@@ -145,8 +144,8 @@ class NativeEngine(Engine):
             logits = self._group.gather(self._model.head(hidden))
             if logits is None:
                 return np.empty((0, self.vocabulary), np.float32)
-            if self.sayable < self.vocabulary:
-                logits[:, self.sayable :] = -torch.inf
+            if self.unpadded_vocabulary < self.vocabulary:
+                logits[:, self.unpadded_vocabulary :] = -torch.inf
             return logits.numpy()[: packed.outputs_used, : self.vocabulary]
 
     def move(self, slot: int, source: NDArray[np.int64], destination: NDArray[np.int64]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outrider.engine.eager.packing import AttentionRun, Cells, KeyRange
+from outrider.engine.eager.packing import AttentionRun, CacheCells, KeyRange
 
 ALL = slice(None)
 
@@ -43,7 +43,7 @@ class KVCache:
         part = self._data[:, :, run.slot : run.slot + run.slots, :, : run.keys]
         return part[:, 0].unbind(0), part[:, 1].unbind(0)
 
-    def writer(self, written: KeyRange | Cells) -> Callable[[int, Tensor], object]:
+    def writer(self, written: KeyRange | CacheCells) -> Callable[[int, Tensor], object]:
         """Return a function that writes a layer's new keys and values, [n, 2, kv_head, dim], to the rows `written`."""
         if isinstance(written, KeyRange):
             part = self._data[:, :, written.slot, :, written.start : written.stop]

@@ -47,7 +47,7 @@ class KeyRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class CacheCells:
     """Cache rows of any slots."""
 
     slots: Tensor  # [n] int64
@@ -64,7 +64,7 @@ class Packed:
     runs: tuple[AttentionRun, ...]
     gather: Tensor | None  # [queries] int64: row of each query; None: queries are rows
     scatter: Tensor | None  # [rows] int64: query of each row; None: queries are rows
-    written: KeyRange | Cells  # where the used rows' keys and values go
+    written: KeyRange | CacheCells  # where the used rows' keys and values go
     outputs: Tensor | None  # [outputs_used or more, two at least] int64: rows that want logits; None: all
     outputs_used: int
 
@@ -153,7 +153,7 @@ def _runs_of(segments: Sequence[Segment]) -> list[list[Segment]]:
     return runs
 
 
-def _written(members: Sequence[Sequence[Segment]]) -> KeyRange | Cells:
+def _written(members: Sequence[Sequence[Segment]]) -> KeyRange | CacheCells:
     """Return the cache rows of the new rows' keys and values, in packed order."""
     if len(members) == 1 and len(members[0]) == 1:
         segment = members[0][0]
@@ -164,4 +164,4 @@ def _written(members: Sequence[Sequence[Segment]]) -> KeyRange | Cells:
     counts = [len(segment.tokens) for segment in packed]
     slots = np.repeat(np.array([segment.slot for segment in packed], np.int64), counts)
     rows = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
-    return Cells(torch.from_numpy(slots), torch.from_numpy(rows))
+    return CacheCells(torch.from_numpy(slots), torch.from_numpy(rows))

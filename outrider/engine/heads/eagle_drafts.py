@@ -54,7 +54,7 @@ class EagleDrafts:
         self, network: Eagle | Eagle3, shape: HeadsConfig, embeddings: TargetEmbeddings, *, slots: int, context: int
     ) -> None:
         self.depth = shape.depth
-        self.sayable = embeddings.sayable
+        self.unpadded_vocabulary = embeddings.unpadded_vocabulary
         self._network = network
         rows = context + ROOM
         self._features = lazy_zeros(slots, rows, shape.width * shape.features.parts)

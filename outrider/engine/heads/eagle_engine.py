@@ -67,7 +67,7 @@ class EagleEngine(Engine):
                 weight_bytes=parameters * dtype.itemsize,
                 kv_bytes=self._layer.kv_bytes,
                 fed_width=shape.width,
-                sayable=embeddings.sayable,
+                unpadded_vocabulary=embeddings.unpadded_vocabulary,
             )
         )
         pack_linears(network, dtype)

@@ -26,11 +26,11 @@ class TargetEmbeddings:
     embed: Callable[[Tensor], Tensor]  # ids [...] to [..., width] float32
     unembed: Unembed  # returns float32
     vocabulary: int  # ids of the target
-    sayable: int  # ids from this one on are padding
+    unpadded_vocabulary: int  # ids from this one on are padding
 
     def below(self, vocabulary: int) -> TargetEmbeddings:
         """Return these for heads with an unembedding of `vocabulary` ids: such heads cannot draft ids beyond them."""
-        return replace(self, sayable=min(self.sayable, vocabulary))
+        return replace(self, unpadded_vocabulary=min(self.unpadded_vocabulary, vocabulary))
 
 
 def read_target_embeddings(target: Path, dtype: torch.dtype, *, training: bool = False) -> TargetEmbeddings:
@@ -48,4 +48,6 @@ def read_target_embeddings(target: Path, dtype: torch.dtype, *, training: bool =
     def unembed(states: Tensor) -> Tensor:
         return head(states.flatten(0, -2).to(dtype)).float().view(*states.shape[:-1], -1)
 
-    return TargetEmbeddings(lambda ids: embedding(ids, table).float(), unembed, config.vocabulary, config.sayable)
+    return TargetEmbeddings(
+        lambda ids: embedding(ids, table).float(), unembed, config.vocabulary, config.unpadded_vocabulary
+    )

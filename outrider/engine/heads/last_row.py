@@ -20,7 +20,7 @@ class _LastRowDrafts:
 
     def __init__(self, embeddings: TargetEmbeddings) -> None:
         self._embeddings = embeddings
-        self.sayable = embeddings.sayable
+        self.unpadded_vocabulary = embeddings.unpadded_vocabulary
         self._latest: dict[int, Tensor] = {}  # by slot: [1, width]
 
     def open_slot(self, slot: int, source: int | None, rows: int) -> None:
@@ -103,7 +103,7 @@ def mask_padding(logits: Tensor, embeddings: TargetEmbeddings) -> FloatRows:
     logits = logits.float()
     if missing := embeddings.vocabulary - logits.shape[-1]:
         logits = pad(logits, (0, missing), value=-torch.inf)  # a negative number cuts
-    if embeddings.sayable < logits.shape[-1]:
-        logits[..., embeddings.sayable :] = -torch.inf
+    if embeddings.unpadded_vocabulary < logits.shape[-1]:
+        logits[..., embeddings.unpadded_vocabulary :] = -torch.inf
     masked: FloatRows = logits.numpy()
     return masked

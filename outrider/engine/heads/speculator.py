@@ -37,7 +37,7 @@ class Speculator(Protocol):
 
     depth: int  # maximum of levels
     all_levels_at_once: bool  # whether `begin` computes all levels, so that `expand` only looks them up
-    sayable: int  # the heads draft only ids below this one
+    unpadded_vocabulary: int  # the heads draft only ids below this one
 
     def open_slot(self, slot: int, source: int | None, rows: int) -> None:
         """Begin a session in a slot, over the first `rows` rows that the slot, or `source`, holds."""

@@ -56,7 +56,7 @@ class TensorGroup(Group, Protocol):
         """Return all ranks' parts as `all_gather` does, on rank 0 alone; None on the others."""
 
 
-class Alone:
+class SingleRank:
     """A group of one rank."""
 
     shard = Shard()
@@ -86,4 +86,4 @@ class Alone:
         """Do nothing: there are no connections."""
 
 
-ALONE = Alone()
+ALONE = SingleRank()

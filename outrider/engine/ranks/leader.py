@@ -56,9 +56,9 @@ class Leader(Engine):
         self._send_plan(segments)
         return self._engine.forward(segments)
 
-    def judge(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+    def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
         self._send_plan(segments)
-        return self._engine.judge(segments, draws, best)
+        return self._engine.sample(segments, draws, best)
 
     def hidden(self) -> Tensor:
         return self._engine.hidden()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.core.construction import Construction, Terms, grow
+from outrider.core.construction import Construction, TreeTerms, grow
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 
@@ -32,7 +32,7 @@ class Draft:
         """The product along a path."""
         return math.prod(float(self.chances(path[:end])[path[end]]) for end in range(len(path)))
 
-    def grown(self, construction: Construction, terms: Terms, tree: TokenTree | None = None) -> list[Path]:
+    def grown(self, construction: Construction, terms: TreeTerms, tree: TokenTree | None = None) -> list[Path]:
         """The paths of what a step would verify."""
         tree = tree or TokenTree([1])
 

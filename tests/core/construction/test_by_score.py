@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.core.construction import BestFirst, Eagle2, OptTree, Terms
+from outrider.core.construction import BestFirst, Eagle2, OptTree, TreeTerms
 from outrider.core.construction.expansion import LOWEST_SCORE
 from outrider.core.session.contract import Plan
 from tests.core.construction.rows import Draft, Path
@@ -30,7 +30,7 @@ def trees(vocabulary: int, depth: int, size: int) -> Iterator[frozenset[Path]]:
 def test_the_sum_of_path_products_is_the_best_of_all_trees_of_that_size(construction: BestFirst, seed: int) -> None:
     for size in range(1, 5):
         draft = Draft(3, seed, spread=0.7)  # no path below what is never worth a node
-        found = draft.grown(construction, Terms(Plan(depth=3, width=3, nodes=size)))
+        found = draft.grown(construction, TreeTerms(Plan(depth=3, width=3, nodes=size)))
         best = max(trees(3, 3, size), key=lambda tree: sum(map(draft.score, tree)))
         assert sum(map(draft.score, found)) == pytest.approx(sum(map(draft.score, best)))
         assert len(found) == size
@@ -40,7 +40,7 @@ def test_the_sum_of_path_products_is_the_best_of_all_trees_of_that_size(construc
 def test_opt_tree_stops_when_a_level_adds_no_more_than_the_threshold(threshold: float) -> None:
     for seed in range(10):
         draft, size = Draft(6, seed), 12
-        draft.grown(OptTree(threshold), Terms(Plan(depth=12, width=6, nodes=size)))
+        draft.grown(OptTree(threshold), TreeTerms(Plan(depth=12, width=6, nodes=size)))
         reached = [{(*path, token) for path in expanded for token in range(6)} for expanded in draft.passes]
         sums = []
         for levels in range(len(reached) + 1):
@@ -71,7 +71,7 @@ def expand_and_rerank(draft: Draft, *, depth: int, k: int, width: int, nodes: in
 def test_eagle_2_expands_the_best_k_of_each_level_and_then_re_ranks_all(seed: int) -> None:
     for depth, k, width, nodes in [(4, 3, 3, 8), (3, 2, 4, 20), (5, 1, 2, 4), (1, 8, 8, 3)]:
         draft = Draft(8, seed)
-        found = draft.grown(Eagle2(), Terms(Plan(depth=depth, width=width, nodes=nodes), limit=k))
+        found = draft.grown(Eagle2(), TreeTerms(Plan(depth=depth, width=width, nodes=nodes), limit=k))
         assert set(found) == set(expand_and_rerank(draft, depth=depth, k=k, width=width, nodes=nodes))
         assert len(draft.passes) == depth
 
@@ -79,7 +79,7 @@ def test_eagle_2_expands_the_best_k_of_each_level_and_then_re_ranks_all(seed: in
 def test_eagle_2_tells_nothing_before_it_is_complete() -> None:
     from outrider.core.tree.token_tree import TokenTree
 
-    tree, terms, construction = TokenTree([1]), Terms(Plan(depth=3, width=2, nodes=5), limit=2), Eagle2()
+    tree, terms, construction = TokenTree([1]), TreeTerms(Plan(depth=3, width=2, nodes=5), limit=2), Eagle2()
     while nodes := construction.frontier(tree, terms):
         for node in nodes:
             assert construction.propose(tree, node, [(1, -0.5), (2, -1.5)], terms) == []

@@ -38,9 +38,9 @@ def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
 def test_a_row_of_which_nothing_may_be_said_gives_no_edges_and_teaches_nothing() -> None:
     fit, row, hint = DrafterFits(), candidates(np.full(500, -np.inf, np.float32)), Hint(7, 3)
     assert fit.edges(row, 4, None) == fit.edges(row, 4, hint) == []
-    assert max(fit.judge(row, (7, 8), hint)) < math.log(LOWEST_SCORE)
+    assert max(fit.rescore(row, (7, 8), hint)) < math.log(LOWEST_SCORE)
     fit.observe(row, 7, hint)
-    assert (fit.judged, fit.scale.scale) == (0, ScaleFit().scale)
+    assert (fit.compared, fit.scale.scale) == (0, ScaleFit().scale)
 
 
 def test_the_scale_grows_when_the_drafter_is_often_wrong_and_shrinks_when_it_is_right() -> None:

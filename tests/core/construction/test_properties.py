@@ -9,7 +9,7 @@ from outrider.core.construction import (
     CONSTRUCTIONS,
     Sequoia,
     StaticConstruction,
-    Terms,
+    TreeTerms,
     construction_of,
     static_construction_of,
 )
@@ -31,7 +31,7 @@ def test_a_tree_keeps_to_its_plan_and_has_parents_before_children(
     rates = (0.7, 0.3, 0.1, 0.1, 0.1)
     construction = construction_of(name)
     for along in [*commits, 0]:
-        paths = draft.grown(construction, Terms(plan, limit=limit, rates=rates), tree)
+        paths = draft.grown(construction, TreeTerms(plan, limit=limit, rates=rates), tree)
         assert len(paths) <= plan.nodes
         assert max(map(len, paths), default=0) <= plan.depth
         assert all(len(path) == 1 or path[:-1] in paths[:at] for at, path in enumerate(paths))
@@ -47,7 +47,7 @@ def test_a_tree_keeps_to_its_plan_and_has_parents_before_children(
 @every
 def test_a_tree_that_is_complete_stays_as_it_is(name: str) -> None:
     draft, tree = Draft(7, 5), TokenTree([1])
-    terms = Terms(Plan(depth=4, width=3, nodes=9), limit=4, rates=(0.6, 0.2, 0.1))
+    terms = TreeTerms(Plan(depth=4, width=3, nodes=9), limit=4, rates=(0.6, 0.2, 0.1))
     paths = draft.grown(construction_of(name), terms, tree)
     asked = len(draft.passes)
     assert paths

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.construction import Chain, KAry, Sequoia, Terms
+from outrider.core.construction import Chain, KAry, Sequoia, TreeTerms
 from outrider.core.session.contract import Plan
 from outrider.core.tree.static_trees import (
     Shape,
@@ -58,14 +58,14 @@ def test_a_k_ary_tree_has_k_children_everywhere_and_the_last_level_is_filled_fro
 def test_shapes_are_grown_with_the_best_candidates() -> None:
     draft = Draft(9, 3)
     plan = Plan(depth=4, width=3, nodes=7)
-    chain = draft.grown(Chain(), Terms(plan))
+    chain = draft.grown(Chain(), TreeTerms(plan))
     assert [len(path) for path in chain] == [1, 2, 3, 4]
     assert all(path[-1] == draft.chances(path[:-1]).argmax() for path in chain)
-    ternary = draft.grown(KAry(), Terms(plan))
+    ternary = draft.grown(KAry(), TreeTerms(plan))
     assert sorted(map(len, ternary)) == [1, 1, 1, 2, 2, 2, 2]
     assert all(path[-1] in (-draft.chances(path[:-1])).argsort()[:3] for path in ternary)
     rates = (0.6, 0.5, 0.1)
-    measured = draft.grown(Sequoia(), Terms(plan, rates=rates))
+    measured = draft.grown(Sequoia(), TreeTerms(plan, rates=rates))
     assert sorted(map(len, measured)) == levels_of(best_shape(rates, nodes=7, depth=4))
 
 
@@ -75,7 +75,7 @@ def levels_of(shape: Shape, depth: int = 1) -> list[int]:
 
 @given(falling, st.floats(0.0, 1.0))
 def test_a_level_s_price_makes_the_shape_shallower_and_keeps_it_the_best(rates: list[float], price: float) -> None:
-    terms = Terms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_price=price)
+    terms = TreeTerms(Plan(depth=5, width=5, nodes=9), rates=tuple(rates), level_price=price)
     shape = Sequoia().shape(terms)
     worth = expected_tokens(shape, rates) - price * depth_of(shape)
     for depth in range(6):

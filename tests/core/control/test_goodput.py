@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.control.acceptance_stats import Acceptance, Counts
+from outrider.core.control.acceptance_stats import Acceptance, AcceptanceCounts
 from outrider.core.control.goodput import AWAY_S, DWELL_S, AcceptancePriors, Goodput
 from outrider.core.control.goodput_model import GoodputInputs, best_depth, speed
 from outrider.core.session.contract import Plan, StepReport
@@ -145,7 +145,7 @@ def test_the_best_depth_is_the_fastest_of_all(
 @pytest.mark.parametrize("rate", [0.3, 0.7, 0.95])
 def test_chances_by_depth_are_what_was_seen(rate: float) -> None:
     rng = random.Random(3)
-    counts = Counts()
+    counts = AcceptanceCounts()
     acceptance = Acceptance(counts)
     for _ in range(4000):
         accepted = 0
@@ -158,16 +158,16 @@ def test_chances_by_depth_are_what_was_seen(rate: float) -> None:
     for depth, chance in enumerate(reach, 1):
         assert chance == pytest.approx(rate**depth, abs=0.06)
     assert acceptance.width(0.98) == 1
-    assert Counts(counts.values()).values() == counts.values()
+    assert AcceptanceCounts(counts.values()).values() == counts.values()
 
 
 def test_a_rank_that_is_rarely_committed_is_left_out_of_the_width() -> None:
-    counts = Counts()
+    counts = AcceptanceCounts()
     for rank in [0] * 90 + [1] * 9 + [5]:
         counts.observe(StepReport(verified=8, accepted=1, verified_depth=1, ranks=bytes([rank])))
     acceptance = Acceptance(counts)
     assert [acceptance.width(share) for share in (0.5, 0.95, 0.98, 1.0)] == [1, 2, 2, 6]
-    assert Acceptance(Counts()).width(0.98) == 16  # nothing is known: all that may be
+    assert Acceptance(AcceptanceCounts()).width(0.98) == 16  # nothing is known: all that may be
 
 
 def test_a_step_whose_time_is_the_prompt_s_says_nothing() -> None:

@@ -118,7 +118,7 @@ def test_hints_raise_lower_and_add_and_under_another_root_change_nothing() -> No
     five = tree.root.children[5]
     edges = [node.edge for node in (five, *five.children.values(), tree.root.children[8])]
     assert edges == [-2.0, -0.25, -0.5, -1.0]
-    assert all(node.judged for node in (five, *five.children.values()))
+    assert all(node.rescored for node in (five, *five.children.values()))
     tree.check_integrity()
     tree.commit([5])
     tree.hint(Hints(0, (-1,), (6,), (-4.0,)))  # of the root before

@@ -8,8 +8,8 @@ from outrider.core.control.version_comparison import MIN_POSITIONS, WINDOW, Agre
 
 def seen(**counts: tuple[int, int]) -> AgreementCounts:
     found = AgreementCounts()
-    for bucket, (agreed, judged) in counts.items():
-        found.add(bucket, agreed, judged)
+    for bucket, (agreed, compared) in counts.items():
+        found.add(bucket, agreed, compared)
     return found
 
 
@@ -39,7 +39,7 @@ def test_what_is_long_ago_fades() -> None:
     found = seen(hot=(4000, 4000))
     for _ in range(10):
         found.add("hot", 0, 4000)
-    assert found.judged < WINDOW * 1.6
+    assert found.compared < WINDOW * 1.6
     assert found.share < 0.05
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.core.proposers.interpolation import Followers, Interpolation, MatchRun, MatchRuns
+from outrider.core.proposers.interpolation import Interpolation, MatchRun, MatchRuns, MatchTrie
 from outrider.core.proposers.ngram_tree import NOTHING, BestOf, Branch, Continuation, best_nodes
 
 RUNS = st.lists(st.builds(MatchRun, st.lists(st.integers(0, 2), max_size=3), st.integers(1, 3)), min_size=1, max_size=5)
@@ -85,7 +85,7 @@ def test_no_other_subtree_of_that_size_and_depth_has_a_larger_sum_of_path_scores
         for chosen in combinations(reachable, size)
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
     )
-    proposal = best_nodes(Followers(found(groups), trust), nodes, depth, matched=1)
+    proposal = best_nodes(MatchTrie(found(groups), trust), nodes, depth, matched=1)
     paths = as_paths(proposal)
     assert len(paths) == size
     assert proposal.expected == pytest.approx(best)
@@ -94,7 +94,7 @@ def test_no_other_subtree_of_that_size_and_depth_has_a_larger_sum_of_path_scores
 
 @given(FOUND)
 def test_the_chances_of_siblings_never_exceed_one(groups: list[list[MatchRun]]) -> None:
-    proposal = best_nodes(Followers(found(groups), Interpolation()), 100, 4, matched=1)
+    proposal = best_nodes(MatchTrie(found(groups), Interpolation()), 100, 4, matched=1)
     for parent in {-1, *range(len(proposal.tokens))}:
         siblings = [chance for above, chance in zip(proposal.parents, proposal.chances, strict=True) if above == parent]
         assert all(0.0 < chance <= 1.0 for chance in siblings)
@@ -156,4 +156,4 @@ def test_places_where_the_text_ended_count_for_nothing() -> None:
     ended = [MatchRuns(5, [MatchRun([], 3)]), MatchRuns(2, [MatchRun([4], 1)])]
     trust.observe(ended, 4)
     assert trust.weight(5, 3, 1) == Interpolation().weight(5, 3, 1)
-    assert as_paths(best_nodes(Followers(ended, trust), 9, 9, matched=5)) == {(4,): trust.weight(2, 1, 1)}
+    assert as_paths(best_nodes(MatchTrie(ended, trust), 9, 9, matched=5)) == {(4,): trust.weight(2, 1, 1)}

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.core.proposers import datastore
-from outrider.core.proposers.datastore import Datastore, Written, write_datastore
-from outrider.core.proposers.interpolation import Followers, Interpolation, MatchRun, MatchRuns
+from outrider.core.proposers.datastore import Datastore, DatastoreContents, write_datastore
+from outrider.core.proposers.interpolation import Interpolation, MatchRun, MatchRuns, MatchTrie
 from outrider.core.proposers.ngram_tree import NOTHING, Continuation, best_nodes
 from outrider.core.proposers.retrieval import ENOUGH, LONGEST, PLACES, SHORTEST, Retrieval
 from outrider.errors import ConfigError, TokenizerMismatch
@@ -80,7 +80,7 @@ def test_what_followed_the_longest_match_is_proposed(
         if sum(len(runs.followed) for runs in found) > ENOUGH:
             continue
         proposal = retrieval.propose(query, 1000, 4)
-        slow = best_nodes(Followers(found, Interpolation()), 1000, 4, found[0].matched if found else 0)
+        slow = best_nodes(MatchTrie(found, Interpolation()), 1000, 4, found[0].matched if found else 0)
         assert proposal.matched == slow.matched
         assert as_paths(proposal) == pytest.approx(as_paths(slow))
 
@@ -143,7 +143,7 @@ def test_writing_says_what_was_written_and_how_far_it_is(tmp_path: Path) -> None
     path = tmp_path / "a.rest"
     heard: list[float] = []
     written = write_datastore(path, [[1, 2], [], [3]], tokenizer_digest=DIGEST, vocabulary=9, progress=heard.append)
-    assert written == Written(documents=2, tokens=3, bytes=path.stat().st_size)
+    assert written == DatastoreContents(documents=2, tokens=3, bytes=path.stat().st_size)
     assert heard[-1] == 1.0
     assert list(tmp_path.iterdir()) == [path]
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.core.acceptance import SparseRow
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, Prefix, extend
-from outrider.core.tree.delta import Delta, Drifted, Hints
+from outrider.core.tree.delta import Delta, DigestMismatch, Hints
 from outrider.core.tree.sampled_tree import SampledTree, tree_of
 from outrider.core.tree.token_tree import TokenTree
 from outrider.errors import InvalidRequest
@@ -111,7 +111,7 @@ def test_what_was_drawn_under_another_root_is_passed_over_and_its_ids_are_used_u
     tree.commit([4])
     assert tree.graft(3, late) == ([], [])
     assert (tree.size, tree.ids.of(3).last_id) == (0, 3)
-    with pytest.raises(Drifted):
+    with pytest.raises(DigestMismatch):
         tree.graft(3, delta(tree, root_digest=0, first_id=9))
 
 

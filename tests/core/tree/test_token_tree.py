@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outrider.core.session.digest import EMPTY, NOTHING, Prefix, extend
 from outrider.core.tree.committed_window import ALIAS_SPAN, settled_prefix
-from outrider.core.tree.delta import Delta, Drifted, Hints
+from outrider.core.tree.delta import Delta, DigestMismatch, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.core.tree.token_tree import TokenTree
@@ -164,7 +164,7 @@ def test_two_drafters_merge_by_path_and_the_larger_score_stays() -> None:
 
 def test_a_root_with_another_history_is_drift_and_one_ahead_is_a_fault() -> None:
     tree = TokenTree([1, 2])
-    with pytest.raises(Drifted):
+    with pytest.raises(DigestMismatch):
         tree.graft(1, Delta(1, tree.digest ^ 1, 1, (0,), (3,), (0.0,)))
     with pytest.raises(InvalidRequest, match="root_position"):
         tree.graft(1, Delta(2, tree.digest, 1, (0,), (3,), (0.0,)))
@@ -245,7 +245,7 @@ def test_nodes_without_a_token_or_an_edge_are_a_fault_of_ours_and_not_cut_off() 
 
 
 def test_drift_says_where() -> None:
-    with pytest.raises(Drifted, match=r"^at position 1$"):
+    with pytest.raises(DigestMismatch, match=r"^at position 1$"):
         TokenTree([1, 2]).graft(1, Delta(1, 0, 1, (), (), ()))
 
 
@@ -254,7 +254,7 @@ def test_a_node_knows_its_depth_and_the_path_to_it_and_begins_without_a_judgemen
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
     assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
     assert (tree.root.token, tree.root.position) == (2, 1)
-    assert (low.row, low.claim, low.q, low.expanded, low.judged) == (-1, None, None, False, False)
+    assert (low.row, low.claim, low.q, low.expanded, low.rescored) == (-1, None, None, False, False)
     assert [node.token for node in low.ancestors(tree.root)] == [6, 5]
     assert tree.score(tree.root) == 1.0
 

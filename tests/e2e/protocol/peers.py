@@ -133,7 +133,7 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
     session = SimpleNamespace(
         answer_position=7,
         vocabulary=4096,
-        sayable=4000,
+        unpadded_vocabulary=4000,
         tokens=tokens,
         tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
         epoch=7,

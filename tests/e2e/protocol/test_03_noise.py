@@ -48,11 +48,11 @@ def choice_by_the_page(logits: list[float], contract: Contract, said: list[int],
         z[x] = z[x] / contract.repetition_penalty if z[x] > 0 else z[x] * contract.repetition_penalty
     for x in set(said[answer:]):
         z[x] -= contract.presence_penalty + contract.frequency_penalty * said[answer:].count(x)
-    sayable = set(contract.allowed_ids or range(len(z))) - set(contract.banned_ids)
+    allowed = set(contract.allowed_ids or range(len(z))) - set(contract.banned_ids)
     if t - answer < contract.min_tokens:
-        sayable -= set(contract.stop_ids)
+        allowed -= set(contract.stop_ids)
     scaled = [value / (contract.temperature or 1.0) for value in z]
-    kept = sorted(sayable, key=lambda x: (-scaled[x], x))
+    kept = sorted(allowed, key=lambda x: (-scaled[x], x))
     if contract.temperature:
         kept = kept[: contract.top_k or len(kept)]
         total, reached, nucleus = sum(math.exp(scaled[x]) for x in kept), 0.0, []

@@ -170,7 +170,7 @@ async def test_a_snapshot_comes_in_parts_in_order_and_only_the_last_has_the_term
     last = parts[2]
     assert (last.digest, last.credit, last.contract.seed) == (extend(EMPTY, tokens), 512, 5)
     assert (last.price, last.time_price, last.ahead) == (0.25, 7.0, True)
-    assert [(part.vocabulary, part.sayable) for part in parts] == [(4096, 0), (4096, 0), (4096, 4000)]
+    assert [(part.vocabulary, part.unpadded_vocabulary) for part in parts] == [(4096, 0), (4096, 0), (4096, 4000)]
     assert subscription.session.wire_bytes == sum(part.ByteSize() for part in parts)
 
 
@@ -215,7 +215,7 @@ async def test_a_drafter_with_another_number_of_ids_is_welcome_and_is_told_the_t
             drafter.say(hello=await hello_to(verifier, drafter.name, vocabulary=vocabulary))
             await drafter.inbox.take("welcome")
             snapshot, there = await drafter.attach(router.session), await described(verifier)
-            assert snapshot.vocabulary == snapshot.sayable == there.vocabulary
+            assert snapshot.vocabulary == snapshot.unpadded_vocabulary == there.vocabulary
 
 
 async def test_a_drafter_sends_ids_that_the_target_can_say_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
@@ -223,16 +223,16 @@ async def test_a_drafter_sends_ids_that_the_target_can_say_and_reads_all_that_it
     said = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
     async with upstream_of(drafter) as peer:
         stream = peer.stream
-        for number, sayable in enumerate((0, 300), 1):
+        for number, unpadded_vocabulary in enumerate((0, 300), 1):
             contract = Contract(seed=1, max_tokens=500, banned_ids=(5000, 6000), stop_ids=(largest,))
-            sizes = {"vocabulary": largest + 1, "sayable": sayable}
+            sizes = {"vocabulary": largest + 1, "unpadded_vocabulary": unpadded_vocabulary}
             stream.snapshot(said, attachment=number, contract=contract_to_pb(contract), **sizes)
             tokens: list[int] = []
             while len(tokens) < 20:
                 delta = await stream.inbox.take("delta", number)
                 assert (delta.root_position, delta.root_digest) == (len(said) - 1, extend(EMPTY, said))
                 tokens += delta.tokens
-            assert max(tokens) < (sayable or 4096)
+            assert max(tokens) < (unpadded_vocabulary or 4096)
             said += [largest, 7]
             stream.commit(said, len(said) - 2, attachment=number)
             while delta.root_position < len(said) - 1:

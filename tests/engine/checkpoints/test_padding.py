@@ -105,7 +105,7 @@ def test_known_shapes_have_as_many_parameters_as_the_models(name: str, parameter
 
 def test_a_checkpoint_in_a_known_shape_gives_the_same_logits_and_no_others(shaped: Path) -> None:
     config, expected = read_config(shaped), logits(MODELS / "target")
-    assert (config.width, config.layers, config.group, config.vocabulary, config.sayable, config.tied) == (
+    assert (config.width, config.layers, config.group, config.vocabulary, config.unpadded_vocabulary, config.tied) == (
         512, 8, 4, 6000, 4096, False,
     )  # fmt: skip
     ours = logits(shaped)
@@ -139,8 +139,8 @@ def test_a_drafter_gets_a_larger_vocabulary_and_nothing_else(tmp_path: Path) -> 
     padded = tmp_path / "padded"
     pad_checkpoint(MODELS / "drafter", padded, vocabulary=6000)
     before, after = read_config(MODELS / "drafter"), read_config(padded)
-    assert (after.vocabulary, after.sayable) == (6000, before.vocabulary)
-    assert replace(after, vocabulary=before.vocabulary, sayable=before.sayable) == before
+    assert (after.vocabulary, after.unpadded_vocabulary) == (6000, before.vocabulary)
+    assert replace(after, vocabulary=before.vocabulary, unpadded_vocabulary=before.unpadded_vocabulary) == before
     larger = logits(padded)
     assert np.array_equal(larger[:, : before.vocabulary], logits(MODELS / "drafter"))
     assert np.isneginf(larger[:, before.vocabulary :]).all()
@@ -188,10 +188,10 @@ def test_what_does_not_fit_into_a_known_shape_is_refused(tmp_path: Path) -> None
         pad_checkpoint(tmp_path / "larger", tmp_path / "padded", shape="tiny")
 
 
-def test_more_sayable_ids_than_there_are_are_refused(tmp_path: Path) -> None:
+def test_an_unpadded_vocabulary_above_the_padded_one_is_refused(tmp_path: Path) -> None:
     config = make_checkpoint(tmp_path) / "config.json"
-    config.write_text(config.read_text().replace("{", '{"outrider_sayable": 132,', 1))
-    with pytest.raises(CheckpointError, match="outrider_sayable is 132, must be at most vocab_size"):
+    config.write_text(config.read_text().replace("{", '{"outrider_unpadded_vocabulary": 132,', 1))
+    with pytest.raises(CheckpointError, match="outrider_unpadded_vocabulary is 132, must be at most vocab_size"):
         read_config(tmp_path)
 
 

@@ -113,7 +113,7 @@ def test_draws_are_the_samplers(seed: int, temperature: float, position: int, be
     contract = Contract(seed=seed, max_tokens=100, temperature=temperature)
     text = np.random.default_rng(seed % 2**32).integers(0, engine.vocabulary, position + 3)
     sampler = Sampler(contract, engine.vocabulary, text.tolist(), 1, compiled=False)
-    logits = engine.judge([prompt(0, text, wanted=1)], [sampler.draw], best)
+    logits = engine.sample([prompt(0, text, wanted=1)], [sampler.draw], best)
     row = logits.row(0).copy()
     expected, choice = sampler.choose(row), logits.choice(0)
     assert choice is not None
@@ -138,10 +138,10 @@ def _drawing(instructions: str) -> CpuEngine:
 def test_only_segments_with_a_draw_are_drawn_from() -> None:
     engine = load()
     segments = [prompt(slot, np.array([5, 6, 7]), wanted=2) for slot in range(3)]
-    logits = engine.judge(segments, [None, Draw(1, 0.0), Draw(2, 1.0)], 2)
+    logits = engine.sample(segments, [None, Draw(1, 0.0), Draw(2, 1.0)], 2)
     assert [logits.choice(row) is None for row in range(6)] == [True, True, False, False, False, False]
     assert [logits.best(row) is None for row in range(6)] == [True, True, False, False, False, False]
-    undrawn = engine.judge(segments, [None, None, None])
+    undrawn = engine.sample(segments, [None, None, None])
     assert undrawn.choice(5) is None
     assert np.array_equal(undrawn.row(2), logits.row(2))
 
@@ -154,7 +154,7 @@ def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: in
     said = [int(text[-1])]
     for _ in range(4):  # what it says by itself, row by row
         tokens = np.array([text[-1], *said[1:]], np.int64)
-        choice = engine.judge([Segment(0, 8, tokens, 8 + np.arange(len(tokens)), None, 1)], [draw], 2).choice(0)
+        choice = engine.sample([Segment(0, 8, tokens, 8 + np.arange(len(tokens)), None, 1)], [draw], 2).choice(0)
         assert choice is not None
         said.append(choice.token)
     # A tree with that path, and beside it at each place other tokens, some with the same ones below them.
@@ -175,7 +175,7 @@ def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: in
     for row in range(1, len(tokens)):
         mask[row] |= mask[parents[row]]
         positions[row] = positions[parents[row]] + 1
-    logits = engine.judge([Segment(0, 8, np.array(tokens), positions, mask, len(tokens))], [draw])
+    logits = engine.sample([Segment(0, 8, np.array(tokens), positions, mask, len(tokens))], [draw])
     choices = [logits.choice(row) for row in range(len(tokens))]
     assert [row for row, choice in enumerate(choices) if choice is not None] == sorted(on_path)
     assert [choices[row].token for row in on_path] == said[1:]  # type: ignore[union-attr]
@@ -187,7 +187,7 @@ def test_the_lowest_id_wins_a_tie(instructions: str, tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 0.0  # all logits are 0
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    logits = load(folder, instructions=instructions).judge([prompt(0, np.array([9]))], [Draw(0, 0.0)], 6)
+    logits = load(folder, instructions=instructions).sample([prompt(0, np.array([9]))], [Draw(0, 0.0)], 6)
     assert best_of(logits, 0) == ([0, 1, 2, 3, 4, 5], [0.0] * 6)
     choice = logits.choice(0)
     assert choice is not None

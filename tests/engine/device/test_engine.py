@@ -168,7 +168,7 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
     segments = [tree.segment(3, 33), prompt(1, history[:2], 0), prompt(6, history[:1], 0)]
     for engine in (device, native):
         engine.forward([prompt(3, history, wanted=0)])
-    device.judge(segments, [Draw(1, 1.0)] * 3)
+    device.sample(segments, [Draw(1, 1.0)] * 3)
     with torch.inference_mode():
         kept = device._cache[:, :, 3, :, :33].clone()
         device._cache.copy_(torch.randn(device._cache.shape) * 1e3)
@@ -191,7 +191,7 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
     def step() -> None:
         trees = [Tree.random(native, random, int(random.integers(7, 9))) for _ in range(4)]  # 28 to 32 rows
         segments = [tree.segment(slot, 20 + slot) for slot, tree in enumerate(trees)]
-        device.judge(segments, [Draw(5, 0.5)] * 4)
+        device.sample(segments, [Draw(5, 0.5)] * 4)
 
     def places() -> list[int]:
         found = [device._cache.data_ptr()]
@@ -283,7 +283,7 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
     segments.insert(3, prompt(7, random_tokens(both[1], random, 90), 0))
     contracts.insert(3, Contract(seed=2**64 - 1, max_tokens=9, temperature=temperature))
     draws.insert(3, draw_of(contracts[3], both[0]))
-    said = both[0].judge(segments, draws)
+    said = both[0].sample(segments, draws)
     row = 0
     for segment, contract, draw in zip(segments, contracts, draws, strict=True):
         for position in segment.positions:
@@ -302,10 +302,10 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
 
 def test_rows_that_nobody_draws_for_are_not_chosen(both: Both) -> None:
     segments = [prompt(0, np.array([1, 2, 3]))]
-    said = both[0].judge(segments, [None])
+    said = both[0].sample(segments, [None])
     assert said.choice(1) is None
     assert (said.row(1) == both[0].forward(segments)[1]).all()
-    assert both[0].judge([prompt(0, np.array([1, 2]), wanted=0)], [Draw(1, 1.0)]).vocabulary == both[0].vocabulary
+    assert both[0].sample([prompt(0, np.array([1, 2]), wanted=0)], [Draw(1, 1.0)]).vocabulary == both[0].vocabulary
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -314,7 +314,7 @@ def test_the_best_tokens_of_a_row_are_those_of_the_sampler(both: Both, temperatu
     contract = Contract(seed=3, max_tokens=9, temperature=temperature)
     tokens = random_tokens(both[1], np.random.default_rng(12), 9)
     logits = both[0].forward([prompt(0, tokens)])
-    said = both[0].judge([prompt(0, tokens)], [draw_of(contract, both[0])], count)
+    said = both[0].sample([prompt(0, tokens)], [draw_of(contract, both[0])], count)
     for position in range(len(tokens)):
         scores = Sampler(contract, both[0].vocabulary, [1] * (position + 1), 0).scores(logits[position])
         order = np.argsort(-scores, kind="stable")[:count]
@@ -393,7 +393,7 @@ def test_functions_compile_whole_and_say_the_same() -> None:
     plain = on_device(MODELS / "drafter")
     plain.forward([prompt(0, text[:38])])
     segments, draws = [prompt(0, text[38:], 38)], [Draw(7, 1.0)]
-    assert engine.judge(segments, draws).choice(1) == pytest.approx(plain.judge(segments, draws).choice(1), abs=1e-4)
+    assert engine.sample(segments, draws).choice(1) == pytest.approx(plain.sample(segments, draws).choice(1), abs=1e-4)
 
 
 def test_the_fastest_way_to_attend_that_works_is_taken() -> None:

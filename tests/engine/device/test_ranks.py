@@ -28,7 +28,7 @@ def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
             tree = Tree.random(alone, random, 9).segment(1, 80)
             with ranks.lead(folder) as leader:
                 assert leader.parameters == alone.parameters
-                assert leader.draws
+                assert leader.samples
                 assert_same(leader.forward([prompt(1, tokens)]), alone.forward([prompt(1, tokens)]))
                 for engine in (alone, leader, single):
                     engine.forward([prompt(1, tokens[:80], wanted=0)])
@@ -37,7 +37,7 @@ def test_shares_of_every_shape_add_up(tmp_path: Path) -> None:
                     engine.move(1, np.array([82, 85]), np.array([80, 81]))
                 segments = [prompt(4, tokens[:2], 70), prompt(1, tokens[:1], 82)]
                 assert_same(leader.forward(segments), alone.forward(segments))
-                ours, theirs = (engine.judge(segments, [Draw(5, 1.0), None]) for engine in (leader, single))
+                ours, theirs = (engine.sample(segments, [Draw(5, 1.0), None]) for engine in (leader, single))
                 for row in range(2):
                     chosen, expected = ours.choice(row), theirs.choice(row)
                     assert chosen is not None

@@ -18,7 +18,7 @@ size_t up_to(size_t count, size_t unit) { return (count + unit - 1) / unit * uni
 }  // namespace
 
 Model::Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
-             const float* sines, Wanted wanted, std::unique_ptr<Exchange> exchange)
+             const float* sines, FeatureRequest wanted, std::unique_ptr<Exchange> exchange)
     : shape_(shape), kind_(kind), kernels_(kernels), pool_(threads), wanted_(std::move(wanted)), exchange_(std::move(exchange)),
       cosines_(cosines, cosines + size_t(shape.positions) * (shape.dim / 2)),
       sines_(sines, sines + size_t(shape.positions) * (shape.dim / 2)), layers_(shape.layers),
@@ -101,11 +101,11 @@ void Model::set_ends(const Array& embedding, const Array& norm, const Array& hea
   }
   norm_ = norm_of(norm, int(wide_));
   fill(head_, head, Array(), 0, 1, 0);
-  if (weight_bytes() > CACHED) ask_further_ahead();
+  if (weight_bytes() > CACHED) prefetch_further();
 }
 
 // Prefetches further ahead where the weights come from memory, and not from a cache that all cores share.
-void Model::ask_further_ahead() {
+void Model::prefetch_further() {
   for (auto& it : layers_) it.qkv.ahead = it.output.ahead = it.gate_up.ahead = it.down.ahead = FAR;
   head_.ahead = FAR;
 }
@@ -394,7 +394,7 @@ void Model::attend_head(Worker& worker, int layer, const Segment& segment, int f
 void Model::choose(int thread, const Results& results) {
   for (size_t output = size_t(thread); output < outputs_.size(); output += size_t(pool_.size())) {
     float* logits = results.logits + output * shape_.vocabulary;
-    std::fill(logits + shape_.sayable, logits + shape_.vocabulary, -std::numeric_limits<float>::infinity());
+    std::fill(logits + shape_.unpadded_vocabulary, logits + shape_.vocabulary, -std::numeric_limits<float>::infinity());
     std::fill_n(results.tokens + output * results.best, results.best, -1);
   }
   if (choices_.empty()) return;
@@ -419,7 +419,7 @@ int64_t Model::choose(const Results& results, const Row& at) const {
   const Draw draw{mix64(at.segment->base + position * PHI), at.segment->temperature};
   const float* logits = results.logits + size_t(at.output) * shape_.vocabulary;
   Leaders leaders{results.best, tokens, scores};
-  lead(kernels_, logits, shape_.sayable, draw, leaders);
+  lead(kernels_, logits, shape_.unpadded_vocabulary, draw, leaders);
   const int found = leaders.found;
   std::fill(tokens + found, tokens + results.best, -1);
   std::fill(scores + found, scores + results.best, -std::numeric_limits<double>::infinity());

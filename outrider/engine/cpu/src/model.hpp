@@ -22,7 +22,7 @@
 namespace outrider {
 
 struct Shape {
-  int vocabulary, sayable, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;  // heads and ffn: this rank's
+  int vocabulary, unpadded_vocabulary, width, layers, heads, kv_heads, dim, ffn, positions, slots, rows;  // heads and ffn: this rank's
   float eps;
   size_t kv_bytes;  // maximum of all slots together; 0: as much as their rows need
 };
@@ -63,7 +63,7 @@ struct Results {
 };
 
 // The features that a pass returns; see outrider.engine.features.
-struct Wanted {
+struct FeatureRequest {
   std::vector<int> layers;  // layers whose outputs are returned, the first is 1; empty: the inputs of the head
   bool every = false;       // of all rows; else of those that want logits
 };
@@ -72,7 +72,7 @@ class Model {
  public:
   // `exchange`: with the other ranks that share the model; null: this rank has all of it.
   Model(const Shape& shape, Kind kind, Kind head_kind, int threads, const Kernels& kernels, const float* cosines,
-        const float* sines, Wanted wanted, std::unique_ptr<Exchange> exchange);
+        const float* sines, FeatureRequest wanted, std::unique_ptr<Exchange> exchange);
 
   const Shape& shape() const { return shape_; }
   int ranks() const { return exchange_ ? exchange_->ranks() : 1; }
@@ -115,7 +115,7 @@ class Model {
   };
 
   void fill(PackedLinear& linear, const Array& weight, const Array& bias, int first, int step_panels, int phase);
-  void ask_further_ahead();
+  void prefetch_further();
   std::vector<float> norm_of(const Array& weight, int padded) const;
   void compute(int thread, const Results& results);
   void apply(int thread, const PackedLinear& linear, const float* x, size_t stride, const float* norm, int rows,
@@ -137,7 +137,7 @@ class Model {
   Kind kind_;
   const Kernels& kernels_;
   Pool pool_;
-  Wanted wanted_;
+  FeatureRequest wanted_;
   std::unique_ptr<Exchange> exchange_;
   std::vector<float> cosines_, sines_;  // [positions, dim / 2]
   std::vector<Layer> layers_;

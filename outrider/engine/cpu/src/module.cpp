@@ -16,14 +16,14 @@ struct Object {
 };
 
 // Guards a call: one at a time, without the interpreter's lock.
-class Alone {
+class ExclusiveCall {
  public:
-  explicit Alone(Object* self) : busy_(*self->busy) {
+  explicit ExclusiveCall(Object* self) : busy_(*self->busy) {
     if (!self->model) throw std::logic_error("the model was not made");
     if (busy_.exchange(true)) throw std::logic_error("another thread is using this model");
     state_ = PyEval_SaveThread();
   }
-  ~Alone() {
+  ~ExclusiveCall() {
     PyEval_RestoreThread(state_);
     busy_ = false;
   }
@@ -50,7 +50,7 @@ std::vector<int> integers(PyObject* object) {
   std::vector<int> numbers;
   for (Py_ssize_t i = 0; i < PyList_Size(all.get()); i++) {
     const long number = PyLong_AsLong(PyList_GetItem(all.get(), i));
-    if (number == -1 && PyErr_Occurred()) throw Raised();
+    if (number == -1 && PyErr_Occurred()) throw PythonError();
     numbers.push_back(int(number));
   }
   return numbers;
@@ -75,7 +75,7 @@ int make(PyObject* object, PyObject* args, PyObject*) {
   unsigned long long kv_bytes;
   PyObject *cosines, *sines, *layers, *sockets;
   double timeout_s;
-  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &it.vocabulary, &it.sayable, &it.width,
+  if (!PyArg_ParseTuple(args, "ss(iiiiiiiiiiidK)OOisOp(idO)", &kind, &head_kind, &it.vocabulary, &it.unpadded_vocabulary, &it.width,
                         &it.layers, &it.heads, &it.kv_heads, &it.dim, &it.ffn, &it.positions, &it.slots, &it.rows, &eps, &kv_bytes,
                         &cosines, &sines, &threads, &instructions, &layers, &every, &rank, &timeout_s, &sockets))
     return -1;
@@ -83,16 +83,16 @@ int make(PyObject* object, PyObject* args, PyObject*) {
   it.kv_bytes = size_t(kv_bytes);
   PyObject* made = guarded([&]() -> PyObject* {
     if (self->model) throw std::logic_error("a model is made once");
-    for (int size : {it.vocabulary, it.sayable, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
+    for (int size : {it.vocabulary, it.unpadded_vocabulary, it.width, it.layers, it.heads, it.kv_heads, it.dim, it.ffn,
                      it.positions, it.slots, it.rows, threads})
       if (size < 1 || size > 1 << 28) throw std::invalid_argument("a size of the model is out of range");
-    if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.sayable > it.vocabulary || threads > 1024)
+    if (int64_t(it.heads) * it.dim > 1 << 28 || it.heads % it.kv_heads || it.dim % 2 || it.unpadded_vocabulary > it.vocabulary || threads > 1024)
       throw std::invalid_argument("the sizes of the model do not fit one another");
     const Kernels* kernels = kernels_named(instructions);
     if (!kernels) throw std::invalid_argument(std::string("this processor has no ") + instructions);
     const Py_ssize_t angles = Py_ssize_t(it.positions) * (it.dim / 2);
     const Buffer c(cosines, false), s(sines, false);
-    Wanted wanted;
+    FeatureRequest wanted;
     wanted.every = every;
     wanted.layers = integers(layers);
     self->busy = new std::atomic<bool>(false);
@@ -131,7 +131,7 @@ PyObject* set_layer(PyObject* object, PyObject* args) {
     PyObject* o[18];
     if (!PyArg_ParseTuple(args, "iOOOOOOOOOOOOOOOOOO", &index, &o[0], &o[1], &o[2], &o[3], &o[4], &o[5], &o[6], &o[7],
                           &o[8], &o[9], &o[10], &o[11], &o[12], &o[13], &o[14], &o[15], &o[16], &o[17]))
-      throw Raised();
+      throw PythonError();
     const Shape& it = self->model->shape();
     if (index < 0 || index >= it.layers) throw std::invalid_argument("no such layer");
     const int64_t width = it.width, queries = int64_t(it.heads) * it.dim, keys = int64_t(it.kv_heads) * it.dim;
@@ -145,7 +145,7 @@ PyObject* set_layer(PyObject* object, PyObject* args) {
       if (!a[i].data) throw std::invalid_argument("a weight is missing");
     if (!a[4].data != !a[5].data || !a[4].data != !a[6].data || !a[14].data != !a[15].data || !a[7].data != !a[8].data)
       throw std::invalid_argument("some biases or norms are missing");
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->set_layer(index, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
                            a[14], a[15], a[16], a[17]);
     return nullptr;
@@ -157,14 +157,14 @@ PyObject* set_ends(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     PyObject *embedding, *norm, *head;
-    if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw Raised();
+    if (!PyArg_ParseTuple(args, "OOO", &embedding, &norm, &head)) throw PythonError();
     const Shape& it = self->model->shape();
     Buffers held;
     const Model& model = *self->model;
     const Array e = taken(held, embedding, it.vocabulary, it.width / model.ranks()), n = taken(held, norm, 1, it.width);
     const Array h = taken(held, head, model.head_tokens(), it.width);
     if (!(e.data || model.ranks() == 1) || !n.data || !h.data) throw std::invalid_argument("a weight is missing");
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->set_ends(e, n, h);
     return nullptr;
   });
@@ -173,7 +173,7 @@ PyObject* set_ends(PyObject* object, PyObject* args) {
 int64_t integer(PyObject* object, PyObject* name) {
   const Reference value(PyObject_GetAttr(object, name));
   const long long number = PyLong_AsLongLong(value.get());
-  if (number == -1 && PyErr_Occurred()) throw Raised();
+  if (number == -1 && PyErr_Occurred()) throw PythonError();
   return number;
 }
 
@@ -209,7 +209,7 @@ Segment read_segment(Buffers& held, PyObject* object, const Shape& shape) {
     const Reference outputs(PyObject_GetAttr(object, names.wanted));
     if (outputs.get() != Py_None) {
       wanted = PyLong_AsLongLong(outputs.get());
-      if (wanted == -1 && PyErr_Occurred()) throw Raised();
+      if (wanted == -1 && PyErr_Occurred()) throw PythonError();
     }
   }
   demand(prefix >= 0 && span <= shape.rows && prefix <= shape.rows - span, "its prefix");
@@ -232,7 +232,7 @@ PyObject* run(PyObject* object, PyObject* args) {
     PyObject *segments, *draws, *logits, *tokens, *scores, *features;
     int best, walks;
     if (!PyArg_ParseTuple(args, "OOipOOOO", &segments, &draws, &best, &walks, &logits, &tokens, &scores, &features))
-      throw Raised();
+      throw PythonError();
     const Shape& shape = self->model->shape();
     const Reference all(PySequence_List(segments));
     const Py_ssize_t count = PyList_Size(all.get());
@@ -261,7 +261,7 @@ PyObject* run(PyObject* object, PyObject* args) {
         pass[i].drawn = true;
         pass[i].base = PyLong_AsUnsignedLongLongMask(base.get());
         pass[i].temperature = PyFloat_AsDouble(temperature.get());
-        if (PyErr_Occurred()) throw Raised();
+        if (PyErr_Occurred()) throw PythonError();
         if (!(pass[i].temperature >= 0)) throw std::invalid_argument("a temperature is not negative");
       }
     }
@@ -279,7 +279,7 @@ PyObject* run(PyObject* object, PyObject* args) {
     }
     if (features != Py_None)
       results.features = writable(features).as<float>('f', self->model->feature_floats(int(rows), int(outputs)));
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->run(pass, results);
     return nullptr;
   });
@@ -291,7 +291,7 @@ PyObject* move(PyObject* object, PyObject* args) {
     if (!self->model) throw std::logic_error("the model was not made");
     int slot;
     PyObject *source, *target;
-    if (!PyArg_ParseTuple(args, "iOO", &slot, &source, &target)) throw Raised();
+    if (!PyArg_ParseTuple(args, "iOO", &slot, &source, &target)) throw PythonError();
     const Shape& shape = self->model->shape();
     const Buffer from(source, false), to(target, false);
     const Py_ssize_t count = from.count();
@@ -299,7 +299,7 @@ PyObject* move(PyObject* object, PyObject* args) {
     if (slot < 0 || slot >= shape.slots || to.count() != count) throw std::invalid_argument("rows that cannot be moved");
     for (Py_ssize_t i = 0; i < count; i++)
       if (s[i] < 0 || s[i] >= shape.rows || t[i] < 0 || t[i] >= shape.rows) throw std::invalid_argument("a row out of range");
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->pages().move(slot, s, t, size_t(count));
     return nullptr;
   });
@@ -310,11 +310,11 @@ PyObject* copy(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     int source, target, rows;
-    if (!PyArg_ParseTuple(args, "iii", &source, &target, &rows)) throw Raised();
+    if (!PyArg_ParseTuple(args, "iii", &source, &target, &rows)) throw PythonError();
     const Shape& shape = self->model->shape();
     if (source < 0 || source >= shape.slots || target < 0 || target >= shape.slots || rows < 0 || rows > shape.rows)
       throw std::invalid_argument("a slot or a number of rows out of range");
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->pages().copy(source, target, rows);
     return nullptr;
   });
@@ -325,11 +325,11 @@ PyObject* release(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     int slot, rows;
-    if (!PyArg_ParseTuple(args, "ii", &slot, &rows)) throw Raised();
+    if (!PyArg_ParseTuple(args, "ii", &slot, &rows)) throw PythonError();
     const Shape& shape = self->model->shape();
     if (slot < 0 || slot >= shape.slots || rows < 0 || rows > shape.rows)
       throw std::invalid_argument("a slot or a number of rows out of range");
-    Alone alone(self);
+    ExclusiveCall call(self);
     self->model->pages().release(slot, rows);
     return nullptr;
   });
@@ -340,13 +340,13 @@ PyObject* pages(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     if (!self->model) throw std::logic_error("the model was not made");
     int slot, first, end;
-    if (!PyArg_ParseTuple(args, "iii", &slot, &first, &end)) throw Raised();
+    if (!PyArg_ParseTuple(args, "iii", &slot, &first, &end)) throw PythonError();
     const Shape& shape = self->model->shape();
     if (slot < 0 || slot >= shape.slots || first < 0 || first > end || end > shape.rows)
       throw std::invalid_argument("a slot or rows out of range");
     int needed, free;
     {
-      Alone alone(self);
+      ExclusiveCall call(self);
       needed = self->model->pages().needed(slot, first, end);
       free = int(self->model->pages().free());
     }
@@ -371,7 +371,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
     const Reference list(PyList_New(0));
     for (const Kernels* it : kernels_here()) {
       const Reference text(PyUnicode_FromString(it->name));
-      if (PyList_Append(list.get(), text.get())) throw Raised();
+      if (PyList_Append(list.get(), text.get())) throw PythonError();
     }
     Py_INCREF(list.get());
     return list.get();

@@ -16,14 +16,14 @@
 namespace outrider {
 
 // Thrown where Python has already raised an exception.
-struct Raised {};
+struct PythonError {};
 
 // A buffer of the caller, held for the lifetime of this object.
 class Buffer {
  public:
   Buffer(PyObject* object, bool writable) {
     const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(object, &view_, flags)) throw Raised();
+    if (PyObject_GetBuffer(object, &view_, flags)) throw PythonError();
   }
   Buffer(const Buffer&) = delete;
   ~Buffer() { PyBuffer_Release(&view_); }
@@ -67,7 +67,7 @@ using Buffers = std::vector<std::unique_ptr<Buffer>>;
 class Reference {
  public:
   explicit Reference(PyObject* object) : object_(object) {
-    if (!object) throw Raised();
+    if (!object) throw PythonError();
   }
   Reference(const Reference&) = delete;
   ~Reference() { Py_DECREF(object_); }
@@ -81,7 +81,7 @@ template <class Work>
 PyObject* guarded(Work work) {
   try {
     return work();
-  } catch (const Raised&) {
+  } catch (const PythonError&) {
   } catch (const std::invalid_argument& error) {
     PyErr_SetString(PyExc_ValueError, error.what());
   } catch (const std::bad_alloc&) {

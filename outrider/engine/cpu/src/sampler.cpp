@@ -25,26 +25,26 @@ double gumbel(uint64_t key, int32_t token) {
 
 void Sampler::extend(const int64_t* tokens, size_t count, bool answer) {
   length_ += int64_t(count);
-  if (terms_.penalizes()) said_ = joined(said_, counted(tokens, count, answer));
+  if (terms_.penalizes()) counts_ = joined(counts_, counted(tokens, count, answer));
 }
 
 // The count of each of these tokens, by ascending ids.
-std::vector<Sampler::Said> Sampler::counted(const int64_t* tokens, size_t count, bool answer) const {
+std::vector<Sampler::TokenCount> Sampler::counted(const int64_t* tokens, size_t count, bool answer) const {
   std::vector<int32_t> ids;
   for (size_t i = 0; i < count; i++)
     if (tokens[i] < terms_.vocabulary) ids.push_back(int32_t(tokens[i]));
   std::sort(ids.begin(), ids.end());
-  std::vector<Said> said;
+  std::vector<TokenCount> counts;
   for (int32_t token : ids) {
-    if (said.empty() || said.back().token != token) said.push_back({token, 0, 0});
-    said.back().session++;
-    said.back().answer += answer;
+    if (counts.empty() || counts.back().token != token) counts.push_back({token, 0, 0});
+    counts.back().session++;
+    counts.back().answer += answer;
   }
-  return said;
+  return counts;
 }
 
-std::vector<Sampler::Said> Sampler::joined(const std::vector<Said>& one, const std::vector<Said>& other) {
-  std::vector<Said> both;
+std::vector<Sampler::TokenCount> Sampler::joined(const std::vector<TokenCount>& one, const std::vector<TokenCount>& other) {
+  std::vector<TokenCount> both;
   both.reserve(one.size() + other.size());
   for (auto a = one.begin(), b = other.begin(); a != one.end() || b != other.end();) {
     const bool first = b == other.end() || (a != one.end() && a->token <= b->token);
@@ -79,10 +79,10 @@ int Sampler::lead(const float* logits, const int64_t* path, size_t path_count, b
 }
 
 // log p up to a constant: a token's logit after bias and penalties, over the temperature.
-double Sampler::adjusted(float logit, double bias, const Said& said) const {
+double Sampler::adjusted(float logit, double bias, const TokenCount& counts) const {
   double score = double(logit) + bias;
-  if (said.session && terms_.repetition != 1.0) score = score < 0 ? score * terms_.repetition : score / terms_.repetition;
-  if (said.answer) score -= terms_.presence + terms_.frequency * double(said.answer);
+  if (counts.session && terms_.repetition != 1.0) score = score < 0 ? score * terms_.repetition : score / terms_.repetition;
+  if (counts.answer) score -= terms_.presence + terms_.frequency * double(counts.answer);
   return terms_.greedy() ? score : score / terms_.temperature;
 }
 
@@ -92,21 +92,21 @@ void Sampler::set_apart(Row& row, const float* logits, int64_t position, const i
   row.logits = terms_.restricted ? nullptr : logits;
   row.apart.clear();
   row.ids.clear();
-  const std::vector<Said> last = terms_.penalizes() ? counted(path, path_count, true) : std::vector<Said>();
+  const std::vector<TokenCount> last = terms_.penalizes() ? counted(path, path_count, true) : std::vector<TokenCount>();
   const size_t stops = position < terms_.first_stop ? terms_.stops.size() : 0;
-  size_t biased = 0, said = 0, on_path = 0, banned = 0, stop = 0, allowed = 0;  // index in each list
+  size_t biased = 0, counted = 0, on_path = 0, banned = 0, stop = 0, allowed = 0;  // index in each list
   const auto id = [&](const auto& ids, size_t at, size_t size) { return at < size ? ids[at] : NONE; };
   while (true) {
     const int32_t by = biased < terms_.bias.size() ? terms_.bias[biased].first : NONE;
-    const int32_t before = said < said_.size() ? said_[said].token : NONE;
+    const int32_t before = counted < counts_.size() ? counts_[counted].token : NONE;
     const int32_t late = on_path < last.size() ? last[on_path].token : NONE;
     const int32_t never = id(terms_.banned, banned, terms_.banned.size()), end = id(terms_.stops, stop, stops);
     const int32_t may = id(terms_.allowed, allowed, terms_.restricted ? terms_.allowed.size() : 0);
     const int32_t token = std::min({by, before, late, never, end, may});
     if (token == NONE) return;
-    Said counts{token, 0, 0};
+    TokenCount counts{token, 0, 0};
     const double bias = by == token ? terms_.bias[biased++].second : 0.0;
-    if (before == token) counts = said_[said++];
+    if (before == token) counts = counts_[counted++];
     if (late == token) counts.session += last[on_path].session, counts.answer += last[on_path].answer, on_path++;
     banned += never == token;
     stop += end == token;

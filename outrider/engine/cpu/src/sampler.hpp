@@ -12,7 +12,7 @@
 namespace outrider {
 
 // The terms of a generation; see outrider.core.session.contract.Contract. Ids are ascending, and below the vocabulary.
-struct Terms {
+struct SamplingTerms {
   int vocabulary;
   uint64_t base;       // of its noise keys
   double temperature;  // 0: greedy
@@ -33,7 +33,7 @@ class Sampler {
  public:
   static constexpr int UNDECIDED = -1;
 
-  Sampler(Terms terms, const Kernels& kernels) : terms_(std::move(terms)), kernels_(kernels) {}
+  Sampler(SamplingTerms terms, const Kernels& kernels) : terms_(std::move(terms)), kernels_(kernels) {}
 
   int vocabulary() const { return terms_.vocabulary; }
 
@@ -48,7 +48,7 @@ class Sampler {
 
  private:
   // The count of a token in the session's text and in the answer.
-  struct Said {
+  struct TokenCount {
     int32_t token;
     int64_t session, answer;
   };
@@ -85,18 +85,18 @@ class Sampler {
     }
   }
 
-  std::vector<Said> counted(const int64_t* tokens, size_t count, bool answer) const;
-  static std::vector<Said> joined(const std::vector<Said>& one, const std::vector<Said>& other);
-  double adjusted(float logit, double bias, const Said& said) const;
+  std::vector<TokenCount> counted(const int64_t* tokens, size_t count, bool answer) const;
+  static std::vector<TokenCount> joined(const std::vector<TokenCount>& one, const std::vector<TokenCount>& other);
+  double adjusted(float logit, double bias, const TokenCount& counts) const;
   void set_apart(Row& row, const float* logits, int64_t position, const int64_t* path, size_t path_count) const;
   bool cut(Row& row) const;
   bool collect(Row& row, size_t least, double share, double deepest, double* rest) const;
   static bool keep_top_p(std::vector<Scored>& kept, double p, double rest);
   static bool keep_min_p(std::vector<Scored>& kept, double p);
 
-  const Terms terms_;
+  const SamplingTerms terms_;
   const Kernels& kernels_;
-  std::vector<Said> said_;  // by ascending ids; empty without penalties
+  std::vector<TokenCount> counts_;  // by ascending ids; empty without penalties
   int64_t length_ = 0;
 };
 

@@ -34,7 +34,7 @@ Sampler& sampler_of(PyObject* object) {
 
 int make(PyObject* object, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Object*>(object);
-  Terms it;
+  SamplingTerms it;
   unsigned long long base;
   long long top_k, first_stop;
   int restricted;
@@ -81,7 +81,7 @@ PyObject* extend(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject* tokens;
     int answer;
-    if (!PyArg_ParseTuple(args, "Op", &tokens, &answer)) throw Raised();
+    if (!PyArg_ParseTuple(args, "Op", &tokens, &answer)) throw PythonError();
     const Buffer buffer(tokens, false);
     sampler_of(object).extend(tokens_of(buffer), size_t(buffer.count()), answer != 0);
     return nullptr;
@@ -92,7 +92,7 @@ PyObject* lead(PyObject* object, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *logits, *path, *tokens, *scores;
     int noised;
-    if (!PyArg_ParseTuple(args, "OOpOO", &logits, &path, &noised, &tokens, &scores)) throw Raised();
+    if (!PyArg_ParseTuple(args, "OOpOO", &logits, &path, &noised, &tokens, &scores)) throw PythonError();
     Sampler& sampler = sampler_of(object);
     const Buffer row(logits, false), above(path, false), best(tokens, true), values(scores, true);
     const Py_ssize_t count = best.count();
@@ -106,7 +106,7 @@ PyObject* lead(PyObject* object, PyObject* args) {
 PyObject* logprobs(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *logits, *tokens, *scores;
-    if (!PyArg_ParseTuple(args, "OOO", &logits, &tokens, &scores)) throw Raised();
+    if (!PyArg_ParseTuple(args, "OOO", &logits, &tokens, &scores)) throw PythonError();
     const Buffer row(logits, false), best(tokens, true), values(scores, true);
     const int size = int(row.count()), count = int(best.count());
     const float* x = row.as<float>('f', size);
