@@ -141,10 +141,8 @@ class LocalPair:
             self._subscription.plan_version = session.terms.plan.version
         credit = session.grant(self._subscription)
         place = len(session.tokens) if position is None else position
-        terms = session.terms.price, session.terms.time_price, session.terms.ahead
-        self.scheduler.updated(
-            self.key, MirrorUpdate(place, tokens, session.tree.digest, plan, *terms, credit, dropped)
-        )
+        terms = session.terms.sent
+        self.scheduler.updated(self.key, MirrorUpdate(place, tokens, session.tree.digest, plan, terms, credit, dropped))
 
     def _snapshot(self) -> None:
         if self._subscription is None:
@@ -159,8 +157,7 @@ class LocalPair:
                 session.contract,
                 session.ceilings,
                 session.grant(self._subscription),
-                session.terms.price,
-                session.terms.time_price,
+                session.terms.sent,
                 answer_position=session.answer_position,
                 epoch=session.epoch,
             ),

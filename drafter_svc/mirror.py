@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
@@ -24,9 +24,7 @@ class MirrorSnapshot:
     contract: Contract
     plan: Plan
     credit: int
-    price: float = 0.0
-    time_price: float = 0.0
-    ahead: bool = False
+    terms: SentTerms = field(default_factory=SentTerms)
     answer_position: int = 0  # where the contract's penalties and limits count from
     epoch: int = 0
     features: FeatureRows | None = None  # for the last tokens, as many as there are rows; None: not requested
@@ -43,9 +41,7 @@ class MirrorUpdate:
     tokens: tuple[int, ...]
     digest: int
     plan: Plan | None
-    price: float
-    time_price: float
-    ahead: bool
+    terms: SentTerms
     credit: int
     dropped: tuple[int, ...]
     features: FeatureRows | None = None  # a row for each token; None: not requested
@@ -58,9 +54,7 @@ class Mirror:
         self.contract = snapshot.contract
         self.plan = snapshot.plan
         self.credit = snapshot.credit
-        self.price = snapshot.price
-        self.time_price = snapshot.time_price
-        self.ahead = snapshot.ahead
+        self.terms = snapshot.terms
         self.tokens = list(snapshot.tokens)
         self.answer_position = snapshot.answer_position
         self.vocabulary = snapshot.vocabulary
@@ -78,9 +72,7 @@ class Mirror:
             contract=self.contract,
             plan=self.plan,
             credit=self.credit,
-            price=self.price,
-            time_price=self.time_price,
-            ahead=self.ahead,
+            terms=self.terms,
             answer_position=self.answer_position,
             known=self.tree.committed.shortest_prefix,
             vocabulary=self.vocabulary,
@@ -90,7 +82,7 @@ class Mirror:
     @property
     def worth_drafting(self) -> bool:
         """Whether any node can be worth drafting. At a price of 1 none is."""
-        return self.plan.depth > 0 and self.price < 1.0
+        return self.plan.depth > 0 and self.terms.price < 1.0
 
     def apply_update(self, update: MirrorUpdate) -> bool:
         """Applies committed tokens and terms. Returns False when the mirror differs from the upstream's copy: it needs
@@ -109,9 +101,7 @@ class Mirror:
         """
         if update.plan is not None and update.plan.version > self.plan.version:
             self.plan = update.plan
-        self.price, self.time_price = update.price, update.time_price
-        self.ahead = update.ahead
-        self.credit = update.credit
+        self.terms, self.credit = update.terms, update.credit
         return self.remove_dropped(update.dropped)
 
     def announce(self, added: Sequence[Node], origin: str = "", span: bytes = b"") -> Delta:

@@ -153,7 +153,7 @@ class NgramScheduler:
                     depth=plan.depth,
                     width=plan.width,
                     vocabulary=mirror.unpadded_vocabulary,
-                    floor=floor_score(mirror.price),
+                    floor=floor_score(mirror.terms.price),
                     room=mirror.room - len(added),
                     start=start,
                 )

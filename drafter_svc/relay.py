@@ -19,7 +19,7 @@ from drafter_svc.mirror import OWN
 from drafter_svc.session import DraftSession
 from drafter_svc.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
-from outrider.core.session.contract import Plan
+from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
@@ -73,19 +73,9 @@ class RelayedTerms:
         self._session = session
 
     @property
-    def price(self) -> float:
-        """The upstream's price."""
-        return self._session.price
-
-    @property
-    def time_price(self) -> float:
-        """The upstream's time price."""
-        return self._session.time_price
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the upstream lets drafters go on below nodes that may be in verification."""
-        return self._session.ahead
+    def sent(self) -> SentTerms:
+        """The terms as they came."""
+        return self._session.terms
 
 
 class Relay(DraftedSession):
@@ -180,7 +170,7 @@ class Relay(DraftedSession):
         """
         if not self.subscriptions:
             return
-        floor = floor_score(self.terms.price, ahead=self.terms.ahead)
+        floor = floor_score(self.terms.sent.price, ahead=self.terms.sent.ahead)
         index: dict[Node | None, int] = {self.tree.root: -1}
         nodes: list[Node] = []
         plan = self.terms.plan

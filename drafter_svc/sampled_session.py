@@ -68,7 +68,7 @@ class SampledSession(DraftSession):
     def gain(self, fits: DrafterFits, nodes: Sequence[Node]) -> float:
         """Return the expected gain by the measured acceptance rates alone."""
         return sum(
-            self.tree.score(node) * rate - self.price
+            self.tree.score(node) * rate - self.terms.price
             for node in nodes
             for rate, _ in zip(self._rates, self._shapes[node], strict=False)
         )

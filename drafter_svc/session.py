@@ -111,7 +111,7 @@ class DraftSession(Mirror, ABC):
         limit = min(limit, self.room // max(1, self.plan.width), rows - len(self.tokens) - len(self.scratch))
         if limit <= 0:
             return None
-        self.level_price = self.time_price * level_s
+        self.level_price = self.terms.time_price * level_s
         nodes = [node for node in self.frontier(fits, limit) if node.position + 1 < context]
         if not nodes or self.gain(fits, nodes) < self.level_price:
             return None
@@ -163,7 +163,7 @@ class DraftSession(Mirror, ABC):
 
     def _terms(self, rates: Sequence[float], limit: int = 2**31) -> TreeTerms:
         """Return the bounds of the tree's construction. `rates`: measured acceptance by rank."""
-        return TreeTerms(self.plan, limit, self.price, self.ahead, self.level_price, tuple(rates))
+        return TreeTerms(self.plan, limit, self.terms.price, self.terms.ahead, self.level_price, tuple(rates))
 
     def _expanded_below(self, root: Node) -> list[Node]:
         """Return the expanded nodes of the kept subtree in the order of their rows: ancestors before descendants."""

@@ -72,7 +72,7 @@ class TopKSession(DraftSession):
 
     def gain(self, fits: DrafterFits, nodes: Sequence[Node]) -> float:
         """Return the expected gain by what children usually bring."""
-        return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.price)
+        return fits.gain(map(self.tree.score, nodes), self.construction.width(self.plan), self.terms.price)
 
     def expand(self, nodes: Sequence[Node], rows: Sequence[LogitsRow], fits: DrafterFits) -> Delta:
         """Proposes the best candidates of each row."""
@@ -153,7 +153,7 @@ class TopKSession(DraftSession):
     @property
     def _floor(self) -> float:
         """Path score below which a node is not worth sending."""
-        return floor_score(self.price, ahead=self.ahead)
+        return floor_score(self.terms.price, ahead=self.terms.ahead)
 
     def _candidates(self, node: Node, row: LogitsRow) -> Candidates:
         best = row.best

@@ -19,6 +19,7 @@ from outrider.rpc.codec import (
     contract_from_pb,
     features_from_pb,
     plan_from_pb,
+    sent_terms_of,
 )
 from outrider.v1 import drafter_pb2 as pb
 
@@ -92,9 +93,7 @@ class PartialSnapshot:
             contract,
             plan_from_pb(part.plan),
             part.credit,
-            part.price,
-            part.time_price,
-            part.ahead,
+            sent_terms_of(part),
             part.answer_position,
             part.epoch,
             np.concatenate(self.features) if self.features else None,
@@ -126,9 +125,7 @@ def update_from_pb(commit: pb.Commit, vocabulary: int, wanted: WantedFeatures) -
         tuple(commit.tokens),
         commit.digest,
         plan_from_pb(commit.plan) if commit.HasField("plan") else None,
-        commit.price,
-        commit.time_price,
-        commit.ahead,
+        sent_terms_of(commit),
         commit.credit,
         tuple(commit.dropped),
         features if len(features) else None,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.control.calibration import Calibration
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
@@ -70,16 +70,8 @@ class UpstreamTerms(Protocol):
         """Whether drafting would cost more than it brings."""
 
     @property
-    def price(self) -> float:
-        """Path score below which drafters need not draft."""
-
-    @property
-    def time_price(self) -> float:
-        """Tokens that a second is worth while a step waits for drafters; 0: no step waits for them."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether drafters go on below nodes that may be in verification."""
+    def sent(self) -> SentTerms:
+        """The terms that go out with commits."""
 
 
 class DraftedSession(ABC):

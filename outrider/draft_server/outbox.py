@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from outrider.core.tree.committed_window import ALIAS_SPAN
 from outrider.errors import Overloaded
+from outrider.rpc.codec import sent_terms_of, set_sent_terms
 from outrider.rpc.liveness import HEARTBEAT_S
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
@@ -76,7 +77,7 @@ class DraftOutbox:
             waiting.features += commit.features
             waiting.dropped.extend(commit.dropped)
             waiting.digest, waiting.credit = commit.digest, commit.credit
-            waiting.price, waiting.time_price, waiting.ahead = commit.price, commit.time_price, commit.ahead
+            set_sent_terms(waiting, sent_terms_of(commit))
             if commit.HasField("plan"):
                 waiting.plan.CopyFrom(commit.plan)
         if commit.attachment not in self._held:

@@ -21,7 +21,7 @@ from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
-from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb
+from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
@@ -123,7 +123,7 @@ class DraftStreamServicer(TreeSinkServicer):
         root = session.tree.root.position
         for subscription in session.subscriptions.values():
             if subscription.begun == root != subscription.exhausted:
-                self._send_commit(subscription, pb.Commit(position=len(session.tokens)), RESTING_PRICE)
+                self._send_commit(subscription, pb.Commit(position=len(session.tokens)), resting=True)
 
     def refresh(self, session: DraftedSession) -> None:
         """Sends a plan or credit that changed without a commit, also to drafters that rest."""
@@ -157,7 +157,7 @@ class DraftStreamServicer(TreeSinkServicer):
             session.wire_bytes += message.ByteSize()
             subscription.stream.hint(message)
 
-    def _send_commit(self, subscription: Subscription, commit: pb.Commit, price: float | None = None) -> None:
+    def _send_commit(self, subscription: Subscription, commit: pb.Commit, *, resting: bool = False) -> None:
         session = subscription.session
         if subscription.awaits_features:
             return  # its snapshot will include all of this
@@ -167,8 +167,8 @@ class DraftStreamServicer(TreeSinkServicer):
         commit.attachment = subscription.attachment
         commit.epoch = session.epoch
         commit.digest = session.tree.digest
-        commit.price = session.terms.price if price is None else price
-        commit.time_price, commit.ahead = session.terms.time_price, session.terms.ahead
+        terms = session.terms.sent
+        set_sent_terms(commit, terms._replace(price=RESTING_PRICE) if resting else terms)
         commit.credit = session.grant(subscription)
         if subscription.plan_version != session.terms.plan.version:
             commit.plan.CopyFrom(plan_to_pb(session.ceilings))

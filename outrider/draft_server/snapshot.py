@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from outrider.draft_server.draft_session import Subscription
-from outrider.rpc.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, tokens_in_part
+from outrider.rpc.codec import SNAPSHOT_FEATURES, contract_to_pb, plan_to_pb, set_sent_terms, tokens_in_part
 from outrider.v1 import drafter_pb2 as pb
 
 
@@ -34,8 +34,7 @@ def snapshot_parts(subscription: Subscription) -> Iterator[pb.Snapshot]:
             part.contract.CopyFrom(contract_to_pb(replace(session.contract, logprobs=None)))  # drafters need none
             part.plan.CopyFrom(plan_to_pb(session.ceilings))
             part.credit = session.grant(subscription)
-            part.price = session.terms.price
-            part.time_price, part.ahead = session.terms.time_price, session.terms.ahead
+            set_sent_terms(part, session.terms.sent)
             part.answer_position = session.answer_position
             part.unpadded_vocabulary = session.unpadded_vocabulary
             subscription.plan_version = session.terms.plan.version

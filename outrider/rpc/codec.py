@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.acceptance.draft_distribution import LARGEST_WEIGHT, MAX_TOKENS, SparseRow
-from outrider.core.session.contract import Contract, Plan, StepReport
+from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.score_codec import edge_code, edge_from_code
 from outrider.errors import InvalidRequest
@@ -55,6 +55,16 @@ def plan_to_pb(plan: Plan) -> types_pb2.Plan:
 def plan_from_pb(message: types_pb2.Plan) -> Plan:
     """Return the plan. Raises InvalidRequest naming the field that is out of range."""
     return Plan(**{name: getattr(message, name) for name in _PLAN})
+
+
+def set_sent_terms(message: drafter_pb2.Snapshot | drafter_pb2.Commit, terms: SentTerms) -> None:
+    """Set the terms of a snapshot or a commit."""
+    message.price, message.time_price, message.ahead = terms
+
+
+def sent_terms_of(message: drafter_pb2.Snapshot | drafter_pb2.Commit) -> SentTerms:
+    """Return the terms of a snapshot or a commit."""
+    return SentTerms(message.price, message.time_price, message.ahead)
 
 
 def report_to_pb(report: StepReport) -> types_pb2.StepReport:

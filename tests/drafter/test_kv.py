@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.upstream import Attachment
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.batch import Segment
@@ -140,9 +140,7 @@ class Rig:
             tokens=tuple(tokens),
             digest=extend(EMPTY, [*self.tokens, *tokens]),
             plan=None,
-            price=0.0,
-            time_price=0.0,
-            ahead=False,
+            terms=SentTerms(),
             credit=credit,
             dropped=(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 
 TEXT = (3, 1, 4)
@@ -20,14 +20,14 @@ def update(
     tokens: tuple[int, ...] = (), *, position: int = 3, plan: Plan | None = None, digest: int = 0
 ) -> MirrorUpdate:
     digest = digest or extend(EMPTY, TEXT + tokens)
-    return MirrorUpdate(position, tokens, digest, plan, price=0.5, time_price=2.0, ahead=True, credit=7, dropped=())
+    return MirrorUpdate(position, tokens, digest, plan, SentTerms(0.5, 2.0, True), credit=7, dropped=())
 
 
 def test_it_follows_what_fits_and_says_so_when_it_does_not() -> None:
     copy = mirror()
     assert copy.apply_update(update((1, 5)))
     assert copy.tokens == [*TEXT, 1, 5]
-    assert (copy.price, copy.time_price, copy.ahead, copy.credit) == (0.5, 2.0, True, 7)
+    assert (copy.terms, copy.credit) == (SentTerms(0.5, 2.0, True), 7)
     assert not copy.apply_update(update((1, 5)))  # it has that already
     assert not mirror().apply_update(update((1, 5), digest=1))
 

@@ -12,7 +12,7 @@ from drafter_svc.ngram_drafter import CHUNK, NgramScheduler
 from drafter_svc.upstream import Attachment
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.sampling.noise import gumbel_row
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.token_tree import TokenTree
@@ -63,9 +63,7 @@ def update(whole: list[int], new: int, **changes: object) -> MirrorUpdate:
         "tokens": tuple(whole[len(whole) - new :]),
         "digest": extend(EMPTY, whole),
         "plan": None,
-        "price": 0.0,
-        "time_price": 0.0,
-        "ahead": False,
+        "terms": SentTerms(),
         "credit": 100,
         "dropped": (),
     }
@@ -104,7 +102,7 @@ async def test_it_says_what_followed_and_goes_on_with_every_commit() -> None:
 
 async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
     upstream = Upstream()
-    upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, price=1.0))
+    upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, terms=SentTerms(1.0)))
     upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, plan=Plan(version=1, depth=0)))
     await upstream.settle()
     assert all(member.read == 0 for member in upstream.scheduler.members.values())
@@ -114,7 +112,7 @@ async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
 async def test_credit_and_price_bound_what_it_says() -> None:
     upstream = Upstream()
     upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, credit=2))
-    upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, price=0.9999))
+    upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, terms=SentTerms(0.9999)))
     upstream.scheduler.opened(key("c"), upstream.snapshot(TEXT, contract=Contract(seed=1, max_tokens=9, rule=DRAWN)))
     await upstream.settle()
     assert [(name.session_id, len(delta.tokens)) for name, delta, _ in upstream.said] == [("a", 2), ("b", 0), ("c", 0)]

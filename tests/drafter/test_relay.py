@@ -15,7 +15,7 @@ from drafter_svc.topk_session import TopKSession
 from drafter_svc.upstream import Attachment
 from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
 from outrider.core.control.calibration import Calibration
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
@@ -62,7 +62,7 @@ class Three:
 
     def publish(self, session: DraftedSession, position: int, tokens: Sequence[int]) -> None:
         credit = self.relay.grant(self.subscription)
-        update = MirrorUpdate(position, tuple(tokens), self.session.tree.digest, None, 0.0, 0.0, False, credit, ())
+        update = MirrorUpdate(position, tuple(tokens), self.session.tree.digest, None, SentTerms(), credit, ())
         assert self.lower.apply_update(update)
 
     def hint(self, session: DraftedSession, hints: Hints) -> None:

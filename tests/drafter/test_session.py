@@ -10,7 +10,7 @@ from drafter_svc.mirror import MirrorSnapshot
 from drafter_svc.topk_session import READ_AT_ONCE, TopKSession
 from outrider.core.construction import construction_of
 from outrider.core.construction.expansion import DrafterFits
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.core.tree.node import Node
@@ -28,7 +28,7 @@ class Rig:
     def __init__(
         self, plan: Plan, seed: int, credit: int = 400, *, ahead: bool = False, tree: str = "best-first"
     ) -> None:
-        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, ahead=ahead)
+        snapshot = MirrorSnapshot(PROMPT, extend(EMPTY, PROMPT), TERMS, plan, credit, SentTerms(ahead=ahead))
         self.session = TopKSession(snapshot, 0, VOCABULARY, construction_of(tree))
         self.upstream = TokenTree(PROMPT)
         self.cache = np.full(300, -1)
@@ -151,7 +151,7 @@ def test_a_kept_subtree_needs_no_pass_over_what_was_committed() -> None:
 
 def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=3)
-    rig.session.price = 0.35
+    rig.session.terms = SentTerms(0.35, ahead=True)
     for _ in range(8):
         rig.level()
     before = paths(rig.upstream)
@@ -163,10 +163,10 @@ def test_children_that_became_worth_sending_are_sent_without_a_pass() -> None:
 
 def test_a_refill_stays_within_the_credit() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), ahead=True, seed=3)
-    rig.session.price = 0.35
+    rig.session.terms = SentTerms(0.35, ahead=True)
     for _ in range(8):
         rig.level()
-    rig.session.price = 0.0
+    rig.session.terms = SentTerms(ahead=True)
     rig.session.credit = rig.largest_id + 4
     rig.deliver(rig.session.refill(rig.fit))
     rig.session.credit += 100
@@ -262,8 +262,8 @@ def test_while_the_upstream_waits_a_level_that_is_not_worth_its_time_is_not_run(
             break
     session = rig.session
     ask = {"chunk": 4, "limit": 3, "context": 200, "rows": 300}
-    session.time_price = 100.0
+    session.terms = SentTerms(time_price=100.0)
     assert session.next_segment(rig.fit, **ask, level_s=0.0001) is not None
     assert session.next_segment(rig.fit, **ask, level_s=1.0) is None
-    session.time_price = 0.0  # nobody waits
+    session.terms = SentTerms()  # nobody waits
     assert session.next_segment(rig.fit, **ask, level_s=1.0) is not None

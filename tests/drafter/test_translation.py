@@ -27,7 +27,7 @@ from drafter_svc.translation import (
 )
 from drafter_svc.translator import Translator
 from drafter_svc.upstream import Attachment
-from outrider.core.session.contract import Contract, Plan
+from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.committed_window import settled_prefix
 from outrider.core.tree.delta import Delta
@@ -191,9 +191,7 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
         accepted += len(said)
         said.append(text[len(committed) + len(said)])
         upstream.commit(said)
-        translator.updated(
-            key, MirrorUpdate(len(committed), tuple(said), upstream.digest, None, 0.0, 0.0, False, 3000, ())
-        )
+        translator.updated(key, MirrorUpdate(len(committed), tuple(said), upstream.digest, None, SentTerms(), 3000, ()))
         committed = committed + said
         assert own.decode(loop.tokens) == TARGET.decode(committed)
         if len(committed) > len(text) - 20:
@@ -203,7 +201,7 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
     first = loop.told[0]
     assert isinstance(first, MirrorSnapshot)
     assert (first.contract.banned_ids, first.contract.stop_ids, first.contract.rule) == ((), (), "target-match")
-    translator.updated(key, MirrorUpdate(3, (), 0, None, 0.0, 0.0, False, 1, ()))
+    translator.updated(key, MirrorUpdate(3, (), 0, None, SentTerms(), 1, ()))
     assert lost == [key]
     assert not translator.members
 
@@ -231,7 +229,7 @@ async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is
         assert not loop.told, "nothing is drafted before it is translated"
         for at in range(32_000, 32_100):
             update = MirrorUpdate(
-                at, (text[at],), extend(begin.digest, text[32_000 : at + 1]), None, 0.0, 0.0, False, 300, ()
+                at, (text[at],), extend(begin.digest, text[32_000 : at + 1]), None, SentTerms(), 300, ()
             )
             translator.updated(key, update)
             await asyncio.sleep(0.002)
@@ -276,7 +274,7 @@ def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_pass
     for at in range(100, len(text)):
         before = list(loop.tokens)
         digest = extend(digest, (text[at],))
-        translator.updated(key, MirrorUpdate(at, (text[at],), digest, None, 0.0, 0.0, False, 300, ()))
+        translator.updated(key, MirrorUpdate(at, (text[at],), digest, None, SentTerms(), 300, ()))
         if loop.tokens[: len(before)] != before:
             changes += 1
             after, loop.tokens = loop.tokens, before

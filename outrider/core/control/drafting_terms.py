@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.core.control.overlap import OverlapMode, Speed
-from outrider.core.session.contract import Overlap, Plan
+from outrider.core.session.contract import Overlap, Plan, SentTerms
 
 RESTING_PRICE = 1.0  # no node is better than certain
 
@@ -78,3 +78,8 @@ class DraftingTerms:
     def time_price(self) -> float:
         """Tokens that a second is worth while the step is held back for drafters; 0 when no step waits for them."""
         return 0.0 if self.ahead or self.rounds else self._speed.per_second
+
+    @property
+    def sent(self) -> SentTerms:
+        """The terms that go out with commits."""
+        return SentTerms(self.price, self.time_price, self.ahead)

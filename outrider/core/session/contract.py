@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Final, Literal, get_args
+from typing import Final, Literal, NamedTuple, get_args
 
 from outrider.errors import InvalidRequest
 
@@ -184,6 +184,14 @@ class Plan:
 
 
 OFF = Plan(depth=0, nodes=0, wait_us=0)
+
+
+class SentTerms(NamedTuple):
+    """What drafting is worth, as an upstream sends it to its drafters with each commit."""
+
+    price: float = 0.0  # path score below which drafters need not draft; at 1 they rest
+    time_price: float = 0.0  # tokens that a second is worth while a step waits for drafters; 0: no step waits for them
+    ahead: bool = False  # whether drafters go on below nodes that may be in verification
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.core.session.contract import Contract
+from outrider.core.session.contract import Contract, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
@@ -138,7 +138,7 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
         tree=SimpleNamespace(digest=extend(EMPTY, tokens)),
         epoch=7,
         contract=Contract(seed=5, max_tokens=9),
-        terms=SimpleNamespace(plan=SPECULATE, price=0.25, time_price=7.0, ahead=True),
+        terms=SimpleNamespace(plan=SPECULATE, sent=SentTerms(0.25, 7.0, True)),
         ceilings=SPECULATE,
         wire_bytes=0,
         grant=lambda _: 512,
