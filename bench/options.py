@@ -38,8 +38,8 @@ class BenchOptions:
     targets: tuple[int, ...]  # parameters to pad the target to
     temperatures: tuple[float, ...]
     short: tuple[tuple[str, str], ...]  # (id, prompt)
-    fresh: tuple[tuple[str, str], ...]  # likewise, for the suite rows: some for each repetition, and one to warm up
-    long: tuple[tuple[str, str], ...]  # likewise, only for the suite load
+    fresh: tuple[tuple[str, str], ...]  # (id, prompt) of the suite rows: some for each repetition, and one to warm up
+    long: tuple[tuple[str, str], ...]  # (id, prompt) of the suite load
     repetitions: int
     max_tokens: int
     dtype: Literal["float32", "bfloat16"]

@@ -1,4 +1,4 @@
-"""What speculation does, and how it is told what to do. usage: python examples/speculation.py [HOST:PORT]"""
+"""What speculation does, and how it is configured. usage: python examples/speculation.py [HOST:PORT]"""
 
 import sys
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 
 class OutriderError(Exception):
-    """Base of all errors that Outrider raises on purpose. Its text tells the user what to do."""
+    """Base of all errors that Outrider raises on purpose. Its text says what to do."""
 
 
 class InvalidRequest(OutriderError):

@@ -38,7 +38,7 @@ from router.sessions.session_open import RouterContext
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
 
-_CLEAN_UP_S = 5.0  # how long ended generations have to tell other processes
+_CLEAN_UP_S = 5.0  # how long ended generations have for their last messages
 
 log = logging.getLogger(__name__)
 

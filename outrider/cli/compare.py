@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
     position: int  # in the answer, from 0
     first: int | None  # token of the first answer at that position; None: the answer has ended
-    second: int | None  # token of the second answer, likewise
+    second: int | None  # token of the second answer; None as for `first`
     gap: float  # the smaller of the known leads at that position; infinite if no lead is known
 
     def judged(self, tolerance: float) -> Verdict:

@@ -1,4 +1,4 @@
--- Ends a generation whose owner is gone and that can be resumed no more, under a higher epoch: whoever owned it and wakes
+-- Ends a generation whose owner is gone and that can be resumed no more, under a higher epoch: a former owner that wakes
 -- up is refused. ARGV: the reason, or "" to look only. Replies {"ok", 1 or 0, end}: whether there is one, and when a
 -- generation that has still not ended counts as left behind (ms; 0: there is none).
 local state = load()

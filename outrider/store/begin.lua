@@ -1,6 +1,6 @@
 -- Begins a generation under a new owner: what `acquire` does, a turn, and the tokens of its prompt.
 -- ARGV: expected epoch, owner, start, tokens (4 bytes each), digest after them, turn, plan, verifier ("": as it was),
--- the reason that ends a generation which nobody can resume. Replies {"ok", epoch, length}.
+-- the reason that ends a generation which cannot be resumed any more. Replies {"ok", epoch, length}.
 local expected, owner, start, tokens = tonumber(ARGV[FIRST]), ARGV[FIRST + 1], tonumber(ARGV[FIRST + 2]), ARGV[FIRST + 3]
 local digest, turn, plan, verifier = ARGV[FIRST + 4], ARGV[FIRST + 5], ARGV[FIRST + 6], ARGV[FIRST + 7]
 local state = load()

@@ -1,4 +1,4 @@
--- Ends a session: its log goes; a tombstone with a higher epoch stays, which refuses whoever owned it.
+-- Ends a session: its log goes; a tombstone with a higher epoch stays, which refuses its former owner.
 -- ARGV: the tombstone's ttl in ms, digest of no tokens, the reason that ends a running generation. Replies {"ok"}.
 local state = load()
 if not state or state.closed then

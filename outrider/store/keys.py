@@ -38,7 +38,7 @@ class ApiKey:
     tenant: str
     name: str
     created: float  # seconds since the epoch
-    expires: float | None  # likewise; None: does not expire
+    expires: float | None  # Unix time in seconds; None: does not expire
 
     @property
     def expired(self) -> bool:

@@ -4,7 +4,7 @@
                                renewed; milliseconds since 1970 by Redis' clock
     outrider:{leases}:scanned  expires after SCAN_S; while it exists, no router scans all sessions
 
-The record decides; the index only tells which records to check. It holds every generation that has not ended (and may
+The record decides; the index only names the records to check. It holds every generation that has not ended (and may
 hold others), and none is due there later than a lease after it is left behind:
 
 - An entry is written when a generation begins or is restored, beside the script that does so, because a session's keys

@@ -34,7 +34,7 @@ local function load()
 end
 
 -- Why a caller that owns the session under `epoch` and knows of `length` durable tokens is refused; nil if not.
--- Epochs alone do not tell owners apart: after Redis lost an acquisition, somebody else may get the same epoch.
+-- Epochs alone do not distinguish owners: after Redis lost an acquisition, another router may get the same epoch.
 local function refusal(state, epoch, owner, length)
   if not state then
     return { "missing" }

@@ -98,8 +98,8 @@ def _generation(generation: OwnedGeneration) -> dict[str, Any]:
 
 
 def _model(router: RouterContext, name: str, generations: Iterable[OwnedGeneration]) -> dict[str, Any]:
-    """Return a model's steps by what kept them from verifying drafts, its running generations likewise, and drafters
-    that cannot draft for it."""
+    """Return a model's steps and its running generations by what kept them from verifying drafts, and drafters that
+    cannot draft for it."""
     running = Counter(generation.usage.speculation.now.reason for generation in generations if generation.model == name)
     steps = {reason: count for (model, reason), count in tuple(router.metrics.speculation.items()) if model == name}
     misfits = [

@@ -41,7 +41,7 @@ class Standby:
         self._work: asyncio.Task[None] | None = None
 
     def follow(self, tokens: Sequence[int], serving: Worker) -> None:
-        """Tell the standby that the session has `tokens`, a list that grows with it, and is decoded by `serving`."""
+        """Inform the standby that the session has `tokens`, a list that grows with it, and is decoded by `serving`."""
         self._serving = serving
         moved, gone = serving.worker_id == self.holder, not self._router.worker_pool.is_listed(self.holder)
         if moved or gone:

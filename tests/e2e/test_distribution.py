@@ -68,14 +68,20 @@ def law(checkpoint: Path, texts: NDArray[np.int64], prompt: Sequence[int] = PROM
 
 
 async def said(cluster: LocalCluster, count: int) -> list[outrider.Generation]:
-    """So many texts of the cluster, each with a seed of its own."""
+    """So many texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
     room = asyncio.Semaphore(AT_ONCE)
     async with outrider.AsyncClient(cluster.router_address) as client:
 
         async def text(seed: int) -> outrider.Generation:
             async with room:
                 return await client.generate(
-                    PROMPT, temperature=1.0, seed=seed, max_tokens=TOKENS, ignore_eos=True, timeout=600
+                    PROMPT,
+                    temperature=1.0,
+                    seed=seed,
+                    max_tokens=TOKENS,
+                    ignore_eos=True,
+                    speculation="rounds",
+                    timeout=600,
                 )
 
         results = await asyncio.gather(*map(text, range(count)))

@@ -33,7 +33,7 @@ class Inputs(Generic[ArrayT]):
     written_slots: ArrayT  # [rows] where a row's keys and values go; those of padding go to a row that no query sees
     written_rows: ArrayT  # [rows]
     row_of: ArrayT  # [slots * width] the row of each query, where rows do not have the order of queries
-    query_of: ArrayT  # [rows] the query of each row, likewise
+    query_of: ArrayT  # [rows] the query of each row
     slots: ArrayT  # [slots] slots whose KV is copied together, in a gathered bucket
     prefixes: ArrayT  # [slots]
     outputs: ArrayT  # [outputs] rows that want logits
