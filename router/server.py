@@ -122,8 +122,8 @@ async def _serve(
             ):
                 tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
-                tasks.keep_running("lessons", router.warm_start.run)
-                tasks.keep_running("teaching", router.sample_writer.run)
+                tasks.keep_running("warm start", router.warm_start.run)
+                tasks.keep_running("training samples", router.sample_writer.run)
                 announce(address)
                 await asyncio.Event().wait()
     finally:

@@ -116,7 +116,7 @@ class Extended:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: Iterable[pytest.Item]) -> None:
-        """Before `-m` chooses."""
+        """Marks the tests of the extended run, before `-m` selects."""
         for item in items:
             if item.nodeid.startswith(EXTENDED) and item.nodeid not in MAIN:
                 item.add_marker("extended")

@@ -67,12 +67,12 @@ def balanced(files: set[str], seconds: dict[str, float], lanes: int) -> list[set
 
 
 def read_table(path: Path) -> dict[str, float]:
-    """Seconds by file."""
+    """The seconds that each file takes."""
     rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {file: float(seconds) for seconds, file in rows}
 
 
 def write_table(path: Path, seconds: dict[str, float]) -> None:
-    """The slowest first."""
+    """Writes the table, the slowest file first."""
     rows = sorted(seconds.items(), key=lambda row: (-round(row[1], 1), row[0]))
     path.write_text("".join(f"{took:7.1f} {file}\n" for file, took in rows), encoding="utf-8")

@@ -10,7 +10,7 @@ ALLOWED = {  # reason -> why CI may lack what the test needs
 
 
 class NoSkips:
-    """Fails a run in which something was skipped for a reason that nobody has allowed."""
+    """Fails a run in which something was skipped for a reason that is not allowed."""
 
     def __init__(self) -> None:
         self._skipped: list[tuple[str, str]] = []
@@ -25,12 +25,12 @@ class NoSkips:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """The exit status says so."""
+        """Has the exit status report failed tests."""
         if self._skipped and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Which, and what to do."""
+        """Lists the skipped tests, each with what to do."""
         for test, reason in self._skipped:
             terminalreporter.write_line(
                 f"SKIPPED, which counts as failed: {test}: {reason}; install what it needs, or see tests/skips.py",

@@ -64,7 +64,7 @@ above = 0
 """
 
 
-def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_path: Path) -> None:
+def test_a_section_s_name_gives_its_tier_and_one_may_have_several_drafters(tmp_path: Path) -> None:
     (tmp_path / "m" / "mid").mkdir(parents=True)
     drafters = load_cluster(written(tmp_path, GOOD + TIERS)).drafters
     assert [(worker.tier, worker.upstream_tier) for worker in drafters] == [
@@ -80,7 +80,7 @@ def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         (GOOD + TIERS.replace("above = 0", "above = 2"), r"tier\.2\.0: .*tier 2 cannot draft for tier 2.*cycle"),
         (GOOD + TIERS.replace("[tier.0]", "[tier.0]\nabove = 1"), r"tier 0 cannot draft for tier 1.*cycle"),
@@ -90,8 +90,8 @@ def test_a_section_s_name_says_its_tier_and_one_may_have_several_drafters(tmp_pa
         (GOOD + TIERS.replace("[tier.0]", "[tier.top]"), r"tier\.top"),
     ],
 )
-def test_tiers_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_tiers_that_cannot_be_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         load_cluster(written(tmp_path, text))
 
 
@@ -101,7 +101,7 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         (GOOD.replace("[[verifier]]", "[[verifier]]\nthreds = 2"), r"verifier\.0\.threds: unknown key"),
         (GOOD.replace("[router]", "[router]\nlisten = 'localhost'"), r"router\.listen: .*HOST:PORT"),
@@ -116,8 +116,8 @@ def test_a_verifier_may_look_ahead(tmp_path: Path) -> None:
         ("[router", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         load_cluster(written(tmp_path, text))
 
 

@@ -1,4 +1,4 @@
-"""The fault proxy does to a link what its methods say, and leaves nothing behind."""
+"""The fault proxy does to a link what its methods are named for, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_what_is_sent_arrives_unchanged_in_order_and_is_counted(peer: Peer
         await closed(writer)
 
 
-async def test_it_speaks_to_unix_sockets(tmp_path: Path) -> None:
+async def test_it_connects_to_unix_sockets(tmp_path: Path) -> None:
     async with listening(tmp_path / "socket") as peer, FaultProxy(peer.address) as proxy:
         _, writer = await connect(proxy)
         writer.write(b"hello")
@@ -201,14 +201,14 @@ async def test_refuse_turns_new_connections_away_and_leaves_the_open_ones(peer: 
         await closed(writer)
 
 
-async def test_a_frozen_link_tells_nobody_anything_and_a_thawed_one_everything(peer: Peer) -> None:
+async def test_a_frozen_link_delivers_nothing_and_a_thawed_one_everything(peer: Peer) -> None:
     async with FaultProxy(peer.address) as proxy:
         reader, writer = await connect(proxy)
         _, far_writer = await peer.next()
         proxy.freeze()
         writer.write(b"held")
         late_reader, late_writer = await connect(proxy)  # as with a machine that is gone, the network takes it
-        await closed(far_writer)  # even the end of a connection is not heard of
+        await closed(far_writer)  # even the end of a connection does not arrive
         assert await silent(reader.read())
         assert peer._arrived.empty()
         assert proxy.bytes_up == 0

@@ -1,4 +1,4 @@
-"""A checkpoint may be a folder or a name on the hub; what cannot be had is said with what to do."""
+"""A checkpoint may be a folder or a name on the hub; what cannot be had is reported with what to do."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_every_shard_of_the_index_must_be_there(cache: Path, tmp_path: Path) -> 
             checkpoint_folder("org/name")
 
 
-def test_what_is_not_in_the_cache_is_said_with_how_to_fill_it(cache: Path) -> None:
+def test_what_is_not_in_the_cache_is_reported_with_how_to_fill_it(cache: Path) -> None:
     cached(cache, "org/name", TARGET)
     for missing, command in (
         ("org/other", "hf download org/other`"),
@@ -148,7 +148,7 @@ def test_a_hub_that_cannot_be_reached_does_not_matter_where_the_cache_has_all(hu
 
 
 @pytest.mark.parametrize(
-    ("refusal", "name", "says"),
+    ("refusal", "name", "reason"),
     [
         (None, "org/other", "no such folder here, and no such repository .*HF_TOKEN"),
         (None, "org/name@v9", "has no revision 'v9'"),
@@ -156,29 +156,29 @@ def test_a_hub_that_cannot_be_reached_does_not_matter_where_the_cache_has_all(hu
         ((503, ""), "org/name", "the hub cannot be reached; .*hf download org/name"),
     ],
 )
-def test_what_the_hub_refuses_is_said_with_what_to_do(
-    hub: Hub, refusal: tuple[int, str] | None, name: str, says: str
+def test_what_the_hub_refuses_is_reported_with_what_to_do(
+    hub: Hub, refusal: tuple[int, str] | None, name: str, reason: str
 ) -> None:
     if refusal:
         hub.refusals["org/name"] = refusal
-    with pytest.raises(CheckpointError, match=rf"^{name}: .*{says}"):
+    with pytest.raises(CheckpointError, match=rf"^{name}: .*{reason}"):
         checkpoint_folder(name)
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
+    ("error", "reason"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device; make room there, or set HF_HOME"),
         (PermissionError(errno.EACCES, "Permission denied"), "Permission denied; set HF_HOME"),
         (RuntimeError("reset by peer"), "cannot be fetched from the Hugging Face hub: reset by peer; try again"),
     ],
 )
-def test_a_download_that_fails_is_said_with_what_to_do(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+def test_a_download_that_fails_is_reported_with_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
 ) -> None:
     def fails(*_: object, **__: object) -> str:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
-    with pytest.raises(CheckpointError, match=rf"^org/name: .*{says}"):
+    with pytest.raises(CheckpointError, match=rf"^org/name: .*{reason}"):
         checkpoint_folder("org/name")

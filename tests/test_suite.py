@@ -66,7 +66,7 @@ def test_a_table_begins_with_the_slowest(tmp_path: Path) -> None:  # bites: of w
 @pytest.mark.parametrize(
     ("reason", "status"), [("the moon is full", 1), (next(iter(ALLOWED)), 0)], ids=["surprising", "allowed"]
 )
-def test_a_skip_that_nobody_has_allowed_fails_the_run(reason: str, status: int, tmp_path: Path) -> None:
+def test_a_skip_that_is_not_allowed_fails_the_run(reason: str, status: int, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "from tests.skips import NoSkips\ndef pytest_configure(config): config.pluginmanager.register(NoSkips())\n"
     )

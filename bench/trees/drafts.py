@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from bench.trees.lessons import DrafterRates, chances_of, noised_row
+from bench.trees.fitting import DrafterRates, chances_of, noised_row
 from bench.trees.paths import Path, TextRows
 from outrider.core.construction.expansion import candidates
 from outrider.core.construction.offline import Scored

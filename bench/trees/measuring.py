@@ -10,7 +10,7 @@ from functools import partial
 from bench.trees.cells import DEPTH, LENIENCE, OURS, Cell, Setting, contract_of, drawn_of, taken
 from bench.trees.drafts import WIDTH, LookupScores, ModelScores, NoisedScores, Scores, SourceScores, hints_of
 from bench.trees.expecting import NEGLIGIBLE, ExpectedTree, followed, matched, rejected, traversed
-from bench.trees.lessons import (
+from bench.trees.fitting import (
     DrafterRates,
     TargetText,
     best_of,

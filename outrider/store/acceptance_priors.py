@@ -18,7 +18,7 @@ from outrider.store.client import Client, redis_errors
 MAX_STEPS = 5_000.0  # steps that are remembered; older ones fade
 TTL_S = 30 * 24 * 3600
 
-_KEY = "outrider:{lessons}:"
+_KEY = "outrider:{acceptance}:"
 
 log = logging.getLogger(__name__)
 

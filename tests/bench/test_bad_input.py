@@ -1,4 +1,4 @@
-"""A bench that cannot measure all that it was asked for says so at once, and prints no line for scripts."""
+"""A bench that cannot measure all that it was asked for fails at once, and prints no line for scripts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_an_interrupted_run_prints_no_line_and_leaves_no_process() -> None:
                 assert any("bench.worker" in process for process in left(mark))
                 running.send_signal(signal.SIGINT)
                 break
-        said = running.stdout.read()
+        printed = running.stdout.read()
     assert running.returncode == 130
-    assert not said
+    assert not printed
     assert left(mark) == []

@@ -72,8 +72,8 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     monkeypatch.setattr(suites, "running", running)
     monkeypatch.setattr(suites, "WORKERS", ())
     monkeypatch.setattr("bench.cluster.timed", timed)
-    said: list[str] = []
-    async with suites._rows(OPTIONS, tmp_path, "rows", said.append) as rows:
+    progress: list[str] = []
+    async with suites._rows(OPTIONS, tmp_path, "rows", progress.append) as rows:
         found: dict[str, tuple[Any, ...]] = {}
         for row in rows:
             assert isinstance(row, ClusterRow)
@@ -92,7 +92,7 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
     }
     assert len(set(clusters)) == len(clusters) - 1
     assert clusters[0] == clusters[1]
-    assert said == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
+    assert progress == ["rows: starting the cluster", *(f"rows: starting {name}" for name in list(found)[2:])]
 
 
 async def test_the_rows_of_llama_cpp_share_a_process_with_the_models_of_the_others(

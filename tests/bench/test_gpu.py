@@ -1,4 +1,4 @@
-"""The suite for accelerators runs anywhere on a tiny shape, without a server's libraries, or says it ran nothing."""
+"""The suite for accelerators runs anywhere on a tiny shape without a server's libraries, or reports that none ran."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_it_runs_on_a_machine_that_has_no_server_library(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_without_a_device_it_says_that_nothing_was_run(tmp_path: Path) -> None:
+def test_without_a_device_it_reports_that_nothing_was_run(tmp_path: Path) -> None:
     import typer
 
     app = typer.Typer()
@@ -121,12 +121,12 @@ def engines() -> tuple[DeviceEngine, DeviceEngine]:
     "growth", [RoundGrowth(1, 1, 1, 1), RoundGrowth(3, 2, 3, 6), RoundGrowth(5, 4, 4, 15), RoundGrowth(4, 3, 2, 99)]
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_say_what_plain_decoding_says(
+def test_rounds_commit_the_tokens_of_plain_decoding(
     engines: tuple[DeviceEngine, DeviceEngine], growth: RoundGrowth, temperature: float
 ) -> None:
     prompts = [[5, 6, 7, 8], list(range(40, 90)), [9]]
 
-    def said(rounds: RoundRunner) -> tuple[list[list[int]], int]:
+    def generated(rounds: RoundRunner) -> tuple[list[list[int]], int]:
         texts = [
             RoundText(slot, [*prompt], Contract(seed=slot, max_tokens=99, temperature=temperature))
             for slot, prompt in enumerate(prompts)
@@ -140,9 +140,9 @@ def test_rounds_say_what_plain_decoding_says(
             assert text.tokens[len(prompt) :] == [choice.token for choice in text.choices]
         return [text.tokens[: len(prompt) + 24] for text, prompt in zip(texts, prompts, strict=True)], steps
 
-    plain, steps = said(RoundRunner(engines[0]))
+    plain, steps = generated(RoundRunner(engines[0]))
     assert steps == 24
-    speculative, fewer = said(RoundRunner(engines[0], engines[1], growth))
+    speculative, fewer = generated(RoundRunner(engines[0], engines[1], growth))
     assert speculative == plain
     assert fewer < steps
 
@@ -226,13 +226,13 @@ def test_prompts_are_of_one_length_and_not_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would take minutes")
-async def test_the_bench_runs_the_suite_and_prints_what_it_says() -> None:
+async def test_the_bench_runs_the_suite_and_prints_its_results() -> None:
     results = BenchResults()
-    said: list[str] = []
+    printed: list[str] = []
     options: Any = SimpleNamespace(peers={}, models=MODELS)
-    await run_gpu(options, results, said.append)
+    await run_gpu(options, results, printed.append)
     assert results.gpu == [gpu.NOTHING]
-    assert said
+    assert printed
     screen = Console(file=io.StringIO(), width=400)
     print_tables(screen, results)
     assert gpu.NOTHING in screen.file.getvalue()  # type: ignore[attr-defined]

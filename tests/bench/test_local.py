@@ -1,4 +1,4 @@
-"""The row in one process: the same tokens as the cluster would say, from the same loops."""
+"""The row in one process: the same tokens as from the cluster, by the same loops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def pair() -> AsyncIterator[LocalPair]:
     forward = made.loop._engine.forward
 
     def slow(segments: Sequence[Segment]) -> NDArray[np.float32]:
-        """As a target that is worth drafting for."""
+        """The forward pass, slowed down so that drafting is worth its time."""
         time.sleep(0.01)
         return forward(segments)
 
@@ -51,7 +51,7 @@ async def pair() -> AsyncIterator[LocalPair]:
     await made.close()
 
 
-async def test_speculation_in_one_process_says_what_plain_decoding_says(pair: LocalPair) -> None:
+async def test_speculation_in_one_process_commits_the_tokens_of_plain_decoding(pair: LocalPair) -> None:
     saved = 0
     for seed in range(4):
         ask = BenchRequest(PROMPT, 0.7 if seed else 0.0, seed, 120)
@@ -77,16 +77,16 @@ class Shallower(FixedGamma):
 
 async def test_a_plan_that_changes_reaches_the_drafter(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.local.policy", lambda name, ceilings: Shallower(ceilings))
-    heard: list[int] = []
-    hear = pair.scheduler.updated
+    depths: list[int] = []
+    updated_before = pair.scheduler.updated
 
     def listening(key: Attachment, update: MirrorUpdate) -> None:
-        heard.extend([update.plan.depth] if update.plan else [])
-        hear(key, update)
+        depths.extend([update.plan.depth] if update.plan else [])
+        updated_before(key, update)
 
     monkeypatch.setattr(pair.scheduler, "updated", listening)
     await pair.generate(BenchRequest(PROMPT, 1.0, 1, 60))
-    assert heard == [RouterConfig.model_fields["depth"].default // 2]
+    assert depths == [RouterConfig.model_fields["depth"].default // 2]
     assert not pair.loop.sessions
     assert not pair.scheduler.members
 
@@ -121,7 +121,7 @@ async def test_workers_answer_over_a_pipe_and_agree_on_a_greedy_text(tmp_path: P
         assert texts[0] == texts[1]
 
 
-async def test_a_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_load_reports_the_reason(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     with pytest.raises(ConfigError, match=f"^transformers: {missing}"):
         async with worker_row("transformers", Models(missing, missing, "float32", 1), config(missing, missing)):

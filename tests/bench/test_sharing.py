@@ -1,4 +1,4 @@
-"""The benchmark of shared prefixes measures what it says, and sharing shows in it."""
+"""The benchmark of shared prefixes measures what it names, and its figures show the sharing."""
 
 from bench import sharing
 from tests.engine.small_checkpoints import MODELS

@@ -33,7 +33,7 @@ def test_each_set_of_tiers_is_a_cluster_whose_first_tier_drafts_for_the_target(t
     assert name_of(tiers).split(" < ") == list(tiers)
 
 
-class Says:
+class OneCandidate:
     """One candidate after every path, with this chance."""
 
     def __init__(self, token: int, chance: float) -> None:
@@ -46,10 +46,10 @@ class Says:
 def test_a_pass_that_judges_gives_its_own_chances_and_adds_children() -> None:
     tree = CascadeTree()
     for _ in range(3):
-        tree.expand(0, Says(1, 0.9), 8, judges=False)
+        tree.expand(0, OneCandidate(1, 0.9), 8, judges=False)
     assert tree.best(NODES) == [(1,), (1, 1), (1, 1, 1)]
     assert tree.accepts([1, 1, 1, 1]) == 3
-    tree.expand(1, Says(2, 0.5), NODES, judges=True)
+    tree.expand(1, OneCandidate(2, 0.5), NODES, judges=True)
     assert tree.edges[(1,)] == -math.inf
     assert tree.best(1) == [(2,)]
     assert tree.accepts([1, 1]) == 2  # none is dropped

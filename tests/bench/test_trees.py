@@ -1,4 +1,4 @@
-"""The benchmark of trees: its expectations are the rules' own, its tables are whole, and it says who is behind."""
+"""The benchmark of trees: its expectations are the rules' own, its tables are whole, and it counts the lost cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.trees import tables
 from bench.trees.cells import OURS, Cell, Setting, cells_of, taken
 from bench.trees.expecting import ExpectedTree, followed, matched, rejected, traversed
 from bench.trees.figures import Estimate, last_line, verdicts
-from bench.trees.lessons import RankMeans
+from bench.trees.fitting import RankMeans
 from bench.trees.paths import PathRows, continued, load
 from outrider.core.acceptance import RandomSource, Rule, rule_of
 from outrider.core.sampling.sampler import Sampler
@@ -94,9 +94,9 @@ def test_rows_below_a_root_are_those_of_a_plain_pass() -> None:
             rows.read(text)
             rows.root(place)
     contract = Contract(seed=7, max_tokens=1)
-    said = continued(rows, [1, 2, 3], contract, 3)
+    generated = continued(rows, [1, 2, 3], contract, 3)
     sampler = Sampler(contract, rows.vocabulary, [1, 2, 3], 3)
-    assert said[3] == sampler.choose(rows.read([1, 2, 3])[-1]).token
+    assert generated[3] == sampler.choose(rows.read([1, 2, 3])[-1]).token
 
 
 def test_means_by_rank_fall() -> None:
@@ -133,7 +133,7 @@ def test_standard_errors_are_over_prompts_and_ours_is_compared_by_pairs() -> Non
     assert last_line(small).endswith("ours_best_or_equal=0 behind=0")  # too few nodes to be judged
 
 
-def test_trees_chosen_by_value_are_not_held_against_q_and_who_has_no_q_is_not_either() -> None:
+def test_trees_chosen_by_value_and_drafters_without_q_are_not_held_against_q() -> None:
     assert taken("recursive-rejection", "sequoia", "mid")
     assert not taken("recursive-rejection", "opt-tree", "mid")
     assert not taken("recursive-rejection", "sequoia", "suffix index")

@@ -1,4 +1,4 @@
-"""Strikes a cluster under load, prints what came of it, and says whether all was as it must be."""
+"""Strikes a cluster under load, prints the results, and reports whether each is as it must be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.chaos.striking import Say, Striker, Struck
 
 SESSIONS = 32
 LEAVING = 0.1  # the share of answers that their client leaves or cancels
-UP_TO_SPEED = 1000  # tokens that all say before the first blow
+UP_TO_SPEED = 1000  # tokens that all sessions together receive before the first blow
 
 
 class Part(NamedTuple):
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     minutes: float
 
     def blows(self, seed: int) -> list[Blow]:
-        """Its blows, in order."""
+        """The blows of its scenarios, in order."""
         return [blow for name, count in self.scenarios for blow in making.scenario(name, seed, count)]
 
 
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 async def run(options: argparse.Namespace) -> int:
-    """All parts; the exit status."""
+    """Runs all parts. Returns the exit status."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

@@ -17,7 +17,7 @@ Which = Literal["busiest", "idlest"]
 LINKS = ("router", "verifier", "drafter", "router-redis", "verifier-redis", "drafter-redis")  # into a black hole
 
 FROZEN_S = 10.0
-BETWEEN = range(20, 200)  # tokens that all sessions say together between two blows
+BETWEEN = range(20, 200)  # tokens that all sessions together receive between two blows
 FLAPS = 3  # times that a Redis which flaps dies in a row
 
 
@@ -28,7 +28,7 @@ class Blow:
     kind: Kind
     role: Role
     which: Which  # of the role's servers, by the sessions that depend on it at that moment
-    after: int  # tokens that all sessions together say first
+    after: int  # tokens that all sessions together receive first
     lasts_s: float = 0.0  # of a freeze or a black hole
     link: str = ""  # what a black hole swallows: the way to the servers of a role, or from them to Redis
 
@@ -38,7 +38,7 @@ class Blow:
 
 def _kills(roles: Sequence[Role]) -> Callable[[random.Random, int], list[Blow]]:
     def made(rng: random.Random, count: int) -> list[Blow]:
-        """So many of each role, in rounds."""
+        """So many kills of each role, in rounds."""
         return [_blow(rng, "kill", role) for _ in range(count) for role in rng.sample(roles, len(roles))]
 
     return made
@@ -101,7 +101,7 @@ def write(blows: Sequence[Blow], path: Path) -> None:
 
 
 def read(path: Path) -> list[Blow]:
-    """Those of a file. Raises ConfigError."""
+    """The blows that a file holds. Raises ConfigError."""
     try:
         return [Blow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Sessions that run all the time, each with its own text to say; what came of them, and when."""
+"""Sessions that run all the time, each with its own prompt; what became of them, and when."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEAR_TIE = TOLERANCE["float32"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one session says, again and again."""
+    """What one session generates, again and again."""
 
     number: int
     prompt: tuple[int, ...]
@@ -97,25 +97,25 @@ class Tally:
 
     @property
     def wrong(self) -> bool:
-        """Whether any of it must not be."""
+        """Whether the answers show anything that must not happen."""
         return bool(self.lost or self.repeated or self.changed or self.errors)
 
-    def judge(self, heard: Heard, whole: Heard) -> None:
+    def judge(self, received: Heard, whole: Heard) -> None:
         """Adds one answer; `whole` is its undisturbed one."""
         self.answers += 1
-        self.tokens += len(heard.tokens)
-        self.cancelled += heard.left
-        self.repeated += heard.repeated
-        self.lost += heard.skipped
-        if heard.error is not None:
-            self.errors.append(f"{type(heard.error).__name__}: {heard.error}")
-        parted = difference(whole.tokens[: len(heard.tokens)], heard.tokens, whole.gaps, heard.gaps)
+        self.tokens += len(received.tokens)
+        self.cancelled += received.left
+        self.repeated += received.repeated
+        self.lost += received.skipped
+        if received.error is not None:
+            self.errors.append(f"{type(received.error).__name__}: {received.error}")
+        parted = difference(whole.tokens[: len(received.tokens)], received.tokens, whole.gaps, received.gaps)
         if parted is not None:
             near = parted.judged(NEAR_TIE) is Verdict.NEAR_TIE
             self.near_ties += near
             self.changed += not near
-        if not heard.left:
-            self.lost += max(0, len(whole.tokens) - len(heard.tokens))
+        if not received.left:
+            self.lost += max(0, len(whole.tokens) - len(received.tokens))
 
 
 class Load:
@@ -126,7 +126,7 @@ class Load:
     ) -> None:
         """`leaving`: the share of answers that their client leaves or cancels on the way."""
         self.tally = tally or Tally()
-        self.heard: list[Heard] = []  # all, while the load runs
+        self.received: list[Heard] = []  # all, while the load runs
         self.whole: dict[int, Heard] = {}
         self.said = 0  # tokens
         self._servers = servers
@@ -153,15 +153,15 @@ class Load:
     @property
     def running(self) -> list[Heard]:
         """The answers that have begun and not ended."""
-        return [heard for heard in self.heard if heard.running]
+        return [received for received in self.received if received.running]
 
     async def undisturbed(self) -> None:
-        """What each says while nothing happens, without speculation: one run of all."""
-        for heard in await asyncio.gather(*(self._answer(case, plain=True) for case in self._asked)):
-            if heard.error is not None:
-                raise heard.error
-            self.whole[heard.case.number] = heard
-        self.heard.clear()
+        """What each session generates while nothing happens, without speculation: one run of all."""
+        for received in await asyncio.gather(*(self._answer(case, plain=True) for case in self._asked)):
+            if received.error is not None:
+                raise received.error
+            self.whole[received.case.number] = received
+        self.received.clear()
 
     def begin(self) -> None:
         """From now on all run, each anew when it has ended."""
@@ -173,7 +173,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
     async def more(self, tokens: int, within_s: float) -> None:
-        """Waits until all together have said so many more tokens, or until so much time has passed."""
+        """Waits until all sessions together have received so many more tokens, or until so much time has passed."""
         until, give_up = self.said + tokens, time.monotonic() + within_s
         while self.said < until and time.monotonic() < give_up:
             await asyncio.sleep(LOOK_S)
@@ -181,10 +181,10 @@ class Load:
     async def _again(self, case: Case) -> None:
         """A session for each answer, closed behind it."""
         while not self._over:
-            heard = await self._answer(case)
-            self.tally.judge(heard, self.whole[case.number])
-            if heard.session_id:
-                await self._close(case, heard.session_id)
+            received = await self._answer(case)
+            self.tally.judge(received, self.whole[case.number])
+            if received.session_id:
+                await self._close(case, received.session_id)
 
     async def _close(self, case: Case, session_id: str) -> None:
         """Closes a session. While Redis is away that is refused, and asked again."""
@@ -202,8 +202,8 @@ class Load:
         return self._clients[case.number % len(self._clients)]
 
     async def _answer(self, case: Case, *, plain: bool = False) -> Heard:
-        heard = Heard(case)
-        self.heard.append(heard)
+        received = Heard(case)
+        self.received.append(received)
         rng = self._rng[case.number]
         leaves = not plain and rng.random() < self._leaving
         until = rng.randrange(1, case.max_tokens) if leaves else case.max_tokens + 1
@@ -220,20 +220,20 @@ class Load:
         try:
             async with stream:
                 async for chunk in stream:
-                    heard.session_id = heard.session_id or stream.session_id
-                    heard.take(chunk)
+                    received.session_id = received.session_id or stream.session_id
+                    received.take(chunk)
                     self.said += len(chunk.token_ids)
-                    if len(heard.tokens) >= until:
-                        heard.left = True
+                    if len(received.tokens) >= until:
+                        received.left = True
                         if until % 2:
                             await client.cancel(stream.session_id)
                         break
                 else:
                     self.tally.resumes += stream.result.resumes
         except OutriderError as error:
-            heard.error = error
-        heard.ended = time.monotonic()
-        return heard
+            received.error = error
+        received.ended = time.monotonic()
+        return received
 
 
 def commonest(errors: Sequence[str], most: int = 5) -> list[str]:

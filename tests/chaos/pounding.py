@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One bound."""
+    """One measurement, and whether it keeps its bound."""
 
     what: str
     measured: str
@@ -61,7 +61,7 @@ class Finding:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """For people; in Markdown."""
+    """The findings as a table in Markdown, for people."""
     head = "| what | measured | bound | |\n| --- | --- | --- | --- |\n"
     return head + "\n".join(
         f"| {it.what} | {it.measured} | {it.bound} | {'met' if it.met else 'not met'} |" for it in findings
@@ -174,7 +174,7 @@ class Pounding:
             await target.servers.start(router)
 
     async def _over(self, name: str, target: Target, sessions: Sequence[str], began: float) -> None:
-        """Waits until nobody owns these sessions' generations any more."""
+        """Waits until no router owns these sessions' generations any more."""
         give_up = time.monotonic() + 20.0
         while time.monotonic() < give_up and any(record.lease for record in await target.records(sessions)):
             await asyncio.sleep(0.01)
@@ -223,14 +223,14 @@ class Pounding:
         await asyncio.gather(*(pound() for _ in range(AT_ONCE)))
         over = True
         await asyncio.gather(*tasks)
-        said = [text for texts in answers for text in texts]
-        wrong = sum(text != whole for text in said) + len(errors)
+        finished = [text for texts in answers for text in texts]
+        wrong = sum(text != whole for text in finished) + len(errors)
         self._say(", ".join(f"{name}: {code} {count}" for (name, code), count in sorted(outcomes.items())))
         self._found(
             f"{outcomes.total()} refused calls against {RUNNING} generations",
-            f"{wrong} of {len(said)} answers disturbed",
+            f"{wrong} of {len(finished)} answers disturbed",
             "none",
-            not wrong and len(said) >= RUNNING,
+            not wrong and len(finished) >= RUNNING,
         )
         await asyncio.sleep(0.5)
         leases = sum(bool(record.lease) for record in await target.records([*sessions, ended, empty]))
@@ -263,7 +263,7 @@ class Target:
         return [*(await self.servers.records(sessions)).values()]
 
     async def sessions(self) -> set[str]:
-        """All that Redis holds."""
+        """The ids of all sessions that Redis holds."""
         return set(await self.servers.ids())
 
     async def first_tokens(self, seconds: float) -> list[float]:
@@ -363,7 +363,7 @@ async def under_way(sessions: Sequence[str]) -> None:
 
 
 def request(seed: int, **sampling: Any) -> pb.GenerateRequest:
-    """A good one."""
+    """A valid request."""
     return pb.GenerateRequest(text=PROMPT, sampling=pb.Sampling(seed=seed, **sampling))
 
 

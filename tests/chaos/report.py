@@ -26,8 +26,8 @@ class Row:
     blows: int
     sessions: int
     times: tuple[float, ...]  # s, sorted
-    reading: tuple[float, ...]  # likewise
-    besides: tuple[float, ...]  # likewise: times without reading
+    reading: tuple[float, ...]  # s, sorted
+    besides: tuple[float, ...]  # s, sorted: the times without reading
     stranded: int
 
     @property
@@ -44,14 +44,14 @@ class Row:
 
     @property
     def bound(self) -> float | None:
-        """Seconds; None: nothing was promised."""
+        """The promised bound in seconds; None where there is none."""
         kind, _, role = self.what.partition(" ")
         if role == "redis" or kind == "kill":  # what is frozen is counted from its thawing if it is Redis
             return KILLED.get(role) if kind in ("kill", "freeze") else None
         return NOTICED_S + KILLED[role] if kind in ("freeze", "black-hole") and role in KILLED else None
 
     def cells(self) -> tuple[str, ...]:
-        """As the table shows it."""
+        """The cells of its line in the table."""
         times = _median(self.times), self.p99, max(self.times, default=0.0)
         return (
             self.what,
@@ -97,13 +97,13 @@ def missed(done: Iterable[Struck]) -> list[str]:
 def table(done: Sequence[Struck], tally: Tally) -> str:
     """For people; in Markdown, so that it can go into docs/reliability.md as it is."""
     lines = [COLUMNS, tuple("---" for _ in COLUMNS), *(row.cells() for row in rows(done))]
-    said = [
+    summary = [
         f"{tally.answers} answers of {tally.tokens} tokens, {tally.cancelled} cancelled, {tally.resumes} calls resumed",
         f"lost={tally.lost} repeated={tally.repeated} changed={tally.changed} near_ties={tally.near_ties} "
         f"errors={len(tally.errors)}",
         *commonest(tally.errors),
     ]
-    return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", *said])
+    return "\n".join(["| " + " | ".join(cells) + " |" for cells in lines] + ["", *summary])
 
 
 def status(done: Iterable[Struck], tally: Tally) -> int:

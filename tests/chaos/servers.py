@@ -54,24 +54,24 @@ def steady_port() -> int:
 
 
 class Child(Protocol):
-    """What a server runs in."""
+    """The process that a server runs in."""
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """The id of the present process."""
 
     @property
     def status(self) -> int | None:
         """Its exit status; None while it runs."""
 
     async def start(self, redis_url: str) -> None:
-        """Starts it, be it again."""
+        """Starts it, for the first time or again."""
 
     async def wait(self) -> int:
         """Its exit status, once it has ended."""
 
     async def stop(self) -> None:
-        """SIGTERM, and the end."""
+        """Sends SIGTERM, and waits until it has ended."""
 
 
 class RedisProcess:
@@ -88,7 +88,7 @@ class RedisProcess:
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """The id of the present process."""
         return self._running().pid
 
     @property
@@ -113,7 +113,7 @@ class RedisProcess:
         return await self._running().wait()
 
     async def stop(self) -> None:
-        """SIGTERM, and the end."""
+        """Sends SIGTERM, and waits until it has ended."""
         if self._child is not None:
             with suppress(ProcessLookupError):
                 self._child.terminate()
@@ -137,16 +137,16 @@ class Server:
     frozen: bool = False
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Sends SIGKILL."""
         os.kill(self.child.pid, signal.SIGKILL)
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Sends SIGSTOP."""
         self.frozen = True
         os.kill(self.child.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         self.frozen = False
         with suppress(ProcessLookupError):
             os.kill(self.child.pid, signal.SIGCONT)
@@ -160,7 +160,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a router said of a session that went on at a verifier."""
+    """What a router logged about a session that went on at a verifier."""
 
     at: float  # monotonic
     session_id: str
@@ -199,9 +199,9 @@ class Servers:
         self._ways: dict[Role, str] = {}  # to Redis
         self._stack = AsyncExitStack()
 
-    def _hear(self, name: str, line: str) -> None:
-        if said := GOES_ON.search(line):
-            self.readings.append(Reading(time.monotonic(), said[1], int(said[2]), float(said[3])))
+    def _read(self, name: str, line: str) -> None:
+        if found := GOES_ON.search(line):
+            self.readings.append(Reading(time.monotonic(), found[1], int(found[2]), float(found[3])))
         self._forward(name, line)
 
     def of(self, *roles: Role) -> list[Server]:
@@ -209,7 +209,7 @@ class Servers:
         return [server for server in self.all if server.role in roles]
 
     def named(self, name: str) -> Server:
-        """That server."""
+        """The server of that name."""
         return next(server for server in self.all if server.name == name)
 
     def address(self, first: int = 0) -> str:
@@ -281,7 +281,7 @@ class Servers:
         listen = f"127.0.0.1:{steady_port()}"
         address = await self._link(stack, name, listen)
         section = self._section(role, listen, address)
-        return Server(role, name, Process(role, name, section, self._hear), address)
+        return Server(role, name, Process(role, name, section, self._read), address)
 
     def _section(self, role: Worker, listen: str, address: str) -> RouterConfig | VerifierConfig | DrafterConfig:
         shape = self.shape

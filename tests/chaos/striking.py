@@ -47,7 +47,7 @@ class Struck:
 
 
 class Striker:
-    """Has a cluster struck. `say` hears of each blow; `done` gets them, behind what it holds."""
+    """Has a cluster struck. `say` receives a line for each blow; `done` gets them, behind what it holds."""
 
     def __init__(self, servers: Servers, load: Load, say: Say, done: list[Struck] | None = None) -> None:
         self.done = [] if done is None else done
@@ -113,7 +113,7 @@ class Striker:
                 link.freeze()
                 await asyncio.sleep(blow.lasts_s)
                 link.thaw()
-        if blow.lasts_s and server.role == "redis":  # nobody can go on without it
+        if blow.lasts_s and server.role == "redis":  # no session can go on without it
             struck.at = time.monotonic()
         await self._recovered(struck)
         self._measure(struck)
@@ -136,7 +136,7 @@ class Striker:
 
     async def _choose(self, blow: Blow) -> tuple[Server, list[Heard]]:
         """The server to strike, and the sessions that depend on it."""
-        running = {heard.session_id: heard for heard in self._load.running}
+        running = {received.session_id: received for received in self._load.running}
         records = await self._servers.records(running)
         depending = {
             server.name: [running[name] for name, record in records.items() if server.serves(record)]
@@ -148,19 +148,19 @@ class Striker:
     async def _recovered(self, struck: Struck) -> None:
         """Waits until all have gone on, or ended."""
         give_up = struck.at + PATIENCE_S
-        while time.monotonic() < give_up and not all(went_on(heard, struck.at) for heard in struck.sessions):
+        while time.monotonic() < give_up and not all(went_on(received, struck.at) for received in struck.sessions):
             await asyncio.sleep(LOOK_S)
 
     def _measure(self, struck: Struck) -> None:
         under_way_s = 0.0 if struck.blow.role == "drafter" else UNDER_WAY_S  # tokens do not come by way of drafters
         since = [reading for reading in self._servers.readings if reading.at > struck.at and reading.tokens > 1]
         again = {reading.session_id: reading.seconds for reading in reversed(since)}
-        for heard in struck.sessions:
-            if (took := recovery(heard, struck.at, under_way_s)) is not None:
+        for received in struck.sessions:
+            if (took := recovery(received, struck.at, under_way_s)) is not None:
                 struck.recoveries.append(took)
-                struck.read_again += [again[heard.session_id]] if heard.session_id in again else []
-                struck.besides.append(max(0.0, took - again.get(heard.session_id, 0.0)))
-            elif heard.ended is None:
+                struck.read_again += [again[received.session_id]] if received.session_id in again else []
+                struck.besides.append(max(0.0, took - again.get(received.session_id, 0.0)))
+            elif received.ended is None:
                 struck.stranded += 1
         busy: dict[str, float] = defaultdict(float)
         for pid, (role, spent) in self._processor_times().items():
@@ -175,14 +175,14 @@ class Striker:
         return {**times, os.getpid(): ("clients", time.process_time())}
 
 
-def went_on(heard: Heard, at: float) -> bool:
-    """Whether a session has said something since, beyond what was under way; or has ended."""
-    return heard.ended is not None or bool(heard.times and heard.times[-1] > at + UNDER_WAY_S)
+def went_on(received: Heard, at: float) -> bool:
+    """Whether a session has received tokens since, beyond what was under way; or has ended."""
+    return received.ended is not None or bool(received.times and received.times[-1] > at + UNDER_WAY_S)
 
 
-def recovery(heard: Heard, at: float, under_way_s: float = UNDER_WAY_S) -> float | None:
+def recovery(received: Heard, at: float, under_way_s: float = UNDER_WAY_S) -> float | None:
     """Seconds from a blow to the token after the longest silence that it began; None if no token came since."""
-    since = [at, *(moment for moment in heard.times if moment > at)]
+    since = [at, *(moment for moment in received.times if moment > at)]
     silences = [(end - begin, end - at) for begin, end in pairwise(since) if begin <= at + under_way_s]
     return max(silences)[1] if silences else None
 

@@ -41,7 +41,7 @@ async def test_one_kill_of_each_role_costs_no_session_a_token() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_seed_says_what_strikes_and_when(name: str, tmp_path: Path) -> None:
+def test_a_seed_decides_what_strikes_and_when(name: str, tmp_path: Path) -> None:
     blows = scenario(name, 7, 3)
     assert blows == scenario(name, 7, 3)
     assert blows != scenario(name, 8, 3)
@@ -58,14 +58,14 @@ def test_what_is_no_scenario_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
-    def heard(*times: float) -> Heard:
+    def received(*times: float) -> Heard:
         return Heard(CASE, "s", times=list(times))
 
-    assert recovery(heard(9.0, 10.05, 12.0, 12.1, 15.0), 10.0) == pytest.approx(2.0)  # one token was under way
-    assert recovery(heard(9.0, 10.4, 14.0), 10.0) == pytest.approx(0.4)  # a later silence is not of this blow
-    assert recovery(heard(9.0), 10.0) is None
-    assert not went_on(heard(9.0, 10.05), 10.0)
-    assert went_on(heard(9.0, 10.4), 10.0)
+    assert recovery(received(9.0, 10.05, 12.0, 12.1, 15.0), 10.0) == pytest.approx(2.0)  # one token was under way
+    assert recovery(received(9.0, 10.4, 14.0), 10.0) == pytest.approx(0.4)  # a later silence is not of this blow
+    assert recovery(received(9.0), 10.0) is None
+    assert not went_on(received(9.0, 10.05), 10.0)
+    assert went_on(received(9.0, 10.4), 10.0)
 
 
 def test_every_way_to_go_wrong_is_counted_as_what_it_is() -> None:
@@ -86,7 +86,7 @@ def test_every_way_to_go_wrong_is_counted_as_what_it_is() -> None:
     assert (near.near_ties, near.changed, near.wrong) == (1, 0, False)
 
 
-def test_the_table_says_which_bounds_were_kept_and_the_last_line_is_for_scripts() -> None:
+def test_the_table_shows_which_bounds_were_kept_and_the_last_line_is_for_scripts() -> None:
     def struck(name: str, *recoveries: float, stranded: int = 0) -> Struck:
         blow = scenario(name, 1, 1)[0]
         return Struck(blow, "x", 0.0, [], recoveries=list(recoveries), stranded=stranded)

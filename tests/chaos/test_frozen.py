@@ -1,4 +1,4 @@
-"""A peer that stands still, or that nobody hears any more, is noticed in time; what it says later is refused."""
+"""A peer that is frozen or cut off is noticed in time; what it sends later is refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def soon(holds: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_frozen_router_is_left_for_another_and_what_it_says_when_it_thaws_is_refused(servers: Servers) -> None:
+async def test_a_frozen_router_is_left_for_another_and_what_it_sends_when_it_thaws_is_refused(servers: Servers) -> None:
     zombie, other = servers.of("router")
     request = inference_pb2.GenerateRequest(
         text=PROMPT, sampling=inference_pb2.Sampling(max_tokens=TOKENS, seed=3, ignore_eos=True)
@@ -99,7 +99,7 @@ async def test_a_frozen_router_is_left_for_another_and_what_it_says_when_it_thaw
         try:
             resumed = elsewhere.resume(session_id, timeout=60)
             resumed.begin()
-            said = await read(resumed, 5)
+            tokens = await read(resumed, 5)
             after = (await servers.records([session_id]))[session_id]
             assert (after.epoch > before.epoch, other.serves(after)) == (True, True)
         finally:
@@ -107,37 +107,37 @@ async def test_a_frozen_router_is_left_for_another_and_what_it_says_when_it_thaw
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await to_the_end(call)
         assert isinstance(from_rpc_error(refused.value), Superseded)
-        said += await read(resumed, 5)
+        tokens += await read(resumed, 5)
         now = (await servers.records([session_id]))[session_id]
         assert (now.epoch, now.owner) == (after.epoch, after.owner)
         await resumed.cancel()
-        assert said == await undisturbed(elsewhere, 3, len(said))
+        assert tokens == await undisturbed(elsewhere, 3, len(tokens))
 
 
 async def test_the_sdk_notices_a_frozen_router_by_itself_and_goes_on_at_another(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(0)) as client:
         stream = begun(client, 4)
-        said = await read(stream, 5)
+        tokens = await read(stream, 5)
         router, _ = await serving(servers, stream.session_id)
         router.freeze()
         frozen = time.monotonic()
         try:
             while True:
                 waited = time.monotonic()
-                said += await read(stream, 1)
+                tokens += await read(stream, 1)
                 if time.monotonic() - waited > SILENCE_S / 4:
                     break
             assert time.monotonic() - frozen < SILENCE_S + SLACK_S
         finally:
             router.thaw()
         await stream.cancel()
-        assert said == await undisturbed(client, 4, len(said))
+        assert tokens == await undisturbed(client, 4, len(tokens))
 
 
 async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(servers: Servers) -> None:
     async with outrider.AsyncClient(servers.address(1)) as client:
         stream = begun(client, 5)
-        said = await read(stream, 5)
+        tokens = await read(stream, 5)
         before = (await servers.records([stream.session_id]))[stream.session_id]
         _, verifier = await serving(servers, stream.session_id)
         verifier.freeze()
@@ -145,7 +145,7 @@ async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(s
         try:
             record = before
             while record.verifier == before.verifier:
-                said += await read(stream, 1)
+                tokens += await read(stream, 1)
                 record = (await servers.records([stream.session_id]))[stream.session_id]
             assert time.monotonic() - frozen < SILENCE_S + SLACK_S
             assert record.epoch > before.epoch
@@ -157,16 +157,16 @@ async def test_a_frozen_verifier_is_left_for_another_and_lets_go_when_it_thaws(s
                 return not (await VerifierStub(channel).Describe(types_pb2.DescribeRequest())).sessions
 
         await soon(idle)
-        said += await read(stream, 5)
+        tokens += await read(stream, 5)
         await stream.cancel()
-        assert said == await undisturbed(client, 5, len(said))
+        assert tokens == await undisturbed(client, 5, len(tokens))
 
 
-async def test_a_frozen_redis_pauses_generation_and_says_so_to_whoever_asks(servers: Servers) -> None:
+async def test_a_frozen_redis_pauses_generation_and_callers_receive_the_reason(servers: Servers) -> None:
     (redis,) = servers.of("redis")
     async with outrider.AsyncClient(servers.address(0)) as client:
         stream = begun(client, 6)
-        said = await read(stream, 5)
+        tokens = await read(stream, 5)
         redis.freeze()
         frozen = time.monotonic()
         try:
@@ -176,10 +176,10 @@ async def test_a_frozen_redis_pauses_generation_and_says_so_to_whoever_asks(serv
         finally:
             redis.thaw()
         thawed = time.monotonic()
-        said += await read(stream, 20)
+        tokens += await read(stream, 20)
         assert time.monotonic() - thawed < SILENCE_S + SLACK_S
         await stream.cancel()
-        assert said == await undisturbed(client, 6, len(said))
+        assert tokens == await undisturbed(client, 6, len(tokens))
 
 
 BLACK_HOLES = [

@@ -1,4 +1,4 @@
-"""`outrider bench` measures a cluster that runs, or says in one line why it cannot."""
+"""`outrider bench` measures a cluster that runs, or prints in one line why it cannot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_cannot_be_measured_is_one_line_and_no_table(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_the_suite_for_gpus_says_plainly_that_nothing_was_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_for_gpus_states_plainly_that_nothing_was_run(capfd: pytest.CaptureFixture[str]) -> None:
     result = CliRunner().invoke(app, ["bench", "--suite", "gpu"])
     assert result.exit_code == 0
     assert "gpu: nothing was run: torch sees no CUDA device here" in capfd.readouterr().out
@@ -72,9 +72,9 @@ async def test_it_measures_a_running_cluster_both_ways(tmp_path: Path) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        said, complained = await child.communicate()
-    assert child.returncode == 0, complained.decode()
-    assert "speedup" in said.decode()
+        stdout, stderr = await child.communicate()
+    assert child.returncode == 0, stderr.decode()
+    assert "speedup" in stdout.decode()
     points = json.loads(output.read_text())
     assert [(point["callers"], point["speculative"]) for point in points] == [(2, True), (2, False)]
     speculative, plain = points

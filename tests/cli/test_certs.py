@@ -18,7 +18,7 @@ def run(*arguments: str, exit_code: int = 0) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
-def test_each_role_gets_a_certificate_and_a_key_that_nobody_else_can_read(tmp_path: Path) -> None:
+def test_each_role_gets_a_certificate_and_a_key_that_only_its_owner_can_read(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     run("certs", str(folder), "--host", "router.example", "--host", "192.0.2.7")
     for role in NAMES:
@@ -31,8 +31,8 @@ def test_each_role_gets_a_certificate_and_a_key_that_nobody_else_can_read(tmp_pa
 def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
     run("certs", str(tmp_path))
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    _, said = run("certs", str(tmp_path), exit_code=2)
-    assert "--force" in said
+    _, stderr = run("certs", str(tmp_path), exit_code=2)
+    assert "--force" in stderr
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     run("certs", str(tmp_path), "--force")
     assert all(file.read_bytes() != content for file, content in before.items())
@@ -41,10 +41,10 @@ def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
 
 def test_keys_are_added_listed_and_revoked(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URL", redis_url)
-    secret, said = run("keys", "add", "acme", "--name", "ci", "--days", "30")
+    secret, stderr = run("keys", "add", "acme", "--name", "ci", "--days", "30")
     assert secret.startswith("outrider_")
-    assert "acme" in said
-    assert secret.strip() not in said
+    assert "acme" in stderr
+    assert secret.strip() not in stderr
     listed, _ = run("keys", "list")
     assert "acme  ci" in listed
     assert secret.strip() not in listed
@@ -56,6 +56,6 @@ def test_keys_are_added_listed_and_revoked(redis_url: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("url", ["redis://:hidden@h:1", "redis://u:hidden@h:1", "unix:///s?password=hidden"])
 def test_a_password_is_not_taken_from_the_command_line(url: str) -> None:
-    _, said = run("keys", "list", "--redis", url, exit_code=2)
-    assert "REDIS_URL" in said
-    assert "hidden" not in said
+    _, stderr = run("keys", "list", "--redis", url, exit_code=2)
+    assert "REDIS_URL" in stderr
+    assert "hidden" not in stderr

@@ -47,9 +47,9 @@ def assert_gone(pids: list[int]) -> None:
 
 
 async def test_a_cluster_serves_reports_a_killed_process_and_stops_the_rest() -> None:
-    heard: list[str] = []
-    async with LocalCluster(config(), ready=lambda process: heard.append(process.name)) as cluster:
-        assert sorted(heard) == ["drafter-0", "router", "verifier-0"]
+    started: list[str] = []
+    async with LocalCluster(config(), ready=lambda process: started.append(process.name)) as cluster:
+        assert sorted(started) == ["drafter-0", "router", "verifier-0"]
         pids = [process.pid for process in cluster.processes.values()]
         async with outrider.AsyncClient(cluster.router_address) as client:
             (model,) = await client.models()
@@ -111,8 +111,8 @@ def test_up_serves_and_stops_everything_on_a_signal(tmp_path: Path) -> None:
     process.communicate(timeout=15)
     assert process.returncode == 0
     assert_gone(pids)
-    said = (tmp_path / "stderr").read_text().splitlines()
-    assert all(re.fullmatch(r"(router|verifier-0) is ready on 127\.0\.0\.1:\d+", line) for line in said), said
+    lines = (tmp_path / "stderr").read_text().splitlines()
+    assert all(re.fullmatch(r"(router|verifier-0) is ready on 127\.0\.0\.1:\d+", line) for line in lines), lines
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a process's life to its parent's")

@@ -1,4 +1,4 @@
-"""`outrider describe` says what a checkpoint or a server is, and what is wrong with a target that is neither."""
+"""`outrider describe` prints what a checkpoint or a server is, and what is wrong with a target that is neither."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_described_and_measured(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == f"describe: trees=yes decode_ms={rows[0][1]}"
 
 
-def test_it_says_why_torch_computes(tmp_path: Path) -> None:
+def test_it_prints_why_torch_computes(tmp_path: Path) -> None:
     env = {"COLUMNS": "160", "OUTRIDER_ENGINE": "torch"}
     result = CliRunner().invoke(app, ["describe", str(make_checkpoint(tmp_path)), "--dtype", "float32"], env=env)
     assert result.exit_code == 0, result.stderr
@@ -178,8 +178,8 @@ def test_a_model_that_runs_through_transformers_is_described_with_what_it_can_do
     result = CliRunner().invoke(app, ["describe", str(folder), *options], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.stderr
     text = re.sub(" +", " ", result.stdout)
-    said = {"yes": "speculation trees, as was tried", "no": "speculation none: its logits over"}[trees]
-    for words in (f"family {family}, through transformers", "vocabulary 131", "weights float32", said):
+    expected = {"yes": "speculation trees, as was tried", "no": "speculation none: its logits over"}[trees]
+    for words in (f"family {family}, through transformers", "vocabulary 131", "weights float32", expected):
         assert words in text
     assert re.fullmatch(rf"describe: trees={trees} decode_ms=\d+\.\d\d", result.stdout.splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""The test of drawn tokens: as strict as it says, and not blind."""
+"""The p-values of the test of drawn tokens are right, and it finds differences of the size that it reports."""
 
 import numpy as np
 import pytest

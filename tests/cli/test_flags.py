@@ -1,4 +1,4 @@
-"""Flags, configuration sections and the command lines of a cluster's processes say the same."""
+"""Flags, configuration sections and the command lines of a cluster's processes agree."""
 
 from __future__ import annotations
 

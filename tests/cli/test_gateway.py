@@ -14,7 +14,7 @@ from outrider.rpc.certificates import make
 
 
 def refused(*arguments: str) -> str:
-    """What the command says that does not start."""
+    """The error text of a command that does not start."""
     command = [sys.executable, "-m", "outrider.cli", "gateway", "--listen", "127.0.0.1:0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env={**os.environ})
     assert (done.returncode, done.stdout) == (2, "")
@@ -24,12 +24,12 @@ def refused(*arguments: str) -> str:
 def test_a_port_that_is_taken_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        said = refused("--listen", address)
-    assert said == f"outrider: listen: cannot use {address} (Address already in use); choose another\n"
+        message = refused("--listen", address)
+    assert message == f"outrider: listen: cannot use {address} (Address already in use); choose another\n"
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "fragment"),
     [
         (("--cert", "gateway.pem"), "cert and key go together"),
         (("--cert", "gateway.pem", "--key", "router.key"), "must be a certificate and its own key"),
@@ -38,10 +38,10 @@ def test_a_port_that_is_taken_is_one_line() -> None:
         (("--router", "nowhere"), "must be HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_one_line(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_line(flags: tuple[str, ...], fragment: str, tmp_path: Path) -> None:
     make(tmp_path)
     found = [str(tmp_path / flag) if flag.endswith((".pem", ".key")) else flag for flag in flags]
     shown = refused(*found)
     assert shown.startswith("outrider: ")
-    assert said in shown
+    assert fragment in shown
     assert shown.count("\n") == 1

@@ -44,7 +44,7 @@ def test_the_router_may_be_named_by_a_profile(
     assert result.stderr.endswith("profiles.toml: has no profile 'there'; there are: here\n")
 
 
-def test_work_that_can_wait_says_so(router: ScriptedRouter) -> None:
+def test_work_that_can_wait_is_sent_with_its_priority(router: ScriptedRouter) -> None:
     result = CliRunner().invoke(app, ["generate", "hello", "--address", router.address, "--priority", "batch"])
     assert result.exit_code == 0
     assert router.requests[0].priority == inference_pb2.PRIORITY_BATCH
@@ -77,7 +77,7 @@ def test_a_bug_of_the_server_is_status_1(router: ScriptedRouter) -> None:
     assert "the server's log" in result.stderr
 
 
-def test_a_further_turn_names_its_session_and_a_fork_says_so(router: ScriptedRouter) -> None:
+def test_a_further_turn_names_its_session_and_a_fork_is_named_as_one(router: ScriptedRouter) -> None:
     arguments = ["--address", router.address, "--session", "session-1"]
     CliRunner().invoke(app, ["generate", "hello", "--address", router.address])
     turn = CliRunner().invoke(app, ["generate", "more", *arguments])

@@ -1,4 +1,4 @@
-"""`outrider index` makes a store of text files, says what is in it, and what is wrong with what it was given."""
+"""`outrider index` makes a store of text files, and prints what is in it, or what is wrong with its arguments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_store_holds_each_file_of_a_folder_once_and_says_so(corpus: Path, tmp_path: Path) -> None:
+def test_a_store_holds_each_file_of_a_folder_once_and_its_contents_are_printed(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "code.rest"
     result = run(corpus, corpus / "a.py", "--pattern", "*.py", output=output)
     assert result.exit_code == 0, result.output

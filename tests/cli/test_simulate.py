@@ -1,4 +1,4 @@
-"""`outrider simulate` compares policies, and says what is wrong with a scenario."""
+"""`outrider simulate` compares policies, and reports what is wrong with a scenario."""
 
 import re
 from pathlib import Path
@@ -28,14 +28,14 @@ def test_it_compares_policies(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_there_is_not_is_refused_with_those_there_are() -> None:
-    for name, told in (("best", "goodput"), ("fixed:0", "fixed:DEPTH"), ("ema:3", "fixed:DEPTH")):
+    for name, fragment in (("best", "goodput"), ("fixed:0", "fixed:DEPTH"), ("ema:3", "fixed:DEPTH")):
         done = CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--policy", name])
         assert done.exit_code == 2
-        assert told in done.output
+        assert fragment in done.output
     assert CliRunner().invoke(app, ["simulate", "nowhere.toml"]).exit_code == 2
 
 
-def test_plan_says_how_many_drafters_are_enough(tmp_path: Path) -> None:
+def test_plan_prints_how_many_drafters_are_enough(tmp_path: Path) -> None:
     scenario = tmp_path / "scenario.toml"
     text = """
 [deployment]
@@ -48,7 +48,7 @@ seconds = 10
 kinds = ["text"]
 callers = 2
 """
-    said = {}
+    plans = {}
     for agreement in (0.9, 0.0):
         scenario.write_text(text.format(agreement=agreement))
         done = CliRunner().invoke(app, ["plan", str(scenario), "--most", "2"])
@@ -57,7 +57,7 @@ callers = 2
         last = done.output.strip().splitlines()[-1]
         match = re.fullmatch(r"plan: drafters=(\d+) speedup=(\d\.\d\d) tokens_per_s=\d+\.\d", last)
         assert match, last
-        said[agreement] = int(match[1]), float(match[2])
-    assert said[0.9][0] >= 1
-    assert said[0.9][1] > 1.3
-    assert said[0.0] == (0, 1.0)  # drafters that never agree are not worth buying
+        plans[agreement] = int(match[1]), float(match[2])
+    assert plans[0.9][0] >= 1
+    assert plans[0.9][1] > 1.3
+    assert plans[0.0] == (0, 1.0)  # drafters that never agree are not worth buying

@@ -1,4 +1,4 @@
-"""`outrider train`: flags and recipes say the same, and what cannot be done is said before anything long starts."""
+"""`outrider train`: flags and recipes agree, and what cannot be done is refused before anything long starts."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_unknown_key_of_a_recipe_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "fragment"),
     [
         (["--output", "o"], "flags: text: Field required"),
         (
@@ -184,11 +184,11 @@ def test_an_unknown_key_of_a_recipe_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_message_and_status_2(arguments: list[str], said: str) -> None:
+def test_a_mistake_is_one_message_and_status_2(arguments: list[str], fragment: str) -> None:
     result = CliRunner().invoke(app, ["train", "drafter", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("outrider: ")
-    assert said in result.stderr
+    assert fragment in result.stderr
     assert not Path("o.run").exists()
 
 

@@ -62,7 +62,7 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "fragment"),
     [
         (("--target", "nowhere", "--no-reference"), "nowhere/tokenizer.json"),
         (("--address", "127.0.0.1:1", "--checkpoint", "models/target", "--no-reference"), "no router can be reached"),
@@ -76,10 +76,10 @@ def test_the_reference_models_are_exact(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_verified_is_said_in_one_line(arguments: tuple[str, ...], says: str) -> None:
+def test_what_cannot_be_verified_is_refused_in_one_line(arguments: tuple[str, ...], fragment: str) -> None:
     done = run(*arguments)
     assert done.returncode == 2
-    assert says in done.stderr
+    assert fragment in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -158,7 +158,7 @@ async def test_texts_under_rules_of_draws_are_compared_at_temperature_0_alone() 
                                      "drawn=6 law=kept")  # fmt: skip
 
 
-async def test_a_draw_that_the_target_cannot_say_is_a_bug() -> None:
+async def test_a_draw_that_the_target_cannot_make_is_a_bug() -> None:
     reference: Any = Placed(math.nan)
     client: Any = Script(generation([1, 2]), generation([1, 2]))
     work = plan([PROMPT], [0.8], 1)
@@ -182,39 +182,39 @@ def reference() -> Reference:
     return Reference(TARGET)
 
 
-def ranked(reference: Reference, prompt: Sequence[int], said: Sequence[int], contract: Contract) -> list[int]:
-    """Tokens by what `transformers` thinks of them after a text, best first, noise included."""
-    logits = reference._logits(prompt, [*said, 0])[-1]
-    noise = gumbel_row(contract.seed, contract.choice, len(prompt) + len(said), len(logits))
+def ranked(reference: Reference, prompt: Sequence[int], answer: Sequence[int], contract: Contract) -> list[int]:
+    """Tokens by their logits in `transformers` after a text, best first, noise included."""
+    logits = reference._logits(prompt, [*answer, 0])[-1]
+    noise = gumbel_row(contract.seed, contract.choice, len(prompt) + len(answer), len(logits))
     return np.argsort(-(logits / contract.temperature + noise)).tolist()
 
 
 def test_transformers_finds_the_token_that_was_tampered_with(reference: Reference) -> None:
     (prompt,) = read_prompts(TARGET, None, ["def add(a, b):\n"], 1)
     contract = Contract(seed=3, max_tokens=8, temperature=0.8)
-    said: list[int] = []
-    while len(said) < 8:
-        said.append(ranked(reference, prompt.tokens, said, contract)[0])
-    assert reference.difference(prompt.tokens, said, contract, 1e-3) is None
+    answer: list[int] = []
+    while len(answer) < 8:
+        answer.append(ranked(reference, prompt.tokens, answer, contract)[0])
+    assert reference.difference(prompt.tokens, answer, contract, 1e-3) is None
     assert reference.difference(prompt.tokens, [], contract, 1e-3) is None
-    for wrong in ((said[5] + 1) % 4096, 4096 + 7, -1):  # two of them do not exist
-        parted = reference.difference(prompt.tokens, [*said[:5], wrong, *said[6:]], contract, 1e-3)
+    for wrong in ((answer[5] + 1) % 4096, 4096 + 7, -1):  # two of them do not exist
+        parted = reference.difference(prompt.tokens, [*answer[:5], wrong, *answer[6:]], contract, 1e-3)
         assert parted is not None
-        assert (parted.position, parted.first, parted.second) == (5, wrong, said[5])
+        assert (parted.position, parted.first, parted.second) == (5, wrong, answer[5])
         assert parted.judged(1e-3) is Verdict.BUG
 
 
 def test_a_near_tie_hides_no_bug(reference: Reference) -> None:
     prompt, contract, tolerance = [1, 2, 3], Contract(seed=3, max_tokens=20, temperature=0.8), 0.25
     best = ranked(reference, prompt, [], contract)
-    said = [best[1]]  # it is 0.12 behind the first, the third is 0.6 behind
-    while len(said) < 20:
-        said.append(ranked(reference, prompt, said, contract)[0])
-    parted = reference.difference(prompt, said, contract, tolerance)
+    answer = [best[1]]  # it is 0.12 behind the first, the third is 0.6 behind
+    while len(answer) < 20:
+        answer.append(ranked(reference, prompt, answer, contract)[0])
+    parted = reference.difference(prompt, answer, contract, tolerance)
     assert parted is not None
     assert (parted.position, parted.judged(tolerance)) == (0, Verdict.NEAR_TIE)
-    said[12] = (said[12] + 1) % 4096
-    parted = reference.difference(prompt, said, contract, tolerance)
+    answer[12] = (answer[12] + 1) % 4096
+    parted = reference.difference(prompt, answer, contract, tolerance)
     assert parted is not None
     assert (parted.position, parted.judged(tolerance)) == (12, Verdict.BUG)
     # Nor does it excuse a token that was not one of the two.
@@ -228,8 +228,8 @@ def test_what_is_drawn_from_transformers_own_probabilities_has_uniform_places(re
     for start in range(40):
         prompt = [1, 2, start]
         logits = reference._logits(prompt, [0])[-1].astype(float)
-        said = np.argmax(logits / contract.temperature + dice.gumbel(size=(8, len(logits))), axis=1).tolist()
-        places += [reference.quantiles(prompt, [token], contract, dice)[0] for token in said]
+        drawn = np.argmax(logits / contract.temperature + dice.gumbel(size=(8, len(logits))), axis=1).tolist()
+        places += [reference.quantiles(prompt, [token], contract, dice)[0] for token in drawn]
     assert p_value(np.array(places)) > 0.01
     assert np.isnan(reference.quantiles(prompt, [4096 + 7, 1], contract, dice)).tolist() == [True, False]
 

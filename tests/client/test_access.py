@@ -1,4 +1,4 @@
-"""What a client sends and believes: from its arguments, else the environment, else a profile."""
+"""What a client sends and trusts: from its arguments, else the environment, else a profile."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_profile_is_taken_by_its_name_and_the_default_one_where_nothing_names_
     assert resolve().address == "other:1"
 
 
-def test_the_key_of_a_profile_goes_to_no_other_router_unless_told(
+def test_the_key_of_a_profile_goes_to_no_other_router_unless_the_call_names_the_profile(
     profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiles.write_text('[default]\nrouter = "usual:1"\napi_key_file = "prod.key"\n' + FILE.partition('1"')[2])
@@ -127,7 +127,7 @@ def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("text", "named", "said"),
+    ("text", "named", "problem"),
     [
         ("[prod", {}, "profiles.toml: not valid TOML"),
         ("[a]\n[b]\n", {"profile": "prod"}, "profiles.toml: has no profile 'prod'; there are: a, b"),
@@ -142,10 +142,10 @@ def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_is_wrong_with_a_profile_names_the_file_and_the_key(
-    profiles: Path, text: str, named: dict[str, Any], said: str
+    profiles: Path, text: str, named: dict[str, Any], problem: str
 ) -> None:
     profiles.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         resolve(**named)
 
 
@@ -164,7 +164,7 @@ def test_a_key_may_go_in_the_clear_to_this_machine(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["router:7070", "192.0.2.1:1", "ipv4:127.0.0.1:1,192.0.2.1:2", "dns:///router:1"])
-def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_told(address: str) -> None:
+def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_tls_is_switched_off(address: str) -> None:
     with pytest.raises(ConfigError, match="OUTRIDER_CA") as caught:
         Access.of(resolve(address, api_key=KEY))
     assert KEY not in str(caught.value)
@@ -173,7 +173,7 @@ def test_a_key_does_not_go_in_the_clear_to_another_machine_unless_told(address: 
         outrider.Client(address, api_key=KEY)
 
 
-def test_tls_without_a_ca_believes_whom_the_web_does() -> None:
+def test_tls_without_a_ca_trusts_the_cas_of_the_web() -> None:
     access = Access.of(resolve("h:1", api_key=KEY, tls=True))
     assert access.tls is not None
     assert access.tls.ca is None

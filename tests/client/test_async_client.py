@@ -67,7 +67,7 @@ async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "says"),
+    ("message", "problem"),
     [
         ({"role": "user"}, r'messages\[1\]: must be \{"role": "...", "content": "..."\}'),
         ({"role": "user", "content": "x", "name": "y"}, r"messages\[1\]: must be"),
@@ -77,9 +77,9 @@ async def test_messages_go_instead_of_a_prompt(router: ScriptedRouter) -> None:
         ({"role": "user", "content": "\ud800"}, r"messages\[1\]\.content: is not valid Unicode"),
     ],
 )
-async def test_what_is_no_message_is_named(router: ScriptedRouter, message: object, says: str) -> None:
+async def test_what_is_no_message_is_named(router: ScriptedRouter, message: object, problem: str) -> None:
     async with outrider.AsyncClient(router.address) as client:
-        with pytest.raises(errors.InvalidRequest, match=says):
+        with pytest.raises(errors.InvalidRequest, match=problem):
             await client.generate(messages=[{"role": "user", "content": "x"}, message])  # type: ignore[list-item]
     assert router.requests == []
 
@@ -178,7 +178,7 @@ async def test_an_unknown_option_is_a_type_error(router: ScriptedRouter) -> None
 
 
 async def reading(stream: outrider.AsyncStream) -> asyncio.Task[None]:
-    """A task that reads a stream, once it has read the beginning: who asked knows the session by then."""
+    """A task that reads a stream, once it has read the beginning, and with it the session."""
     begun = asyncio.Event()
 
     async def read() -> None:
@@ -236,7 +236,7 @@ async def test_a_stream_that_was_cancelled_before_it_is_read_asks_for_nothing(ro
     assert (router.requests, router.cancelled_sessions) == ([], [])
 
 
-async def test_who_waits_for_the_end_may_be_cancelled_too_and_the_server_still_hears_of_it(
+async def test_a_task_that_waits_for_the_end_can_be_cancelled_and_the_server_receives_the_cancel(
     router: ScriptedRouter,
 ) -> None:
     async with outrider.AsyncClient(router.address) as client:
@@ -250,7 +250,7 @@ async def test_who_waits_for_the_end_may_be_cancelled_too_and_the_server_still_h
     assert router.cancelled_sessions == ["session-1"]
 
 
-async def test_a_cancelled_task_stays_cancelled_and_the_server_hears_of_it(router: ScriptedRouter) -> None:
+async def test_a_cancelled_task_stays_cancelled_and_the_server_receives_the_cancel(router: ScriptedRouter) -> None:
     async with outrider.AsyncClient(router.address) as client:
         task = await reading(client.stream("endless"))
         task.cancel()
@@ -260,7 +260,7 @@ async def test_a_cancelled_task_stays_cancelled_and_the_server_hears_of_it(route
 
 
 @pytest.mark.parametrize("timeout", [None, 5])
-async def test_nobody_at_the_address_is_unavailable_at_once(timeout: float | None) -> None:
+async def test_an_address_without_a_server_is_unavailable_at_once(timeout: float | None) -> None:
     begin = time.monotonic()
     async with outrider.AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(errors.Unavailable, match=r"127\.0\.0\.1:1"):
@@ -305,7 +305,7 @@ async def test_log_probabilities_come_one_for_each_token(router: ScriptedRouter)
         assert [entry.top for entry in likely.logprobs] == [((0, 0.0), (1, -0.5))] * 5
 
 
-async def test_a_closed_client_says_so(router: ScriptedRouter) -> None:
+async def test_a_closed_client_refuses_calls(router: ScriptedRouter) -> None:
     client = outrider.AsyncClient(router.address)
     await client.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -80,7 +80,7 @@ async def test_a_call_that_breaks_after_its_result_has_one(router: ScriptedRoute
     assert (result.resumes, router.resumes) == (0, [])
 
 
-async def test_a_resumed_call_says_where_the_last_chunk_ended(router: ScriptedRouter) -> None:
+async def test_a_resumed_call_sends_where_the_last_chunk_ended(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(1), Fault(3)])
     async with outrider.AsyncClient(router.address) as client:
         result = await client.generate("hello", timeout=5)
@@ -209,7 +209,7 @@ async def test_what_another_call_cannot_mend_is_raised_at_once(
     assert router.cancelled_sessions == []
 
 
-async def test_a_router_that_has_no_room_for_the_rest_says_when_to_come_back(router: ScriptedRouter) -> None:
+async def test_a_router_without_room_for_the_rest_is_called_again_after_its_retry_time(router: ScriptedRouter) -> None:
     router.faults = iter([Fault(3, errors.Overloaded("full", retry_after=0.2))])
     begin = time.monotonic()
     async with outrider.AsyncClient(router.address) as client:
@@ -235,7 +235,9 @@ async def test_a_router_that_has_no_room_is_the_callers_affair(
     assert len(router.requests) + len(router.resumes) == 1
 
 
-async def test_a_generation_that_there_is_no_room_for_comes_back_when_the_router_says(router: ScriptedRouter) -> None:
+async def test_a_generation_that_there_is_no_room_for_is_sent_again_after_the_retry_time(
+    router: ScriptedRouter,
+) -> None:
     router.faults = iter([Fault(0, errors.Overloaded("full", retry_after=0.2)) for _ in range(2)])
     begin = time.monotonic()
     async with outrider.AsyncClient(router.address) as client:

@@ -1,4 +1,4 @@
-"""Every sampling parameter means what `transformers` and OpenAI's API say, at every node of a tree."""
+"""Every sampling parameter means what `transformers` and OpenAI's API define, at every node of a tree."""
 
 import math
 from collections import Counter
@@ -84,7 +84,7 @@ def test_filters_equal_the_slow_reference(contract: Contract, prompt: list[int],
 
 
 @given(contracts, st.lists(tokens, min_size=1, max_size=9), st.lists(tokens, max_size=9), st.lists(tokens, max_size=9))
-def test_a_node_is_sampled_as_if_its_path_had_been_said(
+def test_a_node_is_sampled_as_if_its_path_had_been_committed(
     contract: Contract, prompt: list[int], answer: list[int], path: list[int]
 ) -> None:
     logits = np.random.default_rng(len(path)).normal(0, 3, V).astype(np.float32)
@@ -167,7 +167,7 @@ TEXT = torch.tensor([PROMPT + ANSWER])
         "all",
     ],
 )
-def test_what_transformers_has_says_the_same(change: dict[str, Any], processors: list[Any]) -> None:
+def test_the_processors_of_transformers_give_the_same(change: dict[str, Any], processors: list[Any]) -> None:
     sampler = Sampler(replace(PLAIN, **change), V, PROMPT + ANSWER, len(PROMPT))
     generator = np.random.default_rng(3)
     for _ in range(50):
@@ -216,9 +216,9 @@ def test_what_a_vocabulary_lacks_or_leaves_nothing_of_is_refused(change: dict[st
 
 @given(contracts, st.lists(st.integers(0, V + 9), min_size=1, max_size=12), st.lists(st.integers(0, V + 9), max_size=3))
 def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
-    contract: Contract, said: list[int], path: list[int]
+    contract: Contract, text: list[int], path: list[int]
 ) -> None:
-    """Neither in what was said nor in what the contract names."""
+    """Neither in the text nor in what the contract names."""
     foreign = [*range(V, V + 10)]
     wider = replace(
         contract,
@@ -228,11 +228,11 @@ def test_ids_that_a_vocabulary_lacks_change_nothing_of_the_others(
         stop_ids=(*contract.stop_ids, *foreign[3:]),
     )
     assume(contract.allows_any(V))
-    logits = np.random.default_rng(len(said)).normal(0, 2, V).astype(np.float32)
-    ours = Sampler(wider, V, said[:-1], 0)
-    ours.extend(said[-1:])
+    logits = np.random.default_rng(len(text)).normal(0, 2, V).astype(np.float32)
+    ours = Sampler(wider, V, text[:-1], 0)
+    ours.extend(text[-1:])
     padded = np.concatenate([logits, np.full(10, -np.inf, np.float32)])
-    plain = Sampler(contract, V + 10, said, 0)  # which has them all, and whose model never says them
+    plain = Sampler(contract, V + 10, text, 0)  # which has them all, and whose model never chooses them
     assert np.array_equal(ours.scores(logits, path), plain.scores(padded, path)[:V])
     assert wider.allows_any(V)
     assert not replace(contract, allowed_ids=foreign, banned_ids=(), stop_ids=()).allows_any(V)
@@ -321,7 +321,7 @@ def test_top_p_takes_the_lower_ids_of_those_alike_and_all_where_the_last_is_need
 
 
 @given(st.integers(0, 2**32), st.integers(1, 300), st.integers(0, 310), st.sampled_from([np.float32, np.float64]))
-def test_the_best_are_in_order_of_scores_then_ids_and_none_that_may_not_be_said(
+def test_the_best_are_in_order_of_scores_then_ids_without_any_that_may_not_be_chosen(
     seed: int, size: int, count: int, kind: type[np.floating[Any]]
 ) -> None:
     dice = np.random.default_rng(seed)
@@ -346,7 +346,7 @@ def test_what_leads_at_a_node_follows_its_path() -> None:
     assert sampler.leading(logits, [3], 1, noised=False)[0].tolist() == [7]
 
 
-def test_where_a_model_gives_no_numbers_a_token_that_may_be_said_there_is() -> None:
+def test_where_a_model_gives_no_numbers_a_token_that_may_be_chosen_is_chosen() -> None:
     contract = replace(PLAIN, stop_ids=(0,), min_tokens=2)
     sampler, nothing = Sampler(contract, V, [1, 2], 1, compiled=False), np.full(V, np.nan, np.float32)
     for path, token in (([], 1), ([5], 0)):  # the answer has a token; with two it may stop

@@ -1,6 +1,6 @@
-"""`make manifests`: writes every overlay as it is rendered, and says what is wrong with it.
+"""`make manifests`: writes every overlay as it is rendered, and reports what is wrong with it.
 
-What the manifests say of alerts is made of deploy/prometheus/alerts.yaml first.
+The alerts in the manifests are first made of deploy/prometheus/alerts.yaml.
 """
 
 from __future__ import annotations

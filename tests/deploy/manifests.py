@@ -23,7 +23,7 @@ ROLES = ("router", "verifier", "drafter", "gateway")
 COMPONENT = "app.kubernetes.io/component"
 DEMO_IMAGE = "outrider-demo"  # has the models at /models
 
-# What is known once a pod runs, or to whoever deploys.
+# What is known once a pod runs, or to the operator.
 FIELDS = {"status.podIP": "10.0.0.1", "metadata.labels['topology.kubernetes.io/zone']": "here"}
 SECRETS = {
     ("redis", "url"): "redis://:secret@redis:6379/0",
@@ -52,7 +52,7 @@ class Pod:
 
     @property
     def ports(self) -> dict[str, int]:
-        """Numbers by name."""
+        """The numbers of its ports, by name."""
         return {port["name"]: port["containerPort"] for it in self.containers for port in it.get("ports", [])}
 
     @property
@@ -82,7 +82,7 @@ def rendered(overlay: str) -> list[Manifest]:
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> dict[str, Manifest]:
-    """By name."""
+    """All manifests of a kind, by name."""
     return {it["metadata"]["name"]: it for it in manifests if it["kind"] == kind}
 
 

@@ -14,7 +14,7 @@ SCRAPED = frozenset({"job", "instance"})  # Prometheus' own
 
 @dataclass(frozen=True)
 class Series:
-    """What there is by one name."""
+    """The series that have one name."""
 
     counts: bool  # only ever up, so that its rate means something
     labels: frozenset[str]
@@ -29,11 +29,11 @@ class Checker:
     asked: set[str] = field(default_factory=set)
 
     def labels(self, query: str) -> frozenset[str]:
-        """Those of what a query says. AssertionError where it cannot mean anything."""
+        """The labels of a query's result. AssertionError where the query cannot mean anything."""
         return self._of(promql.parse(query.replace("$__rate_interval", "5m"))) or frozenset()
 
     def _of(self, at: promql.Expr) -> frozenset[str] | None:
-        """None: a number."""
+        """The labels of an expression's result; None for a number."""
         match at:
             case promql.NumberLiteral():
                 return None

@@ -1,4 +1,4 @@
-"""The dashboards and the rules as they are shipped, and the series that the code tells of."""
+"""The dashboards and the rules as they are shipped, and the series that the code exposes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dashboard(path: Path) -> Any:
 
 
 def queries() -> list[Asked]:
-    """Of all dashboards."""
+    """The queries of all dashboards."""
     return [
         Asked(f"{path.stem}: {panel['title']}", target["expr"], target["legendFormat"])
         for path in DASHBOARDS
@@ -72,27 +72,27 @@ def checker() -> Checker:
     return checks
 
 
-def _told() -> dict[str, Series]:
-    told = {}
+def _by_the_servers() -> dict[str, Series]:
+    exposed = {}
     for metric in METRICS:
         labels = SCRAPED | {label.replace(".", "_") for label in metric.labels}
         parts = _PARTS if metric.kind == "histogram" else {"": frozenset()}
         for part, own in parts.items():
-            told[metric.exposed + part] = Series(metric.kind != "gauge", labels | own)
-    return told
+            exposed[metric.exposed + part] = Series(metric.kind != "gauge", labels | own)
+    return exposed
 
 
 def _by_the_gateway() -> dict[str, Series]:
-    """As it shows them after a request."""
+    """The gateway's series, as its page shows them after a request."""
     metrics = GatewayMetrics()
 
     async def one_request() -> None:
-        async def said(message: object) -> None: ...
+        async def send(message: object) -> None: ...
 
-        async def heard() -> Any: ...
+        async def receive() -> Any: ...
 
         request = {"type": "http", "method": "GET", "path": "/health", "headers": []}
-        await metrics.counted(Response())(request, heard, said)
+        await metrics.counted(Response())(request, receive, send)
 
     asyncio.run(one_request())
     return {
@@ -103,8 +103,8 @@ def _by_the_gateway() -> dict[str, Series]:
 
 
 def families(page: str) -> list[Family]:
-    """Of a page for Prometheus."""
+    """The metric families of a page for Prometheus."""
     return list(text_string_to_metric_families(page))
 
 
-_SERIES = {"up": Series(counts=False, labels=SCRAPED), **_told(), **_by_the_gateway()}
+_SERIES = {"up": Series(counts=False, labels=SCRAPED), **_by_the_servers(), **_by_the_gateway()}

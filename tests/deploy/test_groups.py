@@ -43,11 +43,11 @@ async def test_a_group_serves_where_its_probes_ask_and_ends_in_time(
         worker = start(other, overlay, pair[1].containers[0], redis_url, {leader_is: head.address})
         leader = start(head, overlay, pair[0].containers[0], redis_url, {"RAY_ADDRESS": "127.0.0.1:6379"})
         assert leader.stdout is not None
-        said = []
+        lines = []
         async with asyncio.timeout(120):
-            while not (found := re.search(r"listening on ([\d.]+):(\d+)", "".join(said[-1:]))):
-                said.append(line := await asyncio.to_thread(leader.stdout.readline))
-                assert line, "".join(said)
+            while not (found := re.search(r"listening on ([\d.]+):(\d+)", "".join(lines[-1:]))):
+                lines.append(line := await asyncio.to_thread(leader.stdout.readline))
+                assert line, "".join(lines)
         assert found[1] == head.address  # rank 0 is where it is looked for
         assert int(found[2]) == pair[0].ports["grpc"]
         assert await health(f"{head.address}:{pair[0].ports['health']}", "outrider.v1.Verifier") == SERVING

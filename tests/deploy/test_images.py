@@ -1,4 +1,4 @@
-"""Images: each role's holds what the role needs, runs as nobody in particular, and is what the manifests name."""
+"""Images: each role's holds what the role needs, runs as an unprivileged user, and is what the manifests name."""
 
 from __future__ import annotations
 

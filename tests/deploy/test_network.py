@@ -1,4 +1,4 @@
-"""Who may speak to whom: the graph that the network policies allow, computed as Kubernetes would, is DESIGN's own."""
+"""Who may connect to whom: the graph that the network policies allow, computed as Kubernetes would, is DESIGN's own."""
 
 from __future__ import annotations
 

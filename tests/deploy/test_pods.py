@@ -11,8 +11,8 @@ from tests.deploy.commands import Command, parsed
 from tests.deploy.manifests import OVERLAYS, Manifest, Pod, arguments, environment, pods, rendered, role
 
 START_S = {"router": 60, "gateway": 60, "drafter": 300, "verifier": 300}  # the least, for small models from a disk
-MARGIN_S = 10  # of what follows a drain: what is told to others, files that are written
-SERVICES = {  # that a role's health is told for
+MARGIN_S = 10  # of what follows a drain: messages to other servers, files that are written
+SERVICES = {  # that a role's health is reported for
     "router": inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name,
     "drafter": drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name,
@@ -94,7 +94,7 @@ def test_servers_have_the_time_to_start_that_their_models_take(overlay: str, pod
 
 
 @each_server
-def test_servers_have_the_time_to_end_that_they_are_told_to_take(overlay: str, pod: Pod) -> None:
+def test_servers_have_the_time_to_end_that_they_are_configured_to_take(overlay: str, pod: Pod) -> None:
     assert pod.server is not None
     section = _command(overlay, pod.server).section
     drain = section.drain_s

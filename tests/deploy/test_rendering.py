@@ -68,7 +68,7 @@ def test_names_are_unique_and_everything_is_in_one_namespace(overlay: list[Manif
     assert of_kind(overlay, "Namespace").keys() == {"outrider"}
 
 
-def test_what_pods_refer_to_is_there_or_is_asked_of_whoever_deploys(overlay: list[Manifest]) -> None:
+def test_what_pods_refer_to_is_there_or_is_asked_of_the_operator(overlay: list[Manifest]) -> None:
     made = {it["spec"]["secretName"] for it in of_kind(overlay, "Certificate").values()}
     secrets = of_kind(overlay, "Secret").keys() | made
     asked = {name for name, _ in SECRETS}

@@ -1,4 +1,4 @@
-"""A cluster that runs tells everything that dashboards and alerts ask for, under the labels that they expect."""
+"""A running cluster exposes every series that dashboards and alerts query, under the labels that they expect."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ async def scraped() -> AsyncIterator[Scraped]:
             async with outrider.AsyncClient(cluster.router_address) as client:
                 with pytest.raises(NotFound):
                     await client.generate("def main(", model="none", max_tokens=1)
-            told = [line.rpartition(" ")[2] for line in list(lines) if ": metrics at " in line]
-            pages = [await asyncio.to_thread(_page, address) for address in (*told, f"{url}/metrics")]
+            addresses = [line.rpartition(" ")[2] for line in list(lines) if ": metrics at " in line]
+            pages = [await asyncio.to_thread(_page, address) for address in (*addresses, f"{url}/metrics")]
             gateway.should_exit = True
             await serving
     assert len(pages) == 4
@@ -85,7 +85,7 @@ async def test_all_that_is_asked_for_is_there(scraped: Scraped) -> None:
         assert all(labels <= expected for labels in scraped[name]), name
 
 
-async def test_all_that_is_told_is_known(scraped: Scraped) -> None:
+async def test_all_that_is_exposed_is_known(scraped: Scraped) -> None:
     """The catalogue that queries are checked against is what pages show."""
     known = checker().series.keys() | {"target_info"}
     assert {name for name in scraped if not name.endswith("_created")} <= known

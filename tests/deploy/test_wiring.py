@@ -65,7 +65,7 @@ def test_every_role_has_a_budget_that_leaves_somebody_and_keeps_no_node_for_ever
         there = selected(overlay, it["spec"]["selector"])
         assert {pod.component for pod in there} == {name}
         ray = [pod for pod in there if pod.owner.startswith("RayCluster/")]
-        if ray:  # of pods that nobody scales Kubernetes takes a number to keep alone
+        if ray:  # for pods that no controller scales, Kubernetes accepts only a number to keep
             assert 0 < it["spec"]["minAvailable"] < len(ray)
         else:
             assert it["spec"]["maxUnavailable"] in (1, "50%")
@@ -113,7 +113,7 @@ def test_verifiers_are_scaled_by_what_waits_and_drafters_by_verifiers(overlay: s
         target = it["spec"]["scaleTargetRef"]
         scaled = of_kind(manifests, target["kind"])[target["name"]]
         assert target.get("apiVersion", "apps/v1") == scaled["apiVersion"]
-        assert "replicas" not in scaled["spec"]  # or whoever applies the manifests would undo what KEDA did
+        assert "replicas" not in scaled["spec"]  # or applying the manifests would undo what KEDA did
         assert it["spec"]["minReplicaCount"] < it["spec"]["maxReplicaCount"]
     (trigger,) = scalers["drafter"]["spec"]["triggers"]
     labels = dict(pair.split("=") for pair in trigger["metadata"]["podSelector"].split(","))
@@ -148,7 +148,7 @@ def test_certificates_have_the_names_of_their_roles_where_servers_look_for_them(
         assert files == {f"{mount['mountPath']}/{name}" for name in given}
 
 
-def test_redis_keeps_what_it_is_told(overlay: str) -> None:
+def test_redis_keeps_what_is_written_to_it(overlay: str) -> None:
     manifests = rendered(overlay)
     settings = dict(
         line.split(" ", 1) for line in of_kind(manifests, "ConfigMap")["redis"]["data"]["redis.conf"].splitlines()

@@ -30,7 +30,7 @@ def problems(manifests: list[Manifest]) -> list[str]:
 
 def _core(manifest: Manifest, where: str) -> list[str]:
     whole = json.dumps(manifest, sort_keys=True)
-    return [f"{where} ({version}): {told}" for version in VERSIONS if (told := _refused(whole, version))]
+    return [f"{where} ({version}): {error}" for version in VERSIONS if (error := _refused(whole, version))]
 
 
 @cache  # overlays have most of their objects in common

@@ -40,7 +40,7 @@ def check_shell(commands: list[str], sandbox: Sandbox) -> None:
 
 
 def check_command(command: str, sandbox: Sandbox) -> None:
-    """One command. Raises AssertionError for one that nobody knows how to check."""
+    """One command. Raises AssertionError for one that these checks do not cover."""
     words = shlex.split(command, comments=True)
     match words:
         case ["export", *assignments]:
@@ -64,7 +64,7 @@ def check_command(command: str, sandbox: Sandbox) -> None:
         case [tool, *_] if tool in DEPLOYING:
             pass
         case _:
-            raise AssertionError(f"{command}: teach tests/docs/checks.py to check it, or say <!-- not run: why -->")
+            raise AssertionError(f"{command}: teach tests/docs/checks.py to check it, or write <!-- not run: why -->")
 
 
 def check_toml(text: str, sandbox: Sandbox) -> None:
@@ -96,18 +96,18 @@ def parsed(name: str, arguments: list[str]) -> None:
 
 
 def make_targets() -> set[str]:
-    """Of the Makefile."""
+    """The targets of the Makefile."""
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def project() -> dict[str, Any]:
-    """Of pyproject.toml."""
+    """The project table of pyproject.toml."""
     return dict(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])
 
 
 @cache
 def module_help(module: str) -> str:
-    """What `python -m MODULE --help` says."""
+    """What `python -m MODULE --help` prints."""
     assert importlib.util.find_spec(module), module
     command = [sys.executable, "-m", module, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

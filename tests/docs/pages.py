@@ -35,7 +35,7 @@ class Block:
 
 
 def blocks(name: str) -> Iterator[Block]:
-    """All of a page, in their order."""
+    """All blocks of a page, in their order."""
     text = (ROOT / name).read_text(encoding="utf-8")
     for match in _FENCE.finditer(text):
         comment = match["comment"] or ""

@@ -19,7 +19,7 @@ RUN_S = 60.0
 STOP_S = 15.0
 CLUSTER, GATEWAY = "outrider up examples/cluster.toml", "outrider gateway --router 127.0.0.1:7070"
 BY_HAND = "by hand"
-DEFAULTS = (  # a command, how it would say an address, and the one that it takes else
+DEFAULTS = (  # a command, what in it shows that it names an address, and the address that it takes else
     ("outrider generate", "--address", "--address 127.0.0.1:7070"),
     ("outrider gateway", "--listen", "--listen 127.0.0.1:8000"),
     ("outrider top", ":", "127.0.0.1:9464"),
@@ -67,8 +67,8 @@ class Sandbox:
         """With addresses of this sandbox, a free port for each that is named or left to a command's default, and with
         the session that the last answer was of."""
         text = text.partition(" #")[0] if text.startswith("outrider ") else text
-        for command, said, default in DEFAULTS:
-            if text.startswith(command) and said not in text:
+        for command, named, default in DEFAULTS:
+            if text.startswith(command) and named not in text:
                 text += f" {default}"
         text = _REDIS.sub(lambda _: self._redis_url, text).replace("SESSION", self._session)
         return _ADDRESS.sub(lambda match: f"127.0.0.1:{self._ports[match[0].replace('0.0.0.0', '127.0.0.1')]}", text)
@@ -89,7 +89,7 @@ class Sandbox:
             self._session = named[1]
 
     def run_python(self, snippet: str) -> None:
-        """Runs it as a program."""
+        """Runs the snippet as a program."""
         (self.folder / "snippet.py").write_text(self.placed(snippet), encoding="utf-8")
         self.run("python snippet.py")
 
@@ -124,9 +124,9 @@ class Sandbox:
             )
             log.close()
         for command in commands:
-            said = self._servers[command].stdout
-            assert said is not None
-            if not any("listening on" in line or "Try: outrider generate" in line for line in said):
+            output = self._servers[command].stdout
+            assert output is not None
+            if not any("listening on" in line or "Try: outrider generate" in line for line in output):
                 raise AssertionError(f"{command}\ndid not start:\n{(self.folder / 'servers.log').read_text()}")
 
     def stop(self, commands: list[str]) -> None:

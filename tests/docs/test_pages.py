@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type does what they say."""
+"""The commands on the pages do what the pages promise."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_setting_that_is_wrong_is_found(text: str, sandbox: Sandbox) -> None:
         check_toml(text, sandbox)
 
 
-def test_what_is_not_run_says_why_and_is_little() -> None:
+def test_what_is_not_run_has_a_reason_and_is_little() -> None:
     excused = [block for name in NAMES for block in blocks(name) if block.excuse]
     assert len(excused) <= EXCUSED
     assert all(len(block.excuse.split()) > 2 for block in excused)
@@ -80,7 +80,7 @@ def test_what_is_not_run_says_why_and_is_little() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_to_type_hides_from_the_tests(name: str) -> None:
     assert not re.findall(r"^ {4}(?:make|outrider|pip|python|pytest) .*", prose(name), re.MULTILINE), "fence it"
-    assert all(block.language for block in blocks(name)), "a fence says its language"
+    assert all(block.language for block in blocks(name)), "a fence names its language"
 
 
 @pytest.mark.parametrize("name", NAMES)

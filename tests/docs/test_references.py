@@ -1,4 +1,4 @@
-"""The references have everything that the code has, and say what it is."""
+"""The references have everything that the code has, and describe it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_key_is_in_the_reference_and_described(heading: str, section: type
     for key, (_, value, default, what) in found.items():
         assert value.strip(), key
         assert default.strip(), key
-        assert len(what.strip()) > 3, f"{section.__name__}.{key}: a comment behind it says what it is"
+        assert len(what.strip()) > 3, f"{section.__name__}.{key}: a comment behind it describes it"
 
 
 def test_every_section_is_in_the_reference() -> None:
@@ -55,4 +55,4 @@ def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
         for flag in (parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"):
             assert any(flag in re.split(r"[ /]", key) for key in found), flag
         for key, (_, what) in found.items():
-            assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help says what it is"
+            assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help describes it"

@@ -1,4 +1,4 @@
-"""A drafter's session under each tree construction: in step with its upstream, whatever the target says."""
+"""A drafter's session under each tree construction stays in step with its upstream, whatever the target commits."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def test_rows_masks_and_both_trees_stay_in_step(
     Rig(PLAN, seed, credit, tree=name).play(moves)
 
 
-def test_eagle_2_tells_its_best_nodes_when_the_tree_is_complete_and_not_before() -> None:
+def test_eagle_2_sends_its_best_nodes_when_the_tree_is_complete_and_not_before() -> None:
     rig = Rig(PLAN, seed=1, tree="eagle-2")
     while rig.level():
         assert paths(rig.upstream) == set()

@@ -1,4 +1,4 @@
-"""Heads away from their target draft what their network says after a text's true features, whatever was drafted."""
+"""Heads away from their target draft what their network computes after a text's true features, whatever was drafted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Text:
-    """A text of the target, with features as if it had said it: of each token, after fusing."""
+    """A text of the target, with features as if the target had generated it: of each token, after fusing."""
 
     def __init__(self, vocabulary: int, width: int, count: int) -> None:
         random = np.random.default_rng(count)
@@ -134,14 +134,14 @@ def test_every_level_after_every_commit_goes_on_from_true_features(
         rig.grow(text, 6)
         drafted = rig.session.tree.best_first(depth=2, width=9)
         liked = next((node.token for _, node in drafted), None)
-        if liked is not None:  # the target says what was drafted
+        if liked is not None:  # the target commits what was drafted
             text.tokens[len(rig.session.tokens)] = liked
         rig.commit(text, count)
     rig.grow(text, 9)
     assert rig.compared > 40
 
 
-def test_rows_without_features_are_seen_by_nobody(small: Path, tmp_path: Path) -> None:
+def test_no_row_attends_to_rows_without_features(small: Path, tmp_path: Path) -> None:
     """A long text of which the end alone came with features: also where a warm slot holds some of its beginning."""
     rig = Rig("eagle-3", small, tmp_path)
     text = rig.text(120)

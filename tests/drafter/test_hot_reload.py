@@ -110,9 +110,7 @@ async def test_what_redis_has_forgotten_changes_nothing(rig: Rig) -> None:
     assert (rig.hot_reload.number, rig.scheduler.folders) == (1, [rig.folders[1]])
 
 
-async def test_a_doubt_that_nobody_decides_about_withdraws_its_version(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_doubt_without_a_verdict_withdraws_its_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hot_reload, "VERDICT_S", 0.05)
     await rig.publish(1)
     await rig.publish(2)

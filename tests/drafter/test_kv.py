@@ -115,7 +115,7 @@ class Rig:
             self.engine,  # type: ignore[arg-type]
             level_nodes=4,
             prefill_chunk=64,
-            send=self._hear,
+            send=self._receive,
             resync=self._resync,
         )
         self.tokens = [*TEXT]
@@ -169,7 +169,7 @@ class Rig:
         session = self.scheduler.members[key].session
         return -1 if session is None else session.cached
 
-    def _hear(self, key: Attachment, delta: Delta, version: int, exhausted: bool) -> None:
+    def _receive(self, key: Attachment, delta: Delta, version: int, exhausted: bool) -> None:
         self.sent.append(delta)
         self.ended += exhausted
 

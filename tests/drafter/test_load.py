@@ -1,4 +1,4 @@
-"""A drafter made of the target's own checkpoint: its settings reach the engine, and the registry hears what it is."""
+"""A drafter of the target's own checkpoint: its settings reach the engine, and the registry gets its description."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def _no_key() -> bytes:
 KEYS = TicketVerifier(b"", _no_key)
 
 
-def test_a_drafter_is_loaded_as_its_section_says() -> None:
+def test_a_drafter_is_loaded_as_its_section_configures_it() -> None:
     whole = load_part(DrafterConfig(model=TARGET))
     exit_3 = load_part(DrafterConfig(model=TARGET, dtype="int8", layers=3))
     skipped = load_part(DrafterConfig(model=TARGET, dtype="int8", skip=(5, 1, 2)))
@@ -31,7 +31,7 @@ def test_a_drafter_is_loaded_as_its_section_says() -> None:
     assert skipped.weight_bytes == exit_3.weight_bytes < whole.weight_bytes / 2
 
 
-async def test_the_registry_hears_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
+async def test_the_registry_receives_the_checkpoints_name_and_the_parameters_that_are_left() -> None:
     config = DrafterConfig(model=TARGET, layers=3)
     servicer = with_model(config, "drafter-x", KEYS)
     worker = servicer.describe("127.0.0.1:1")

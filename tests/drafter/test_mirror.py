@@ -1,4 +1,4 @@
-"""A drafter's copy of a session keeps to what its upstream told it last, and notices when it is another one."""
+"""A drafter's copy of a session follows what its upstream sent last, and detects where the two differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def update(
     return MirrorUpdate(position, tokens, digest, plan, SentTerms(0.5, 2.0, True), credit=7, dropped=())
 
 
-def test_it_follows_what_fits_and_says_so_when_it_does_not() -> None:
+def test_it_applies_updates_that_fit_and_rejects_those_that_do_not() -> None:
     copy = mirror()
     assert copy.apply_update(update((1, 5)))
     assert copy.tokens == [*TEXT, 1, 5]

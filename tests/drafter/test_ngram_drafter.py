@@ -25,12 +25,12 @@ class Upstream:
     """Both ends in one place: what the proposer sends is grafted at once."""
 
     def __init__(self, *, slots: int = 4) -> None:
-        self.said: list[tuple[Attachment, Delta, bool]] = []
+        self.sent: list[tuple[Attachment, Delta, bool]] = []
         self.lost: list[Attachment] = []
         self.scheduler = NgramScheduler(
             Lookups("suffix", None),
             slots=slots,
-            send=lambda key, delta, version, exhausted: self.said.append((key, delta, exhausted)),
+            send=lambda key, delta, version, exhausted: self.sent.append((key, delta, exhausted)),
             resync=self.lost.append,
         )
 
@@ -70,29 +70,29 @@ def update(whole: list[int], new: int, **changes: object) -> MirrorUpdate:
     return MirrorUpdate(**(fields | changes))  # type: ignore[arg-type]
 
 
-async def test_it_says_what_followed_and_goes_on_with_every_commit() -> None:
+async def test_it_sends_what_followed_and_goes_on_with_every_commit() -> None:
     upstream, session = Upstream(), key()
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     await upstream.settle()
     tree = TokenTree(TEXT)
-    (_, delta, exhausted), *_ = upstream.said
+    (_, delta, exhausted), *_ = upstream.sent
     assert exhausted
     assert delta.tokens == (1, 2, 3, 4, 5, 6)
     tree.graft(1, delta)
     tree.commit([1, 2])
     upstream.scheduler.updated(session, update([*TEXT, 1, 2], 2))
     await upstream.settle()
-    delta = upstream.said[-1][1]
+    delta = upstream.sent[-1][1]
     assert delta.tokens == (7, 8)  # behind what is there already
     assert tree.graft(1, delta).dropped == []
     tree.commit([9])
     upstream.scheduler.updated(session, update([*TEXT, 1, 2, 9], 1))
     await upstream.settle()
-    assert upstream.said[-1][1].tokens == ()
+    assert upstream.sent[-1][1].tokens == ()
     tree.commit([1])
     upstream.scheduler.updated(session, update([*TEXT, 1, 2, 9, 1], 1))
     await upstream.settle()
-    delta = upstream.said[-1][1]
+    delta = upstream.sent[-1][1]
     assert delta.root_digest == tree.digest
     assert delta.tokens[0] == 2
     tree.graft(1, delta)
@@ -106,16 +106,16 @@ async def test_a_price_of_1_or_no_depth_has_it_rest_without_reading() -> None:
     upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, plan=Plan(version=1, depth=0)))
     await upstream.settle()
     assert all(member.read == 0 for member in upstream.scheduler.members.values())
-    assert all(delta.tokens == () for _, delta, _ in upstream.said)
+    assert all(delta.tokens == () for _, delta, _ in upstream.sent)
 
 
-async def test_credit_and_price_bound_what_it_says() -> None:
+async def test_credit_and_price_bound_what_it_sends() -> None:
     upstream = Upstream()
     upstream.scheduler.opened(key("a"), upstream.snapshot(TEXT, credit=2))
     upstream.scheduler.opened(key("b"), upstream.snapshot(TEXT, terms=SentTerms(0.9999)))
     upstream.scheduler.opened(key("c"), upstream.snapshot(TEXT, contract=Contract(seed=1, max_tokens=9, rule=DRAWN)))
     await upstream.settle()
-    assert [(name.session_id, len(delta.tokens)) for name, delta, _ in upstream.said] == [("a", 2), ("b", 0), ("c", 0)]
+    assert [(name.session_id, len(delta.tokens)) for name, delta, _ in upstream.sent] == [("a", 2), ("b", 0), ("c", 0)]
 
 
 async def test_above_temperature_0_the_shared_noise_names_tokens_where_nothing_was_found() -> None:
@@ -124,9 +124,9 @@ async def test_above_temperature_0_the_shared_noise_names_tokens_where_nothing_w
         contract = Contract(seed=1, max_tokens=99, temperature=heat)
         upstream.scheduler.opened(key(str(heat)), upstream.snapshot(text, contract=contract))
     await upstream.settle()
-    assert [len(delta.tokens) for _, delta, _ in upstream.said] == [0, PLAN.width]
+    assert [len(delta.tokens) for _, delta, _ in upstream.sent] == [0, PLAN.width]
     noise = gumbel_row(1, 0, len(text), 30)[1:]
-    assert set(upstream.said[1][1].tokens) == {1 + token for token in np.argsort(-noise)[: PLAN.width].tolist()}
+    assert set(upstream.sent[1][1].tokens) == {1 + token for token in np.argsort(-noise)[: PLAN.width].tolist()}
 
 
 DRAWN = "recursive-rejection"
@@ -141,10 +141,10 @@ async def test_a_copy_that_drifted_is_given_up_for_a_snapshot() -> None:
     upstream.scheduler.updated(session, update([*TEXT, 1, 2, 3], 1))
     upstream.scheduler.opened(session, upstream.snapshot([*TEXT, 1, 2, 3]))
     await upstream.settle()
-    assert upstream.said[-1][1].tokens[0] == 4
+    assert upstream.sent[-1][1].tokens[0] == 4
 
 
-async def test_what_an_upstream_says_without_end_is_bounded_and_all_is_asked_for_anew() -> None:
+async def test_what_an_upstream_sends_without_end_is_bounded_and_all_is_asked_for_anew() -> None:
     upstream, session = Upstream(), key()
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     for _ in range(3 * MAX_QUEUED):
@@ -153,7 +153,7 @@ async def test_what_an_upstream_says_without_end_is_bounded_and_all_is_asked_for
     assert len(upstream.lost) == 2
     upstream.scheduler.opened(session, upstream.snapshot(TEXT))
     await upstream.settle()
-    assert upstream.said
+    assert upstream.sent
 
 
 async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered() -> None:
@@ -161,8 +161,8 @@ async def test_a_long_prompt_is_read_in_parts_between_which_others_are_answered(
     upstream.scheduler.opened(key("long"), upstream.snapshot([*range(4 * CHUNK)] * 2))
     upstream.scheduler.opened(key("short"), upstream.snapshot(TEXT))
     await upstream.settle()
-    assert [name.session_id for name, _, _ in upstream.said] == ["short", "long"]
-    assert upstream.said[1][1].tokens == (0, 1, 2, 3, 4, 5)
+    assert [name.session_id for name, _, _ in upstream.sent] == ["short", "long"]
+    assert upstream.sent[1][1].tokens == (0, 1, 2, 3, 4, 5)
 
 
 async def test_more_sessions_than_slots_are_passed_over_and_an_ended_answer_is_kept_for_its_tenant() -> None:
@@ -176,7 +176,7 @@ async def test_more_sessions_than_slots_are_passed_over_and_an_ended_answer_is_k
         other = key(tenant, tenant)
         upstream.scheduler.opened(other, upstream.snapshot([9, 40, 41]))
         await upstream.settle()
-        assert upstream.said[-1][1].tokens[:2] == expected
+        assert upstream.sent[-1][1].tokens[:2] == expected
         upstream.scheduler.closed(other)
 
 
@@ -187,12 +187,12 @@ async def test_what_the_upstream_dropped_is_abandoned(dropped: tuple[int, ...]) 
     await upstream.settle()
     upstream.scheduler.updated(session, update(TEXT, 0, dropped=dropped))
     await upstream.settle()
-    again = upstream.said[-1][1]
+    again = upstream.sent[-1][1]
     assert again.first_id == 7
     assert again.tokens == (1, 2, 3, 4, 5, 6)[dropped[0] - 1 :]
 
 
-async def test_what_a_larger_target_said_before_is_not_drafted_for_a_smaller_one() -> None:
+async def test_what_a_larger_target_generated_before_is_not_drafted_for_a_smaller_one() -> None:
     upstream, first = Upstream(), key("a", "t")
     upstream.scheduler.opened(
         first, upstream.snapshot([1, 2, 40, 41, 42, 99, 44, 45], answer_position=2, unpadded_vocabulary=100)
@@ -203,5 +203,5 @@ async def test_what_a_larger_target_said_before_is_not_drafted_for_a_smaller_one
         other = key(str(vocabulary), "t")
         upstream.scheduler.opened(other, upstream.snapshot([9, 40, 41], unpadded_vocabulary=vocabulary))
         await upstream.settle()
-        assert upstream.said[-1][1].tokens == expected
+        assert upstream.sent[-1][1].tokens == expected
         upstream.scheduler.closed(other)

@@ -54,7 +54,7 @@ def row(text: Sequence[int], ids: int) -> NDArray[np.float32]:
 
 def levels(session: DraftSession, ids: int, fits: DrafterFits, count: int = 8) -> list[Delta]:
     """What the session sends, level by level; its model reads ids that it has."""
-    told = []
+    deltas = []
     for _ in range(count):
         chosen = session.next_segment(fits, chunk=64, limit=8, context=500, rows=600)
         if chosen is None:
@@ -63,21 +63,21 @@ def levels(session: DraftSession, ids: int, fits: DrafterFits, count: int = 8) -
         assert segment.tokens.max() < ids
         session.advance(segment, nodes)
         logits = np.array([row(session.tokens + session.tree.path(node), ids) for node in nodes])
-        told.append(session.expand(nodes, logits_rows(HostLogits(logits), 0, len(nodes)), fits))
-    return told
+        deltas.append(session.expand(nodes, logits_rows(HostLogits(logits), 0, len(nodes)), fits))
+    return deltas
 
 
 def drafted(session: DraftSession, ids: int, commits: Sequence[Sequence[int]]) -> list[Delta]:
     """All that the session sends, before and after each commit."""
     fits = DrafterFits()
-    told = levels(session, ids, fits)
+    deltas = levels(session, ids, fits)
     for tokens in commits:
         session.commit(tokens)
         session.learn(fits)
-        told += [session.refill(fits), *levels(session, ids, fits)]
+        deltas += [session.refill(fits), *levels(session, ids, fits)]
         session.tree.check_integrity()
     assert session.tree.digest == extend(EMPTY, session.tokens)
-    return told
+    return deltas
 
 
 TERMS: list[dict[str, Any]] = [
@@ -117,13 +117,13 @@ NAMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("heads", [False, True])
 @pytest.mark.parametrize("terms", NAMED, ids=str)
-def test_a_smaller_drafter_goes_on_whatever_the_target_says_and_the_contract_names(
+def test_a_smaller_drafter_goes_on_whatever_the_target_commits_and_the_contract_names(
     terms: dict[str, Any], heads: bool
 ) -> None:
     prompt, commits = (3, FOREIGN[0], 4, FOREIGN[1], 5), [(5, FOREIGN[2]), (FOREIGN[0],), (1, 5, FOREIGN[1], 5)]
     contract = Contract(seed=4, max_tokens=100, **terms)
-    told = drafted(begun(contract, drafter=SHARED, target=PADDED, heads=heads, prompt=prompt), SHARED, commits)
-    tokens = [token for delta in told for token in delta.tokens]
+    deltas = drafted(begun(contract, drafter=SHARED, target=PADDED, heads=heads, prompt=prompt), SHARED, commits)
+    tokens = [token for delta in deltas for token in delta.tokens]
     assert len(tokens) > 10
     assert max(tokens) < SHARED
     # The ids that it lacks change nothing of what the others are worth to it.
@@ -138,7 +138,7 @@ def test_a_smaller_drafter_goes_on_whatever_the_target_says_and_the_contract_nam
     same = drafted(
         begun(replace(contract, **within), drafter=SHARED, target=PADDED, heads=heads, prompt=prompt), SHARED, commits
     )
-    assert told == same
+    assert deltas == same
 
 
 @pytest.mark.parametrize("rule", DRAWN)
@@ -156,16 +156,16 @@ def test_q_is_a_distribution_over_what_both_have(rule: str) -> None:
 def test_a_drafter_that_has_nothing_of_what_is_allowed_rests(rule: str) -> None:
     for terms in ({"allowed_ids": FOREIGN}, {"banned_ids": tuple(range(SHARED))}):
         session = begun(Contract(seed=4, max_tokens=100, rule=rule, **terms), drafter=SHARED, target=PADDED)
-        told = drafted(session, SHARED, [(FOREIGN[0],), (FOREIGN[1],)])
-        assert not any(delta.tokens for delta in told)
+        deltas = drafted(session, SHARED, [(FOREIGN[0],), (FOREIGN[1],)])
+        assert not any(delta.tokens for delta in deltas)
         assert session.next_segment(DrafterFits(), chunk=64, limit=8, context=500, rows=600) is None
 
 
 def test_hints_of_ids_that_a_drafter_lacks_are_drafted_below() -> None:
     session = begun(Contract(seed=4, max_tokens=100, temperature=0.0), drafter=SHARED, target=PADDED)
     session.tree.hint(Hints(len(PROMPT) - 1, (-1, 0), (FOREIGN[1], FOREIGN[2]), (-0.0625, -0.0625)))
-    told = levels(session, SHARED, DrafterFits())
-    assert {FOREIGN[1], FOREIGN[2]} < {token for delta in told for token in delta.tokens}  # with their children
+    deltas = levels(session, SHARED, DrafterFits())
+    assert {FOREIGN[1], FOREIGN[2]} < {token for delta in deltas for token in delta.tokens}  # with their children
     hinted = session.tree.root.children[FOREIGN[1]].children[FOREIGN[2]]
     assert hinted.children
     assert max(hinted.children) < SHARED
@@ -188,8 +188,8 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
     engine = DeviceEngine.load(folder, device="cpu", dtype="float32", slots=1)
     taped(engine)
     contract = Contract(seed=7, max_tokens=200, temperature=temperature)
-    told: dict[bool, list[Delta]] = {False: [], True: []}
-    for ranks in told:
+    deltas: dict[bool, list[Delta]] = {False: [], True: []}
+    for ranks in deltas:
         session, fits = begun(contract, drafter=engine.unpadded_vocabulary, target=target), DrafterFits()
         for _ in range(5):  # bites: it ends before when everything is drafted
             chosen = session.next_segment(fits, chunk=64, limit=4, context=100, rows=120)
@@ -197,12 +197,12 @@ def test_what_an_engine_ranks_itself_is_ranked_again_where_padding_is_among_the_
                 break
             segment, nodes = chosen
             session.advance(segment, nodes)
-            said = (
+            logits = (
                 engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
             )
-            told[ranks].append(session.expand(nodes, logits_rows(said, 0, len(nodes)), fits))
-    assert [delta.tokens for delta in told[True]] == [delta.tokens for delta in told[False]]
-    tokens = [token for delta in told[True] for token in delta.tokens]
+            deltas[ranks].append(session.expand(nodes, logits_rows(logits, 0, len(nodes)), fits))
+    assert [delta.tokens for delta in deltas[True]] == [delta.tokens for delta in deltas[False]]
+    tokens = [token for delta in deltas[True] for token in delta.tokens]
     assert len(tokens) > 8
     assert max(tokens) < target
 
@@ -220,10 +220,10 @@ def test_padding_among_the_best_is_left_out_without_the_row() -> None:
             return BestTokens(np.array(self.leading), np.array([-1.0, -2.0, -3.0]))
 
     session = begun(Contract(seed=4, max_tokens=100), drafter=PADDED, target=SHARED)
-    said = Ranked(np.zeros((1, PADDED), np.float32))
+    logits = Ranked(np.zeros((1, PADDED), np.float32))
     for leading, left, fetched in (([7, SHARED + 1, 5], [7, 5], 0), ([SHARED, SHARED + 2, SHARED + 1], None, 1)):
         Ranked.leading = leading
-        found = session._candidates(session.tree.root, LogitsRow(said, 0))
+        found = session._candidates(session.tree.root, LogitsRow(logits, 0))
         assert (found.tokens < SHARED).all()
         assert left is None or found.tokens.tolist() == left
         assert Ranked.fetched == fetched

@@ -31,37 +31,39 @@ class Asked(DeviceEngine):
     fetched = 0
 
     def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 2) -> Logits:
-        said = super().sample(segments, draws, best)
-        row = said.row
+        logits = super().sample(segments, draws, best)
+        row = logits.row
 
         def counted(index: int) -> Any:
             self.fetched += 1
             return row(index)
 
-        said.row = counted  # type: ignore[method-assign]
-        return said
+        logits.row = counted  # type: ignore[method-assign]
+        return logits
 
 
 def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-    """What is told level by level, with commits between: tokens and edge scores."""
+    """What is sent level by level, with commits between: tokens and edge scores."""
     session = TopKSession(MirrorSnapshot(TEXT, extend(EMPTY, TEXT), contract, PLAN, 10_000), 0, VOCABULARY)
-    fits, told = DrafterFits(), []
+    fits, sent = DrafterFits(), []
     for level in range(12):
         chosen = session.next_segment(fits, chunk=64, limit=4, context=300, rows=400)
         if chosen is None:
             break
         segment, nodes = chosen
         session.advance(segment, nodes)
-        said = engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
-        delta = session.expand(nodes, logits_rows(said, 0, len(nodes)), fits)
-        told.append((delta.tokens, delta.edges))
+        logits = (
+            engine.sample([segment], [session.draw], CANDIDATES) if ranks else HostLogits(engine.forward([segment]))
+        )
+        delta = session.expand(nodes, logits_rows(logits, 0, len(nodes)), fits)
+        sent.append((delta.tokens, delta.edges))
         if level % 4 == 3:
             best = next(iter(session.tree.best_first(depth=9, width=9)))[1]
             move = session.commit([*session.tree.path(best), 5])
             if move is not None:
                 engine.move(0, move.source, move.target)
             session.learn(fits)
-    return told
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,9 @@ def grown(engine: DeviceEngine, contract: Contract, *, ranks: bool) -> list[tupl
         ({"temperature": 1.0, "presence_penalty": 0.5}, True),
     ],
 )
-def test_trees_are_the_same_whoever_ranks(terms: dict[str, Any], fetches: bool, tmp_path: Path) -> None:
+def test_trees_are_the_same_whether_the_engine_or_the_session_ranks(
+    terms: dict[str, Any], fetches: bool, tmp_path: Path
+) -> None:
     engine = Asked.load(make_tiny(tmp_path, layers=2, width=32), device="cpu", dtype="float32", slots=1)
     taped(engine)
     contract = Contract(seed=7, max_tokens=200, **terms)

@@ -40,7 +40,7 @@ def test_an_end_in_order_is_no_refusal() -> None:
     assert refusals.attach_response(KEY).refused == ""
 
 
-def test_an_upstream_that_serves_nobody_says_so_to_all() -> None:
+def test_every_session_gets_the_reason_of_an_upstream_that_serves_none() -> None:
     refusals = Refusals()
     refusals.closed(KEY, "features: this upstream gives none")
     assert refusals.attach_response(("other", 1)).refused == "features: this upstream gives none"
@@ -63,7 +63,7 @@ def test_an_upstream_that_serves_nobody_says_so_to_all() -> None:
     assert refusals.reason(attached=True) == ""
 
 
-def test_an_upstream_that_nobody_tries_to_reach_is_not_named_as_unreachable() -> None:
+def test_an_upstream_that_no_session_needs_is_not_named_as_unreachable() -> None:
     refusals = Refusals()
     refusals.failed(Unavailable("connection refused"))
     assert refusals.reason(attached=False) == ""
@@ -91,8 +91,8 @@ class Call:
 
 
 @asynccontextmanager
-async def reaching_nobody() -> AsyncIterator[DraftServicer]:
-    """A drafter whose upstreams are ports of nobody."""
+async def reaching_no_upstream() -> AsyncIterator[DraftServicer]:
+    """A drafter whose upstreams are ports on which no server listens."""
     upstreams, idle = UpstreamPool(pb.Hello(vocabulary=100)), Idle()
     upstreams.serve(idle)  # type: ignore[arg-type]
     capacity = Capacity(b"digest", 100, 1000, 4, 0)
@@ -109,7 +109,7 @@ async def attach(drafter: DraftServicer, upstream: str) -> pb.AttachResponse:
 
 
 async def test_a_session_that_is_tried_again_is_refused_once() -> None:
-    async with reaching_nobody() as drafter:
+    async with reaching_no_upstream() as drafter:
         await attach(drafter, "127.0.0.1:1")
         upstream = drafter.upstreams.upstreams["127.0.0.1:1"]
         upstream.refusals.closed(KEY, "unknown session")
@@ -130,7 +130,7 @@ async def test_a_stream_that_was_idle_for_long_is_used_again_and_others_are_clos
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upstream_pool, "IDLE_S", -1.0)  # all are
-    async with reaching_nobody() as drafter:
+    async with reaching_no_upstream() as drafter:
         await attach(drafter, "127.0.0.1:1")
         first = drafter.upstreams.upstreams["127.0.0.1:1"]
         first.detach(first.attachments["session"])

@@ -32,8 +32,8 @@ TERMS = Contract(seed=4, max_tokens=100)
 
 
 class Three:
-    """A lower drafter's copy, the relay over a session with a model, and the upstream's tree; what one tells another is
-    heard at once."""
+    """A lower drafter's copy, the relay over a session with a model, and the upstream's tree; what one sends, the
+    next receives at once."""
 
     def __init__(self, seed: int, credit: int = 400, contract: Contract = TERMS, target: int = VOCABULARY) -> None:
         """`target`: how many ids it has; the lower drafter has all of them."""
@@ -133,10 +133,10 @@ class Three:
             tree.check_integrity()
         middle = paths(self.session.tree)
         assert all(token < self.target for path in middle for token in path)
-        told = {path: node for path, node in middle.items() if any(sender == OWN for sender, _ in node.names)}
+        own_paths = {path: node for path, node in middle.items() if any(sender == OWN for sender, _ in node.names)}
         above = paths(self.upper)
-        assert told.keys() == above.keys()
-        for path, node in told.items():
+        assert own_paths.keys() == above.keys()
+        for path, node in own_paths.items():
             assert abs(above[path].edge - node.edge) <= RESEND_THRESHOLD
         sender = self.subscription.sender
         for path, node in paths(self.lower.tree).items():

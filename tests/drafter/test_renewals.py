@@ -1,4 +1,4 @@
-"""A session whose frames are of no use is asked for anew, but not without end: then its router is told why."""
+"""A session whose frames are of no use is asked for anew, but not without end: then its router gets the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.v1 import drafter_pb2 as pb
 
 
 class Rig:
-    """A drafter's stream that is open, with one session; what it hears is put in here. It must not get to its event
+    """A drafter's stream that is open, with one session; its frames are put in here. It must not get to its event
     loop, where it would connect."""
 
     def __init__(self) -> None:

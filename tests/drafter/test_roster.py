@@ -1,4 +1,4 @@
-"""Which session a drafter drafts for is its latest owner's to say, and a drafter that goes down lets all of them go."""
+"""A drafter drafts for a session's latest owner, and releases all sessions when it goes down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.config import DrafterConfig
 from outrider.rpc.liveness import WorkClock
 from outrider.v1 import drafter_pb2 as pb
 
-UPSTREAM, OTHER = "127.0.0.1:1", "127.0.0.1:2"  # where nobody is
+UPSTREAM, OTHER = "127.0.0.1:1", "127.0.0.1:2"  # no server listens there
 SLOTS = 2
 
 

@@ -1,4 +1,4 @@
-"""A drafter's session keeps tree, cache rows and the upstream's copy in step, whatever the target says."""
+"""A drafter's session keeps tree, cache rows and the upstream's copy in step, whatever the target commits."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class Rig:
         self._random = np.random.default_rng(seed)
 
     def level(self, limit: int = 3, context: int = 200) -> bool:
-        """Runs what the session wants next. False when it wants nothing: then it tells what it held back."""
+        """Runs what the session wants next. False when it wants nothing: then it sends what it held back."""
         session = self.session
         chosen = session.next_segment(self.fit, chunk=4, limit=limit, context=context, rows=300)
         if chosen is None:
@@ -113,7 +113,7 @@ class Rig:
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    """Those that both sides have heard of."""
+    """The paths of the nodes that have names, which both sides hold."""
     found = set()
     stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
     while stack:
@@ -215,7 +215,7 @@ def test_a_plan_of_depth_zero_and_the_end_of_the_context_stop_drafting() -> None
     assert max(depths) == context - 1
 
 
-def test_what_repeats_is_run_in_one_pass_and_told_when_the_model_has_judged_it() -> None:
+def test_what_repeats_is_run_in_one_pass_and_sent_when_the_model_has_judged_it() -> None:
     rig = Rig(Plan(depth=6, width=3, nodes=8), seed=1)
     session = rig.session = TopKSession(
         MirrorSnapshot((1, 2, 3) * 4, 0, TERMS, Plan(depth=6, width=3, nodes=8), 400), 0, 12
@@ -265,5 +265,5 @@ def test_while_the_upstream_waits_a_level_that_is_not_worth_its_time_is_not_run(
     session.terms = SentTerms(time_price=100.0)
     assert session.next_segment(rig.fit, **ask, level_s=0.0001) is not None
     assert session.next_segment(rig.fit, **ask, level_s=1.0) is None
-    session.terms = SentTerms()  # nobody waits
+    session.terms = SentTerms()  # no step waits for the drafter
     assert session.next_segment(rig.fit, **ask, level_s=1.0) is not None

@@ -1,4 +1,4 @@
-"""Two tokenizers say the same text, however it comes; and a drafter of one drafts for a target of the other."""
+"""Two tokenizers spell the same text, however it comes; a drafter of one drafts for a target of the other."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Reference(Translation):
 
 @settings(max_examples=50)
 @given(st.integers(0, len(LONG) - 3000), st.lists(st.integers(1, 300), max_size=5))
-def test_it_is_as_the_reference_has_it_and_tells_what_has_stayed(own: Tokenizer, start: int, cuts: list[int]) -> None:
+def test_it_is_as_the_reference_has_it_and_reports_what_has_stayed(own: Tokenizer, start: int, cuts: list[int]) -> None:
     """What comes at once is translated as if it had come in pieces."""
     tokens = TARGET.encode(LONG[start : start + 3000]).ids
     translation, reference, done = Translation(TARGET, own), Reference(TARGET, own), 0
@@ -118,7 +118,7 @@ def test_bytes_that_are_no_text_are_not_looked_at_again_and_again(own: Tokenizer
 
 
 @given(st.integers(0, len(LONG) - 300), st.integers(1, 30))
-def test_what_is_proposed_says_the_path_s_text(own: Tokenizer, start: int, count: int) -> None:
+def test_what_is_proposed_spells_the_path_s_text(own: Tokenizer, start: int, count: int) -> None:
     translation = Translation(TARGET, own)
     translation.extend(TARGET.encode(LONG[start : start + 200]).ids)
     path = own.encode(LONG[start + 200 : start + 300]).ids[:count]
@@ -139,18 +139,18 @@ class Loop:
 
     def __init__(self, translator: Translator) -> None:
         self.translator = translator
-        self.told: list[MirrorSnapshot | MirrorUpdate] = []
+        self.received: list[MirrorSnapshot | MirrorUpdate] = []
         self.tokens: list[int] = []
         self.next_id = 1
         self.closings = 0
         translator.serve(self)  # type: ignore[arg-type]
 
     def opened(self, key: Attachment, snapshot: MirrorSnapshot) -> None:
-        self.told.append(snapshot)
+        self.received.append(snapshot)
         self.tokens = list(snapshot.tokens)
 
     def updated(self, key: Attachment, update: MirrorUpdate) -> None:
-        self.told.append(update)
+        self.received.append(update)
         assert update.position == len(self.tokens)
         self.tokens += update.tokens
         assert update.digest == extend(EMPTY, self.tokens)
@@ -184,21 +184,23 @@ def test_drafts_go_up_in_the_target_s_tokens_and_commits_come_down_in_the_drafte
         loop.draft(key, own.encode(behind).ids[:6])
         upstream.graft(1, sent[-1])
         upstream.check_integrity()
-        said, node = [], upstream.root
-        while (child := node.children.get(text[len(committed) + len(said)])) is not None:
-            said.append(child.token)
+        commit, node = [], upstream.root
+        while (child := node.children.get(text[len(committed) + len(commit)])) is not None:
+            commit.append(child.token)
             node = child
-        accepted += len(said)
-        said.append(text[len(committed) + len(said)])
-        upstream.commit(said)
-        translator.updated(key, MirrorUpdate(len(committed), tuple(said), upstream.digest, None, SentTerms(), 3000, ()))
-        committed = committed + said
+        accepted += len(commit)
+        commit.append(text[len(committed) + len(commit)])
+        upstream.commit(commit)
+        translator.updated(
+            key, MirrorUpdate(len(committed), tuple(commit), upstream.digest, None, SentTerms(), 3000, ())
+        )
+        committed = committed + commit
         assert own.decode(loop.tokens) == TARGET.decode(committed)
         if len(committed) > len(text) - 20:
             break
     assert accepted > 40
     assert not lost
-    first = loop.told[0]
+    first = loop.received[0]
     assert isinstance(first, MirrorSnapshot)
     assert (first.contract.banned_ids, first.contract.stop_ids, first.contract.rule) == ((), (), "target-match")
     translator.updated(key, MirrorUpdate(3, (), 0, None, SentTerms(), 1, ()))
@@ -226,7 +228,7 @@ async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is
     begin = a_snapshot(text[:32_000])
     async with no_stall():
         translator.opened(key, begin)
-        assert not loop.told, "nothing is drafted before it is translated"
+        assert not loop.received, "nothing is drafted before it is translated"
         for at in range(32_000, 32_100):
             update = MirrorUpdate(
                 at, (text[at],), extend(begin.digest, text[32_000 : at + 1]), None, SentTerms(), 300, ()
@@ -234,7 +236,7 @@ async def test_a_text_of_32000_tokens_stalls_no_loop_and_what_comes_meanwhile_is
             translator.updated(key, update)
             await asyncio.sleep(0.002)
         async with asyncio.timeout(60):
-            while not loop.told:
+            while not loop.received:
                 await asyncio.sleep(0.01)
     assert not lost
     assert own.decode(loop.tokens) == TARGET.decode(text)
@@ -249,7 +251,7 @@ async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_
     await asyncio.sleep(0.01)
     translator.opened(key, a_snapshot(text[:3000]))
     async with asyncio.timeout(30):
-        while not loop.told:
+        while not loop.received:
             await asyncio.sleep(0.01)
     assert own.decode(loop.tokens) == TARGET.decode(text[:3000])
     translator.opened(key, a_snapshot(text))
@@ -257,7 +259,7 @@ async def test_a_session_that_is_closed_or_begun_anew_while_it_is_translated_is_
     translator.closed(key)
     await asyncio.sleep(0.3)
     assert not translator.members
-    assert len(loop.told) == 1
+    assert len(loop.received) == 1
     assert not lost
 
 
@@ -287,15 +289,15 @@ def test_what_was_drafted_before_the_end_of_the_text_became_other_tokens_is_pass
 
 
 def test_that_all_is_drafted_goes_up_even_where_the_text_has_become_other_tokens(own: Tokenizer) -> None:
-    said: list[tuple[Delta, bool]] = []
-    translator = Translator(TARGET, own, send=lambda key, delta, _, done: said.append((delta, done)), resync=print)
+    sent: list[tuple[Delta, bool]] = []
+    translator = Translator(TARGET, own, send=lambda key, delta, _, done: sent.append((delta, done)), resync=print)
     loop, key = Loop(translator), Attachment("s", "", 1, b"")
     translator.opened(key, a_snapshot(TARGET.encode(LONG[:200]).ids))
     drifted = Delta(len(loop.tokens) - 1, 12345, 1, (0,), (7,), (-0.125,))
     translator.on_delta(key, drifted, 1, False)
-    assert not said
+    assert not sent
     translator.on_delta(key, drifted, 1, True)
-    ((delta, done),) = said
+    ((delta, done),) = sent
     assert (delta.tokens, done) == ((), True)
 
 

@@ -28,7 +28,7 @@ class Adversary:
         self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Until the session is closed."""
+        """Drafts until the session is closed."""
         async with open_channel(self._verifier) as channel:
             described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
             hello = pb.Hello(

@@ -51,7 +51,7 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def reference(tokenizer: Tokenizer, prompts: list[str]) -> list[int]:
-    """What transformers says greedily after the first prompt: 256 tokens."""
+    """The greedy answer of transformers to the first prompt: 256 tokens."""
     import torch
 
     with warnings.catch_warnings():
@@ -62,7 +62,7 @@ def reference(tokenizer: Tokenizer, prompts: list[str]) -> list[int]:
         model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
         ids = tokenizer.encode(prompts[0]).ids
         with torch.inference_mode():
-            said = model.generate(
+            generated = model.generate(
                 torch.tensor([ids]), max_new_tokens=256, do_sample=False, eos_token_id=None, pad_token_id=0
             )
-    return said[0, len(ids) :].tolist()
+    return generated[0, len(ids) :].tolist()

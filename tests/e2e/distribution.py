@@ -17,7 +17,7 @@ LEAST_EXPECTED = 5.0  # in a cell; rarer ones are counted together
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Texts after one prompt, and the law of each token given what was said before it."""
+    """Texts after one prompt, and the law of each token given the tokens before it."""
 
     tokens: Tokens  # [texts, length]
     law: Floats  # [texts, length, vocabulary]: p

@@ -16,7 +16,7 @@ from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.mini_router import described
 
-EXPIRED = -2  # what Redis says of a key that is not there
+EXPIRED = -2  # what Redis returns for a key that is not there
 SLACK = 12  # pools keep what was ever needed at once; a leak in one way of seven is 21 in the smallest run
 
 
@@ -56,7 +56,7 @@ async def nothing_left(cluster: LocalCluster, warm_up: Callable[[], Awaitable[No
             assert value <= before[name] + SLACK, (name, before, after)
         async with connect(cluster.redis_url) as redis:
             for key in await redis.keys("*"):
-                if any(tag in key for tag in (b"{workers}", b"{cluster}", b"{lessons}", b"{leases}")):
+                if any(tag in key for tag in (b"{workers}", b"{cluster}", b"{acceptance}", b"{leases}")):
                     continue
                 # Of closed sessions a tombstone stays for a minute.
                 assert key.endswith(b":session"), key

@@ -19,7 +19,7 @@ from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
-KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was told of
+KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was given
 # With overlap time has no price: drafters draft however fast the target is.
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
 _names = itertools.count(1)
@@ -64,7 +64,7 @@ async def decode(
     pace: float = 0.0,
     upstream: str | None = None,
 ) -> Answer:
-    """Runs one generation. `each` hears of every commit and may answer with a new plan.
+    """Runs one generation. `each` receives every commit and may answer with a new plan.
 
     With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
     seconds before all of it is acknowledged.
@@ -126,7 +126,7 @@ async def detach(drafter: str, session: str) -> None:
 
 
 async def attach(drafter: str, session: str, verifier: str, upstream: str | None = None) -> None:
-    """Tells a drafter of a session; `upstream`: another way to the verifier than its own address."""
+    """Attaches a drafter to a session; `upstream`: another way to the verifier than its own address."""
     async with open_channel(drafter) as channel:
         described = await DrafterStub(channel).Describe(types_pb2.DescribeRequest())
         signed = await ticket(verifier, session, described.worker_id)

@@ -1,4 +1,4 @@
-"""Sessions that are cancelled at any moment, in a queue and before the first token too: nobody computes for them."""
+"""Sessions that are cancelled at any moment, in a queue and before the first token too: no server computes for them."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ async def cancelled(client: outrider.AsyncClient, number: int) -> str:
         ignore_eos=True,
         timeout=max(moment, 0.001) if way == "deadline" else 30,
     )
-    heard = 0
+    received = 0
 
     async def read() -> None:
-        nonlocal heard
+        nonlocal received
         async for chunk in stream:
-            heard += len(chunk.token_ids)
+            received += len(chunk.token_ids)
 
     reading = asyncio.create_task(read())
     if way != "deadline":
@@ -77,13 +77,15 @@ async def cancelled(client: outrider.AsyncClient, number: int) -> str:
                 assert not (await client.get_session(session)).running
     with suppress(Cancelled, DeadlineExceeded, Overloaded, Unavailable, asyncio.CancelledError):
         await asyncio.wait_for(reading, 10)
-    if heard == TOKENS:
+    if received == TOKENS:
         return "whole"
-    return f"{way} {'midway' if heard else 'before its first token'}"
+    return f"{way} {'midway' if received else 'before its first token'}"
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_nobody_computes_for_what_was_cancelled_and_nothing_is_left_of_it(tiny: LocalCluster, count: int) -> None:
+async def test_no_server_computes_for_what_was_cancelled_and_nothing_is_left_of_it(
+    tiny: LocalCluster, count: int
+) -> None:
     router = tiny.processes["router"].section.model_copy(update={"listen": "127.0.0.1:0"})
     ends, held = Counter[str](), list[dict[str, float]]()
     # One router more, in this process, so that its tasks can be counted.

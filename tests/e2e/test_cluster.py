@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.parametrize("policy", ["off", "fixed", "rounds", "heuristic", "ema", "goodput"])
-async def test_greedy_text_is_what_transformers_says_under_every_policy(
+async def test_greedy_text_is_that_of_transformers_under_every_policy(
     cluster: LocalCluster, prompts: list[str], reference: list[int], tokenizer: Tokenizer, policy: str
 ) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:

@@ -1,4 +1,4 @@
-"""A crowd at one router, a third of which goes away midway: what any of them hears is the target's own text."""
+"""A crowd at one router, a third of which goes away midway: what any of them receives is the target's own text."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CROWD = 32
 TOKENS = 64
-STAY = 4  # of those that hear all of it: the crowd thins out around them
+STAY = 4  # of those that receive all of it: the crowd thins out around them
 LONGER = 256  # tokens for each of these
 SEED = 3  # of who goes away, and where
 
@@ -37,7 +37,7 @@ async def roomy() -> AsyncIterator[LocalCluster]:
 
 
 @dataclass
-class Heard:
+class Received:
     """What one of the crowd got."""
 
     session_id: str = ""
@@ -57,30 +57,30 @@ class Crowd:
     now: int = 0
     most: int = 0
 
-    async def hear(self, stream: outrider.AsyncStream, until: int, *, leave: bool) -> Heard:
+    async def receive(self, stream: outrider.AsyncStream, until: int, *, leave: bool) -> Received:
         """Goes away after `until` tokens: leaves the stream, or has the session cancelled and reads on."""
-        heard, away = Heard(), False
+        received, away = Received(), False
         async with stream:
             async for chunk in stream:
-                if not heard.session_id:
-                    heard.session_id = stream.session_id
+                if not received.session_id:
+                    received.session_id = stream.session_id
                     self.now += 1
                     self.most = max(self.most, self.now)
-                heard.tokens += chunk.token_ids
-                if away or len(heard.tokens) < until:
+                received.tokens += chunk.token_ids
+                if away or len(received.tokens) < until:
                     continue
                 if leave:
                     break
                 away = True
                 await self.client.cancel(stream.session_id)
             else:
-                heard.result = stream.result
+                received.result = stream.result
         self.now -= 1
-        return heard
+        return received
 
 
 @pytest.mark.long
-async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
+async def test_a_crowd_of_which_a_third_goes_away_receives_what_each_would_alone(
     roomy: LocalCluster, prompts: list[str]
 ) -> None:
     rng = random.Random(SEED)
@@ -103,11 +103,11 @@ async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
             )
 
         crowd = Crowd(client)
-        alone = [await crowd.hear(stream(number, "off"), sum(lengths), leave=False) for number in range(CROWD)]
+        alone = [await crowd.receive(stream(number, "off"), sum(lengths), leave=False) for number in range(CROWD)]
         assert crowd.most == 1
         together = await asyncio.gather(
             *(
-                crowd.hear(
+                crowd.receive(
                     stream(number, "fixed" if number % 2 else "ema"),
                     places.get(number, sum(lengths)),
                     leave=number in leavers,
@@ -115,19 +115,19 @@ async def test_a_crowd_of_which_a_third_goes_away_hears_what_each_would_alone(
                 for number in range(CROWD)
             )
         )
-        sessions = [await client.get_session(heard.session_id) for heard in together]
+        sessions = [await client.get_session(received.session_id) for received in together]
 
-    for reference, heard, length in zip(alone, together, lengths, strict=True):
+    for reference, received, length in zip(alone, together, lengths, strict=True):
         assert len(reference.tokens) == length
-        assert heard.tokens == (reference.tokens if heard.whole else reference.tokens[: len(heard.tokens)])
-        if heard.whole:
-            assert heard.result is not None
+        assert received.tokens == (reference.tokens if received.whole else reference.tokens[: len(received.tokens)])
+        if received.whole:
+            assert received.result is not None
             assert reference.result is not None
-            assert heard.result.text == reference.result.text
+            assert received.result.text == reference.result.text
     whole = {number for number in range(CROWD) if together[number].whole}
     midway = {number for number in places if sessions[number].finish_reason == "cancelled"}
     assert whole | set(places) == set(range(CROWD))
     assert min(len(midway & leavers), len(midway - leavers)) > 2
     assert all(0 < len(together[number].tokens) < TOKENS for number in midway)
     assert crowd.most > CROWD // 2
-    assert sum(heard.result.usage.accepted for heard in together if heard.result) > CROWD
+    assert sum(received.result.usage.accepted for received in together if received.result) > CROWD

@@ -67,7 +67,7 @@ def law(checkpoint: Path, texts: NDArray[np.int64], prompt: Sequence[int] = PROM
     return p
 
 
-async def said(cluster: LocalCluster, count: int) -> list[outrider.Generation]:
+async def answers_of(cluster: LocalCluster, count: int) -> list[outrider.Generation]:
     """So many texts of the cluster, each with a seed of its own. Steps wait for drafts, however busy the machine is."""
     room = asyncio.Semaphore(AT_ONCE)
     async with outrider.AsyncClient(cluster.router_address) as client:
@@ -107,9 +107,9 @@ async def said_in_rounds(cluster: LocalCluster, count: int, **terms: Any) -> lis
     return [answer.tokens for answer in answers]
 
 
-def sample_of(said: Sequence[Sequence[int]], checkpoints: tuple[Path, Path, Path]) -> Sample:
-    texts = np.array(said)
-    assert texts.size == len(said) * TOKENS
+def sample_of(committed: Sequence[Sequence[int]], checkpoints: tuple[Path, Path, Path]) -> Sample:
+    texts = np.array(committed)
+    assert texts.size == len(committed) * TOKENS
     target, _, drafter = checkpoints
     p, q = law(target, texts), law(drafter, texts)
     second = law(target, np.array([[token, 0] for token in range(p.shape[-1])]))[:, 1]
@@ -146,7 +146,7 @@ async def test_and_under_a_lossy_one_they_do_not(small: LocalCluster, checkpoint
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_says_so(small: LocalCluster) -> None:
+async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_names_it(small: LocalCluster) -> None:
     async with outrider.AsyncClient(small.router_address) as client:
         result = await client.generate(PROMPT, max_tokens=4, **LENIENT)
         assert (result.rule, result.lossy) == ("lenient-speculative-sampling", True)
@@ -167,11 +167,11 @@ async def test_a_lossy_rule_is_used_if_it_is_asked_for_by_name_and_the_result_sa
 async def test_tokens_over_the_wire_follow_the_exact_distribution(
     small: LocalCluster, checkpoints: tuple[Path, Path, Path], count: int, share: float, power: float
 ) -> None:
-    sample = sample_of([result.token_ids for result in await said(small, count)], checkpoints)
+    sample = sample_of([result.token_ids for result in await answers_of(small, count)], checkpoints)
     p, q = sample.law, sample.draft
     found = p_values(sample, SEED)
     assert corrected(found) > LEVEL, found
-    # The same tokens are not what a model says that takes a few drafts too many, or that is a little sharper.
+    # The same tokens do not pass for those of a model that takes a few drafts too many, or that is a little sharper.
     sharper = p**power
     for other in ((1 - share) * p + share * q, sharper / sharper.sum(axis=-1, keepdims=True)):
         assert corrected(p_values(replace(sample, law=other), SEED)) < LEVEL
@@ -196,7 +196,7 @@ def laws() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 
 
 def judged(laws: tuple[NDArray[np.float64], NDArray[np.float64]], tokens: NDArray[np.int64]) -> Mapping[str, float]:
-    """p-values of tokens that are said to follow p; the second is said not to depend on the first."""
+    """p-values of tokens that should follow p; the second should not depend on the first."""
     p, q = laws
     return p_values(Sample(tokens, p, q, np.outer(p[0, 0], p[:, 1].mean(0))), SEED)
 

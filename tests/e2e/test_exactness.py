@@ -48,7 +48,7 @@ def drafter_of(cluster: LocalCluster, number: int) -> str:
     return cluster.processes[f"drafter-{number}"].address
 
 
-async def test_plain_greedy_decode_is_what_transformers_says(
+async def test_plain_greedy_decode_is_that_of_transformers(
     cluster: LocalCluster, prompt: list[int], reference: list[int]
 ) -> None:
     answer = await plain_answer(cluster, prompt, TERMS[0])
@@ -65,8 +65,8 @@ async def test_plain_decode_is_repeatable_and_the_seed_and_choice_matter(
     assert first.tokens == again.tokens
     short = Contract(seed=7, max_tokens=32, temperature=0.8)
     other = Contract(seed=7, max_tokens=32, temperature=0.8, choice=1)
-    said = [(await decode(verifier_of(cluster), prompt, terms, plan=OFF)).tokens for terms in (short, other)]
-    assert said[0] != said[1]
+    texts = [(await decode(verifier_of(cluster), prompt, terms, plan=OFF)).tokens for terms in (short, other)]
+    assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("contract", TERMS, ids=["greedy", "filtered", "sampled"])

@@ -33,7 +33,7 @@ def checkpoint(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def first_layers(target: Path, drafter: Path, kept: int = 2) -> Path:
-    """Has the target's later layers add nothing, and makes a drafter that says the same without them."""
+    """Has the target's later layers add nothing, and makes a drafter that predicts the same without them."""
     model: Any = AutoModelForCausalLM.from_pretrained(target)
     with torch.no_grad():
         for layer in model.transformer.h[kept:]:
@@ -75,7 +75,7 @@ async def test_a_gpt2_drafts_for_a_gpt2_and_changes_nothing(tmp_path: Path, prom
     assert accepted > 10
 
 
-async def test_a_mamba_is_served_plainly_beside_a_drafter_and_says_why(tmp_path: Path, prompts: list[str]) -> None:
+async def test_a_mamba_is_served_plainly_beside_a_drafter_with_the_reason(tmp_path: Path, prompts: list[str]) -> None:
     target = checkpoint(tmp_path / "target", "mamba")
     lines: list[str] = []
     async with (

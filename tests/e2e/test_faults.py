@@ -109,7 +109,7 @@ async def slow(proxy: FaultProxy, rng: random.Random) -> None:
 
 
 async def cut(proxy: FaultProxy, rng: random.Random) -> None:
-    """Connections are reset; now and then nobody is there for a moment."""
+    """Connections are reset; now and then new ones are refused for a moment."""
     if rng.random() < 0.3:
         proxy.refuse()
     proxy.cut()
@@ -195,7 +195,7 @@ async def test_drafting_over_a_bad_network_changes_nothing_and_the_session_does_
         striking = asyncio.ensure_future(strike())
         accepted = 0
         async with asyncio.timeout(100):
-            while not accepted:  # whole answers pass while nobody is there
+            while not accepted:  # whole answers pass while connections are refused
                 answer: Answer = await decode(
                     verifier, prompt, contract, plan=SPECULATE, drafters=[drafter], upstream=between.address, pace=0.004
                 )

@@ -1,4 +1,4 @@
-"""A cluster whose models are named as on the hub says what one of the folders says."""
+"""A cluster whose models are named as on the hub answers as one of the folders does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(folder: Path, target: str, drafter: str) -> Path:
     return file
 
 
-async def say(file: Path) -> list[str]:
+async def answers(file: Path) -> list[str]:
     async with (
         LocalCluster(load_cluster(file)) as cluster,
         outrider.AsyncClient(cluster.router_address) as client,
@@ -58,13 +58,13 @@ async def say(file: Path) -> list[str]:
         return [result.text for result in await asyncio.gather(*texts)]
 
 
-async def test_a_cluster_of_names_on_the_hub_says_what_one_of_folders_says(tmp_path: Path, cache: Path) -> None:
+async def test_a_cluster_of_names_on_the_hub_answers_as_one_of_folders_does(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter")
-    named = await say(written(tmp_path, "org/target@v1", "org/drafter"))
-    assert named == await say(written(tmp_path, str(MODELS / "target"), str(MODELS / "drafter")))
+    named = await answers(written(tmp_path, "org/target@v1", "org/drafter"))
+    assert named == await answers(written(tmp_path, str(MODELS / "target"), str(MODELS / "drafter")))
 
 
-async def test_messages_say_what_the_prompt_that_the_template_makes_of_them_says(tmp_path: Path, cache: Path) -> None:
+async def test_messages_are_answered_as_the_prompt_that_the_template_makes_of_them(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter")
     tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
     prompt = tokenizer.encode("<|endoftext|>def add(a, b):", add_special_tokens=False).ids
@@ -82,7 +82,7 @@ async def test_messages_say_what_the_prompt_that_the_template_makes_of_them_says
 async def test_a_worker_whose_model_is_not_in_the_cache_is_named_with_what_to_do(tmp_path: Path, cache: Path) -> None:
     cached(cache, "org/drafter", MODELS / "drafter", files="*.json")
     with pytest.raises(ConfigError, match=r"^drafter-0: org/drafter: model\.safetensors is missing"):
-        await say(written(tmp_path, "org/target@v1", "org/drafter"))
+        await answers(written(tmp_path, "org/target@v1", "org/drafter"))
 
 
 def test_commands_take_names_on_the_hub(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

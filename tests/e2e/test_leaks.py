@@ -98,7 +98,7 @@ async def one_session(client: outrider.AsyncClient, stub: InferenceStub, way: in
 
 @asynccontextmanager
 async def served(cluster: LocalCluster) -> AsyncIterator[Callable[[int], Awaitable[bool]]]:
-    """Gives what runs a numbered session, AT_ONCE at most, and tells whether it ended in the way meant for it; at the
+    """Gives what runs a numbered session, AT_ONCE at most, and returns whether it ended in the way meant for it; at the
     end the cluster must hold nothing of any of them, and still serve.
     """
     async with outrider.AsyncClient(cluster.router_address) as client, open_channel(cluster.router_address) as channel:

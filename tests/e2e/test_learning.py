@@ -32,21 +32,21 @@ DIGEST = tokenizer_digest((MODELS / "target" / "tokenizer.json").read_bytes()).h
 
 
 class Served:
-    """A cluster whose one drafter learns, and what it says of that."""
+    """A cluster whose one drafter learns, and its log lines."""
 
-    def __init__(self, client: AsyncClient, versions: Versions, said: list[str], redis_url: str) -> None:
+    def __init__(self, client: AsyncClient, versions: Versions, lines: list[str], redis_url: str) -> None:
         self.redis_url = redis_url
         self.client = client
         self.versions = versions
-        self.said = said
+        self.lines = lines
 
     async def publish(self, number: int, folder: Path) -> None:
         digest = weights_digest(folder)
         assert await self.versions.publish(Version(number, str(folder), digest, "target", "", DIGEST))
 
-    async def heard(self, what: str) -> None:
+    async def logged(self, what: str) -> None:
         async with asyncio.timeout(40):
-            while not any(what in line for line in self.said):
+            while not any(what in line for line in self.lines):
                 await asyncio.sleep(0.02)
 
     async def all_of(self, prompts: list[str], **options: object) -> list[Generation]:
@@ -56,7 +56,7 @@ class Served:
 
 @asynccontextmanager
 async def served(models: Path = MODELS) -> AsyncIterator[Served]:
-    said: list[str] = []
+    lines: list[str] = []
     target = models / "target"
     config = ClusterConfig(
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, policy="rounds", depth=4, teaches=("*",)),
@@ -64,11 +64,11 @@ async def served(models: Path = MODELS) -> AsyncIterator[Served]:
         drafter=[DrafterConfig(model=models / "drafter", dtype="float32", learns=True)],
     )
     async with (
-        LocalCluster(config, forward=lambda name, line: said.append(f"{name}: {line}")) as cluster,
+        LocalCluster(config, forward=lambda name, line: lines.append(f"{name}: {line}")) as cluster,
         AsyncClient(cluster.router_address) as client,
         aclosing(connect(cluster.redis_url)) as redis,
     ):
-        yield Served(client, Versions(redis, "drafter"), said, cluster.redis_url)
+        yield Served(client, Versions(redis, "drafter"), lines, cluster.redis_url)
 
 
 def spoilt(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -99,13 +99,13 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
         first = await cluster.all_of(prompts)
         running = asyncio.create_task(cluster.all_of(prompts))
         await cluster.publish(1, MODELS / "mid")  # a better one
-        await cluster.heard("drafts with version 1")
+        await cluster.logged("drafts with version 1")
         across = await running
         better = [await cluster.all_of(prompts) for _ in range(3)]
         await cluster.publish(2, spoilt(tmp_path / "2", at_random))
-        await cluster.heard("drafts with version 2")
+        await cluster.logged("drafts with version 2")
         worse = [await cluster.all_of(prompts)]
-        while not any("back to version 1" in line for line in cluster.said):
+        while not any("back to version 1" in line for line in cluster.lines):
             worse.append(await cluster.all_of(prompts))
         again = [await cluster.all_of(prompts) for _ in range(4)]
         published = await cluster.versions.read()
@@ -120,7 +120,7 @@ async def test_versions_come_and_go_in_the_middle_of_sessions_and_no_text_change
     assert max(map(accepted, again)) > 0.9 * best
 
 
-async def test_what_is_no_version_of_the_drafter_is_refused_and_said_why(tmp_path: Path, prompts: list[str]) -> None:
+async def test_what_is_no_version_of_the_drafter_is_refused_with_the_reason(tmp_path: Path, prompts: list[str]) -> None:
     def renamed(text: str) -> str:
         return text.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 512')
 
@@ -128,12 +128,12 @@ async def test_what_is_no_version_of_the_drafter_is_refused_and_said_why(tmp_pat
     (shorter / "config.json").write_text(renamed((shorter / "config.json").read_text()))
     async with served() as cluster:
         await cluster.publish(1, shorter)
-        await cluster.heard("version 1 is not used: ")
-        assert any("its context differs" in line for line in cluster.said)
+        await cluster.logged("version 1 is not used: ")
+        assert any("its context differs" in line for line in cluster.lines)
         assert await cluster.versions.publish(Version(2, str(tmp_path / "nowhere"), "", "target", "", DIGEST))
-        await cluster.heard("version 2 is not used: ")
+        await cluster.logged("version 2 is not used: ")
         await cluster.all_of(prompts[:2])
-    assert not any("drafts with version" in line for line in cluster.said)
+    assert not any("drafts with version" in line for line in cluster.lines)
 
 
 @asynccontextmanager
@@ -169,9 +169,9 @@ async def test_a_bad_drafter_gets_better_while_it_drafts_even_if_its_trainer_is_
 
         async def until(number: int) -> None:
             """Traffic goes on until the drafter drafts with that version or a later one."""
-            heard = re.compile(r"drafts with version (\d+)")
+            version = re.compile(r"drafts with version (\d+)")
             async with asyncio.timeout(60):
-                while max([0, *(int(found[1]) for line in cluster.said if (found := heard.search(line)))]) < number:
+                while max([0, *(int(found[1]) for line in cluster.lines if (found := version.search(line)))]) < number:
                     rounds.append(await cluster.all_of(prompts, seed=len(rounds) % 3, **terms))
 
         for _ in range(kills + 1):

@@ -93,17 +93,17 @@ def asked(tokens: list[int], **fields: Any) -> pb.GenerateRequest:
 async def test_a_long_prompt_its_drafters_its_next_turn_and_its_fork_stall_no_loop(cluster: Running) -> None:
     async with no_stall():
         started, chunks, _ = await collect(cluster.router.Generate(asked(TEXT)))
-        told = [await drafter.Describe(types_pb2.DescribeRequest()) for drafter in cluster.drafters]
-        said = [token for chunk in chunks for token in chunk.token_ids]
+        described = [await drafter.Describe(types_pb2.DescribeRequest()) for drafter in cluster.drafters]
+        answer = [token for chunk in chunks for token in chunk.token_ids]
         again, _, _ = await collect(cluster.router.Generate(asked([1, 2, 3], session_id=started.session_id)))
-        changed = [*TEXT, *said[:12], 1, 2, 3]
+        changed = [*TEXT, *answer[:12], 1, 2, 3]
         forked, _, _ = await collect(
             cluster.router.Generate(asked(changed, session_id=started.session_id, whole_history=True))
         )
     assert again.cached_tokens > LONG - 10
     assert forked.forked_from == started.session_id
     assert forked.cached_tokens > LONG - 10
-    assert all(drafter.levels for drafter in told), "each was sent the text, and reads it"
+    assert all(drafter.levels for drafter in described), "each was sent the text, and reads it"
 
 
 @pytest.mark.timeout(120)

@@ -41,7 +41,7 @@ async def served(drafter: dict[str, Any] | None = None, **verifier: Any) -> Asyn
 
 
 async def both(client: AsyncClient, prompt: str, **options: Any) -> tuple[Generation, Generation]:
-    """Without speculation and with it."""
+    """The answers without speculation and with it."""
     terms: dict[str, Any] = {"seed": 3, "max_tokens": TOKENS, "ignore_eos": True, **options}
     plain = await client.generate(prompt, speculation="off", **terms)
     return plain, await client.generate(prompt, speculation="fixed", **terms)
@@ -49,7 +49,7 @@ async def both(client: AsyncClient, prompt: str, **options: Any) -> tuple[Genera
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, prompts: list[str]) -> Path:
-    """A store of what the prompts say."""
+    """A store of the texts of the prompts."""
     path = tmp_path_factory.mktemp("corpus") / "held_out.rest"
     texts = [tokenizer.encode(text).ids for text in prompts]
     write_datastore(path, texts, tokenizer_digest=DIGEST, vocabulary=4096, progress=lambda *_: None)
@@ -84,7 +84,7 @@ async def test_what_followed_before_is_drafted_and_the_text_is_the_target_s(
     assert accepted > 10
 
 
-async def test_what_one_generation_said_is_drafted_for_the_next_of_its_tenant(prompts: list[str]) -> None:
+async def test_what_one_generation_committed_is_drafted_for_the_next_of_its_tenant(prompts: list[str]) -> None:
     async with served(lookup="suffix") as client:
         first = await client.generate(prompts[3], seed=3, max_tokens=TOKENS, ignore_eos=True)
         again = await client.generate(prompts[3], seed=3, max_tokens=TOKENS, ignore_eos=True)

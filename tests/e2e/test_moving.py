@@ -44,27 +44,27 @@ async def test_half_of_the_sessions_move_to_a_drafter_that_comes_later(prompts: 
             await asyncio.gather(*(each.start(redis.url) for each in (verifier, router, drafters[0])))
             async with outrider.AsyncClient(router.address) as client:
 
-                async def speak(number: int, speculation: str) -> tuple[int, ...]:
+                async def generate(number: int, speculation: str) -> tuple[int, ...]:
                     terms = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "timeout": 100}
                     result = await client.generate(prompts[number % len(prompts)], speculation=speculation, **terms)
                     return result.token_ids
 
-                alone = await asyncio.gather(*(speak(number, "off") for number in range(SESSIONS)))
+                alone = await asyncio.gather(*(generate(number, "off") for number in range(SESSIONS)))
                 await drafters[1].start(redis.url)
                 pid = drafters[1].pid
                 os.kill(pid, signal.SIGSTOP)  # it comes back when sessions run, sooner than one could be started
                 while (await client.models())[0].drafters > 1:
                     await asyncio.sleep(0.1)
-                speaking = [asyncio.create_task(speak(number, "fixed")) for number in range(SESSIONS)]
+                generating = [asyncio.create_task(generate(number, "fixed")) for number in range(SESSIONS)]
                 while (await sessions_of(drafters[:1]))[0] < SESSIONS:
                     await asyncio.sleep(0.05)
                 os.kill(pid, signal.SIGCONT)
                 counts = [0, 0]
-                while min(counts) < 2 and not any(task.done() for task in speaking):
+                while min(counts) < 2 and not any(task.done() for task in generating):
                     counts = await sessions_of(drafters)
                     await asyncio.sleep(0.1)
                 print(f"sessions of each: {counts}")
                 assert min(counts) >= 2
-                assert await asyncio.gather(*speaking) == alone
+                assert await asyncio.gather(*generating) == alone
         finally:
             await asyncio.gather(*(each.stop() for each in (router, verifier, *drafters) if each.address))

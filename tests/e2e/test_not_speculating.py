@@ -1,4 +1,4 @@
-"""Why is it not speculating? Every result says so, and so does everything that shows one."""
+"""Why is it not speculating? Every result has the reason, and so has everything that shows one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ async def command(*arguments: str) -> str:
     running = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "outrider.cli", *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    said, _ = await running.communicate()
-    return said.decode()
+    output, _ = await running.communicate()
+    return output.decode()
 
 
 async def test_with_a_drafter_that_fits_it_is(cluster: LocalCluster) -> None:
@@ -113,8 +114,8 @@ async def test_with_a_drafter_that_fits_it_is(cluster: LocalCluster) -> None:
 async def test_there_is_no_drafter(cluster: LocalCluster) -> None:
     await cluster.scale([])
     asked = ("import os", "--model", "target", "--max-tokens", "20", "--ignore-eos")
-    said = await command("generate", *asked, "--address", cluster.router_address)
-    last = said.splitlines()[-1]
+    output = await command("generate", *asked, "--address", cluster.router_address)
+    last = output.splitlines()[-1]
     assert last == "outrider: no speculation: no drafter is running; start one with `outrider drafter`"
     found = await status(cluster)
     assert found.reason is SpeculationReason.NO_DRAFTER
@@ -175,8 +176,10 @@ async def test_all_slots_of_the_drafter_are_in_use(cluster: LocalCluster) -> Non
         await seen(client, 1)
         session = (await client.create_session("target")).session_id
         first = asyncio.create_task(client.generate("def f(", session=session, max_tokens=900, ignore_eos=True))
-        while not (await client.get_session(session)).drafters:
-            await asyncio.sleep(0.02)
+        async with aclosing(client.watch(session)) as steps:
+            async for step in steps:
+                if step.nodes:  # the drafter's slot is taken
+                    break
         result = await client.generate(
             "import os\n", model="target", max_tokens=200, ignore_eos=True, speculation="rounds"
         )
@@ -229,7 +232,7 @@ async def test_the_page_and_top_name_drafters_of_no_use(cluster: LocalCluster, p
     assert "the drafters were trained for another target" in " ".join((await command("top", page, "--once")).split())
 
 
-async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_nobody(tmp_path: Path) -> None:
+async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_no_verifier(tmp_path: Path) -> None:
     random_heads("eagle-3", TARGET, tmp_path / "heads")
     file = tmp_path / "cluster.toml"
     file.write_text(
@@ -241,13 +244,13 @@ async def test_up_warns_at_its_start_of_a_drafter_that_can_draft_for_nobody(tmp_
     )
     try:
         assert up.stdout is not None
-        said = ""
+        output = ""
         async with asyncio.timeout(60):
-            while "Try: " not in said:
-                said += (await up.stdout.readline()).decode()
+            while "Try: " not in output:
+                output += (await up.stdout.readline()).decode()
     finally:
         up.terminate()
         await up.wait()
-    (line,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    (line,) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert line.startswith("warning: drafter-0 drafts for nobody: its heads need the target's hidden states")
     assert f'set features = "{tmp_path / "heads"}"' in line

@@ -50,7 +50,7 @@ async def small() -> AsyncIterator[LocalCluster]:
 
 
 @dataclass
-class Heard:
+class Received:
     """What callers got, counted from a moment on."""
 
     since: float
@@ -78,23 +78,23 @@ def held_mb(process_id: int) -> float:
 
 async def peak(client: outrider.AsyncClient, prompts: list[str]) -> float:
     """Tokens per second with a caller for each slot, who asks again as soon as he is answered."""
-    heard = Heard(time.monotonic() + RAMP_S)
-    end = heard.since + PEAK_S
+    received = Received(time.monotonic() + RAMP_S)
+    end = received.since + PEAK_S
 
     async def caller(number: int) -> None:
         seed = number
         while time.monotonic() < end:
-            await heard.ask(client, prompts[seed % len(prompts)], seed)
+            await received.ask(client, prompts[seed % len(prompts)], seed)
             seed += SLOTS
 
     await asyncio.gather(*(caller(number) for number in range(SLOTS)))
-    assert not heard.refusals
-    return heard.tokens / (time.monotonic() - heard.since)
+    assert not received.refusals
+    return received.tokens / (time.monotonic() - received.since)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What came of it."""
+    """What one measurement gave."""
 
     rate: float  # requests per second
     peak: float  # tokens per second, and so is goodput
@@ -125,21 +125,21 @@ async def overload(cluster: LocalCluster, prompts: list[str], seconds: float) ->
     async with outrider.AsyncClient(cluster.router_address, retries=0) as client:
         most = await peak(client, prompts)
         rate = TIMES * most / TOKENS
-        heard = Heard(time.monotonic() + RAMP_S)
-        end, early = heard.since + seconds, 0.0
+        received = Received(time.monotonic() + RAMP_S)
+        end, early = received.since + seconds, 0.0
         running: set[asyncio.Task[None]] = set()
         due = time.monotonic()
         while (now := time.monotonic()) < end:
             due += dice.expovariate(rate)
             await asyncio.sleep(max(0.0, due - now))
-            task = asyncio.create_task(heard.ask(client, dice.choice(prompts), dice.getrandbits(32)))
+            task = asyncio.create_task(received.ask(client, dice.choice(prompts), dice.getrandbits(32)))
             running.add(task)
             task.add_done_callback(running.discard)
-            if not early and now - heard.since > seconds / 3:
+            if not early and now - received.since > seconds / 3:
                 early = held_mb(router)
-        goodput, late = heard.tokens / (time.monotonic() - heard.since), held_mb(router)
+        goodput, late = received.tokens / (time.monotonic() - received.since), held_mb(router)
         await asyncio.gather(*running)
-    return Figures(rate, most, goodput, heard.answers, heard.refusals, early, late)
+    return Figures(rate, most, goodput, received.answers, received.refusals, early, late)
 
 
 @pytest.mark.parametrize(("seconds", "runs", "share"), OVERLOADS)

@@ -41,11 +41,11 @@ PROMPTS = {"small": [3, 1, 4], "large": [3, 17, 1, 23, 4], "masked": [3, 1, 4]}
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Of models with one tokenizer. The padded target often says its further ids; the padded drafter prefers them."""
+    """Of models with one tokenizer. The padded target often picks its further ids; the padded drafter prefers them."""
 
     small: Path
     large: Path
-    masked: Path  # the small one with further ids that it cannot say
+    masked: Path  # the small one with further ids that it cannot pick
     drafter: Path
     padded: Path
     heads: Path  # for the masked target, with some of its further ids in a head of their own
@@ -118,7 +118,7 @@ TERMS: list[dict[str, Any]] = [
 async def pair(
     cluster: LocalCluster, target: str, drafter: str, terms: Mapping[str, Any], seed: int = 7
 ) -> tuple[list[int], Answer]:
-    """What the target says by itself, and with a drafter that every step waits for."""
+    """The tokens of the target by itself, and with a drafter that every step waits for."""
     contract = Contract(seed=seed, max_tokens=TOKENS, **terms)
     verifier, prompt = at(cluster, VERIFIERS[target]), PROMPTS[target]
     plain = await decode(verifier, prompt, replace(contract, rule="shared-noise"), plan=OFF)
@@ -131,14 +131,14 @@ async def pair(
 async def test_the_text_is_the_target_s_and_drafts_are_accepted(
     cluster: LocalCluster, target: str, drafter: str
 ) -> None:
-    accepted, said = 0, set[int]()
+    accepted, drafts_seen = 0, set[int]()
     for terms in TERMS:
         plain, drafts = await pair(cluster, target, drafter, terms)
         assert drafts.tokens == plain
         accepted += drafts.accepted
-        said |= {*drafts.tokens}
+        drafts_seen |= {*drafts.tokens}
     assert accepted > (2 if drafter == "suffix" else 12)
-    assert (max(said) >= VOCABULARY) == (target == "large")
+    assert (max(drafts_seen) >= VOCABULARY) == (target == "large")
 
 
 NAMED: list[dict[str, Any]] = [
@@ -169,7 +169,7 @@ async def test_as_much_is_accepted_as_without_padding(cluster: LocalCluster) -> 
 
 
 @pytest.mark.parametrize("rule", DRAWN)
-async def test_where_p_is_certain_rules_that_hold_p_against_q_say_the_target_s_text(
+async def test_where_p_is_certain_rules_that_hold_p_against_q_give_the_target_s_text(
     cluster: LocalCluster, rule: str
 ) -> None:
     for target, drafter in (("small", "padded"), ("large", "drafter")):
@@ -198,16 +198,16 @@ async def test_and_elsewhere_texts_follow_the_target_s_distribution(
         async with room:
             return (await pair(cluster, target, drafter, {"rule": rule}, seed))[1]
 
-    said = await asyncio.gather(*map(answer, range(count)))
-    assert sum(it.accepted for it in said) > count * TOKENS / 10
-    texts = [it.tokens for it in said]
+    answers = await asyncio.gather(*map(answer, range(count)))
+    assert sum(it.accepted for it in answers) > count * TOKENS / 10
+    texts = [it.tokens for it in answers]
     found = p_values(sample_of(texts, getattr(folders, target), folders.drafter, PROMPTS[target]), SEED)
     assert corrected(found) > RARELY, found
 
 
-def sample_of(said: Sequence[Sequence[int]], target: Path, drafter: Path, prompt: Sequence[int]) -> Sample:
-    """Texts, and what target and drafter thought of each token; `drafter`: without padding."""
-    texts = np.array(said)
+def sample_of(committed: Sequence[Sequence[int]], target: Path, drafter: Path, prompt: Sequence[int]) -> Sample:
+    """Texts, and the laws of target and drafter for each token; `drafter`: without padding."""
+    texts = np.array(committed)
     p = law(target, texts, prompt)
     q = np.zeros_like(p)
     known = np.minimum(texts, VOCABULARY - 1), np.minimum(prompt, VOCABULARY - 1).tolist()
@@ -230,12 +230,12 @@ async def test_tiers_may_have_other_paddings_than_each_other(
         session = f"tiers-{target}-{upper}-{temperature}"
         name = await attach_below(at(cluster, lower), at(cluster, upper), session)
         drafters = [at(cluster, upper)]
-        said = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=drafters, session=session, pace=0.01)
+        result = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=drafters, session=session, pace=0.01)
         for drafter in (upper, lower):
             await detach(at(cluster, drafter), session)
-        assert said.tokens == plain.tokens
-        assert said.accepted > 0
-        credited += said.credited[name]
+        assert result.tokens == plain.tokens
+        assert result.accepted > 0
+        credited += result.credited[name]
     assert credited > 0
 
 
@@ -243,12 +243,12 @@ async def test_heads_with_another_padding_draft_in_the_verifier(cluster: LocalCl
     for temperature in (0.0, 1.0):
         contract = Contract(seed=3, max_tokens=TOKENS, temperature=temperature)
         plain = await decode(at(cluster, "verifier-2"), PROMPTS["masked"], contract, plan=OFF)
-        said = await decode(at(cluster, "verifier-2"), PROMPTS["masked"], contract, plan=SPECULATE)
-        assert said.tokens == plain.tokens
-        assert said.accepted > 0 or temperature
+        result = await decode(at(cluster, "verifier-2"), PROMPTS["masked"], contract, plan=SPECULATE)
+        assert result.tokens == plain.tokens
+        assert result.accepted > 0 or temperature
 
 
-async def test_what_the_target_has_and_cannot_say_is_not_drafted(cluster: LocalCluster) -> None:
+async def test_what_the_target_has_and_cannot_pick_is_not_drafted(cluster: LocalCluster) -> None:
     for terms in (*TERMS, {"temperature": 0.0, "rule": "traversal-verification"}):
         small, _ = await pair(cluster, "small", "padded", terms)
         plain, drafts = await pair(cluster, "masked", "padded", terms)

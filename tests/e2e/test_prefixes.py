@@ -49,7 +49,7 @@ async def test_prompts_that_begin_alike_are_read_where_the_first_one_was(prompts
                         await asyncio.sleep(0.02)
                 second, seconds, place = await begin(SYSTEM + prompts[1])
                 other, others, elsewhere = await begin(prompts[2])
-                assert place == there != elsewhere  # alone it would have gone where nobody is
+                assert place == there != elsewhere  # alone it would have gone where no session is
                 for chunks in (firsts, seconds, others):
                     assert [chunk async for chunk in chunks]
                 assert first.result.cached_tokens == other.result.cached_tokens == 0

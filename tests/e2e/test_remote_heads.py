@@ -45,15 +45,15 @@ def cluster_config(heads: Path, features: Path | None, **router: Any) -> Cluster
 @asynccontextmanager
 async def running(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, list[str]]]:
     """A cluster, and what its servers print."""
-    said: list[str] = []
-    async with LocalCluster(config, forward=lambda name, line: said.append(f"{name}: {line}")) as cluster:
+    lines: list[str] = []
+    async with LocalCluster(config, forward=lambda name, line: lines.append(f"{name}: {line}")) as cluster:
         await trust(cluster)
-        yield cluster, said
+        yield cluster, lines
 
 
 @pytest.fixture(scope="module")
 def heads(tokenizer: Tokenizer, prompts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """EAGLE-3 heads that know what the target says after the first prompt."""
+    """EAGLE-3 heads that know the answer of the target to the first prompt."""
     folder = tmp_path_factory.mktemp("heads")
     taught_heads("eagle-3", TARGET, folder, greedy(TARGET, tokenizer.encode(prompts[0]).ids, TOKENS))
     return folder
@@ -95,19 +95,19 @@ async def test_what_they_draft_is_accepted_as_from_inside_the_verifier_and_the_t
             assert fast.accepted >= max(60, 0.9 * inside.usage.accepted)  # a busy verifier lets its heads rest
 
 
-async def test_features_count_in_the_bytes_on_the_wire_and_nobody_has_them_who_did_not_ask(
+async def test_features_count_in_the_bytes_on_the_wire_and_no_drafter_has_them_that_did_not_ask(
     cluster: LocalCluster, heads: Path, tokenizer: Tokenizer, prompts: list[str]
 ) -> None:
     """Two bytes a number, 256 of them a token."""
     prompt = tokenizer.encode(prompts[0]).ids
     _, fast = await in_rounds(cluster, prompt, 0.0)
-    told = len(prompt) + sum(report.accepted + 1 for report in fast.reports[:-1])
-    assert 512 * (told - DEPTH - 1) < sum(report.wire_bytes for report in fast.reports) < 600 * told
+    sent = len(prompt) + sum(report.accepted + 1 for report in fast.reports[:-1])
+    assert 512 * (sent - DEPTH - 1) < sum(report.wire_bytes for report in fast.reports) < 600 * sent
     contract = Contract(seed=3, max_tokens=TOKENS, temperature=0.0)
     verifier, plain = cluster.processes["verifier-0"].address, drafter_of(cluster, heads=False).address
     other = await decode(verifier, prompt, contract, plan=ROUNDS, drafters=[plain])
     assert other.tokens == fast.tokens
-    assert 0 < sum(report.wire_bytes for report in other.reports) < 100 * told
+    assert 0 < sum(report.wire_bytes for report in other.reports) < 100 * sent
 
 
 async def test_turns_on_a_warm_prefix_are_drafted_for(
@@ -146,15 +146,15 @@ async def test_a_drafter_that_comes_late_for_one_that_was_killed_has_the_feature
     assert answer.tokens == plain.tokens
     accepted = [report.accepted for report in answer.reports]
     assert sum(accepted[: replaced[0]]) > 5
-    assert sum(accepted[replaced[0] + 64 :]) > 5  # a window is said before the log goes on
+    assert sum(accepted[replaced[0] + 64 :]) > 5  # a window is committed before the log goes on
 
 
-async def test_a_drafter_says_once_what_to_do_where_it_cannot_have_its_features(
+async def test_a_drafter_logs_once_what_to_do_where_it_cannot_have_its_features(
     heads: Path, prompts: list[str], tmp_path: Path
 ) -> None:
     random_heads("eagle-3", TARGET, tmp_path)
     for features, why in ((None, "start the verifier with"), (tmp_path, "give both the same folder")):
-        async with running(cluster_config(heads, features)) as (cluster, said):
+        async with running(cluster_config(heads, features)) as (cluster, lines):
             async with AsyncClient(cluster.router_address) as client:
                 for prompt in prompts[:2]:
                     answer = await client.generate(prompt, max_tokens=300, temperature=0.0, ignore_eos=True)
@@ -162,8 +162,8 @@ async def test_a_drafter_says_once_what_to_do_where_it_cannot_have_its_features(
             assert answer.usage.speculation.reason is SpeculationReason.REFUSED  # from the second one on it is known
             assert "features:" in answer.usage.speculation.detail
             assert why in answer.usage.speculation.detail
-            assert len([line for line in said if "nothing can be drafted for it: features:" in line]) == 1
-            assert any(why in line for line in said)
+            assert len([line for line in lines if "nothing can be drafted for it: features:" in line]) == 1
+            assert any(why in line for line in lines)
 
 
 async def test_what_cannot_be_is_refused_at_start(heads: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every process is replaced while sessions run: a new one starts, the old one gets SIGTERM, and nobody notices."""
+"""Every process is replaced while sessions run: a new one starts, the old one gets SIGTERM, and no session notices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def servers() -> AsyncIterator[Servers]:
 
 
 @pytest.mark.parametrize(("sessions", "replaced", "moves"), RESTARTS)
-async def test_all_are_replaced_under_running_sessions_and_nobody_notices(
+async def test_all_are_replaced_under_running_sessions_and_no_session_notices(
     servers: Servers, prompts: list[str], sessions: int, replaced: tuple[Role, ...], moves: int
 ) -> None:
     async with outrider.AsyncClient(servers.address) as client:
@@ -123,4 +123,4 @@ async def test_all_are_replaced_under_running_sessions_and_nobody_notices(
     print(f"{len(answers)} answers, {sum(answer.resumes for answer in answers)} moves seen by the SDK")
     assert sum(answer.resumes for answer in answers) >= moves
     assert max(answer.resumes for answer in answers) <= 4
-    assert max(map(max, took.values())) < DRAIN_S / 2  # nobody waited for a drain to run out
+    assert max(map(max, took.values())) < DRAIN_S / 2  # no server waited for its drain to run out

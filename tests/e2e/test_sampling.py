@@ -80,7 +80,7 @@ async def test_text_and_logprobs_are_those_of_plain_decode_and_of_transformers(
         assert [value for _, value in entry.top] == pytest.approx(np.sort(row)[::-1][:3], abs=2e-3)
 
 
-async def test_a_banned_token_is_not_said_and_a_stop_id_ends_not_before_its_time(
+async def test_a_banned_token_is_not_picked_and_a_stop_id_ends_not_before_its_time(
     cluster: LocalCluster, prompts: list[str], tokenizer: Tokenizer
 ) -> None:
     prompt = tokenizer.encode(prompts[2]).ids

@@ -1,4 +1,4 @@
-"""A whole cluster with certificates and keys: it works, it shuts others out, and it says nothing of what it is told."""
+"""A whole cluster with certificates and keys: it works, it shuts others out, and it logs nothing of what it is sent."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from outrider.store.client import connect
 from outrider.store.keys import Keys
 from tests.e2e.conftest import MODELS
 
-MARKER = "zyx_marker_7431"  # nothing says it by itself
+MARKER = "zyx_marker_7431"  # no server writes it by itself
 WINDOW = 16  # characters of an answer that would not be in a log by chance
-IDS = 5  # token ids in a row, likewise
+IDS = 5  # token ids in a row that would not be in a log by chance
 
 
 class Secured(NamedTuple):
-    """A running cluster, what its processes said, and a key for each of two tenants."""
+    """A running cluster, what its processes logged, and a key for each of two tenants."""
 
     cluster: LocalCluster
     lines: list[str]
@@ -74,7 +74,7 @@ async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_others_are_shut_out_and_hear_why(secured: Secured, tmp_path: Path) -> None:
+async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: Path) -> None:
     make(tmp_path)
     address = secured.cluster.router_address
     async with outrider.AsyncClient(address, api_key="outrider_wrong", ca=secured.ca) as client:
@@ -108,12 +108,12 @@ async def test_neither_tenant_finds_the_others_sessions(secured: Secured, prompt
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secured, prompts: list[str]) -> None:
+async def test_no_log_and_no_redis_key_s_name_holds_a_prompt_or_an_answer(secured: Secured, prompts: list[str]) -> None:
     """Also where requests are refused, calls break off, and a part dies."""
     prompt = f"{prompts[0]}\n# {MARKER}\n"
-    said: list[outrider.Generation] = []
+    answers: list[outrider.Generation] = []
     async with secured.client(secured.one) as client:
-        said.append(await client.generate(prompt, max_tokens=64, seed=1, idempotency_key=MARKER, logprobs=1))
+        answers.append(await client.generate(prompt, max_tokens=64, seed=1, idempotency_key=MARKER, logprobs=1))
         for wrong in (
             {"model": MARKER},
             {"stop": [MARKER * 100]},
@@ -132,7 +132,7 @@ async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secur
         async for _ in stream:
             if drafter.status is None:
                 await drafter.stop()
-        said.append(stream.result)
+        answers.append(stream.result)
         await drafter.start(secured.cluster.redis_url)
         with pytest.raises(InvalidRequest):
             await client.generate(prompt, max_tokens=8, idempotency_key=MARKER)
@@ -143,7 +143,7 @@ async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secur
     for text in (*secured.lines, *names):
         assert MARKER not in text
         assert secured.one.removeprefix("outrider_") not in text
-        for answer in said:
+        for answer in answers:
             assert not any(piece in text for piece in pieces(answer.text)), text
             assert not any(ids in text for ids in runs(answer.token_ids)), text
 
@@ -152,14 +152,14 @@ async def test_no_log_and_no_redis_key_s_name_holds_what_was_said(secured: Secur
 async def test_certificates_are_replaced_while_sessions_run(
     secured: Secured, prompts: list[str], tmp_path: Path
 ) -> None:
-    """By those of another CA, even, for which there is a moment in which parts do not believe each other."""
+    """By those of another CA, even, for which there is a moment in which parts do not trust each other."""
     old = tmp_path / "old.pem"
     old.write_bytes(secured.ca.read_bytes())
     async with secured.client(secured.one) as client:
         plain = await client.generate(prompts[0], max_tokens=200, seed=5)
-        stream, heard = client.stream(prompts[0], max_tokens=200, seed=5), 0
+        stream, received = client.stream(prompts[0], max_tokens=200, seed=5), 0
         async for chunk in stream:
-            if heard < 20 <= (heard := heard + len(chunk.token_ids)):
+            if received < 20 <= (received := received + len(chunk.token_ids)):
                 make(secured.ca.parent, force=True)
         assert stream.result.token_ids == plain.token_ids
         assert stream.result.resumes == 0

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 FURTHER = "\n\ndef main():\n"
 
 
-async def test_a_turn_finds_its_kv_and_says_what_a_session_of_its_own_says(
+async def test_a_turn_finds_its_kv_and_is_answered_as_in_a_session_of_its_own(
     cluster: LocalCluster, prompts: list[str], tokenizer: Tokenizer
 ) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:

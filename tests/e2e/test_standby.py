@@ -42,7 +42,7 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
             await asyncio.gather(*(each.start(redis.url) for each in (*verifiers, router)))
             async with outrider.AsyncClient(router.address) as client:
 
-                async def speak(number: int, seen: asyncio.Event | None = None) -> tuple[int, ...]:
+                async def generate(number: int, seen: asyncio.Event | None = None) -> tuple[int, ...]:
                     stream = client.stream(
                         prompts[number % len(prompts)],
                         seed=number,
@@ -56,14 +56,14 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
                             seen.set()
                     return stream.result.token_ids
 
-                alone = [await speak(number) for number in range(SESSIONS)]
+                alone = [await generate(number) for number in range(SESSIONS)]
                 seen = [asyncio.Event() for _ in range(SESSIONS)]
-                speaking = [asyncio.create_task(speak(number, seen[number])) for number in range(SESSIONS)]
+                generating = [asyncio.create_task(generate(number, seen[number])) for number in range(SESSIONS)]
                 await asyncio.gather(*(event.wait() for event in seen))
                 os.kill(verifiers[0].pid, signal.SIGSTOP)
-                await at_rest(verifiers[1].address)  # it has read what was said, however slow the machine is
+                await at_rest(verifiers[1].address)  # it has read what was committed, however slow the machine is
                 os.kill(verifiers[0].pid, signal.SIGKILL)
-                assert await asyncio.gather(*speaking) == alone
+                assert await asyncio.gather(*generating) == alone
         finally:
             await asyncio.gather(*(each.stop() for each in (router, *verifiers) if each.address))
     again = list(map(int, WENT_ON.findall("\n".join(lines))))
@@ -72,7 +72,7 @@ async def test_what_a_dead_verifier_had_read_is_not_read_again(prompts: list[str
 
 
 async def at_rest(verifier: str) -> None:
-    """Waits until it has nothing to do."""
+    """Waits until the verifier has nothing to do."""
     steps = -1
     while (now := (await described(verifier)).steps) > steps:
         steps = now

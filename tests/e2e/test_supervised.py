@@ -37,7 +37,7 @@ learns = true
 metrics = "127.0.0.1:0"
 """
 KEPT = {  # tasks that are run again, by server
-    "router": {"loop lag", "fleet", "sweep", "lessons", "teaching"},
+    "router": {"loop lag", "fleet", "sweep", "warm start", "training samples"},
     "verifier": {"loop lag", "announcement"},
     "drafter": {"loop lag", "announcement", "learning", "upstream"},
 }
@@ -47,7 +47,7 @@ COUNTED = re.compile(r'^outrider_tasks_failed_total\{.*task="([^"]+)".*\} (\S+)$
 
 
 async def counted(page: str) -> dict[str, float]:
-    """How often each task has failed, as a server tells it."""
+    """How often each task has failed, as a server reports it."""
 
     def read() -> str:
         with urllib.request.urlopen(page, timeout=10) as answer:
@@ -77,16 +77,16 @@ async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
         texts: set[str] = set()
         async with outrider.AsyncClient(cluster.router_address) as client:
 
-            async def said() -> outrider.Generation:
+            async def answer() -> outrider.Generation:
                 one = await client.generate("def main(", max_tokens=60, temperature=0.0, timeout=60)
                 texts.add(one.text)
                 return one
 
             async with asyncio.timeout(100):
-                await said()
+                await answer()
                 first.touch()
                 while any(failed(server) != Counter(names) for server, names in KEPT.items()):
-                    await said()
+                    await answer()
                 for server, names in KEPT.items():
                     page = next(page for name, page in pages.items() if name.startswith(server))
                     expected = dict.fromkeys(names, 1.0) | ({NEEDED[server]: 0.0} if server in NEEDED else {})
@@ -94,8 +94,8 @@ async def test_every_long_lived_task_fails_once_and_the_cluster_goes_on(
                 assert not any((await stalls(pages.values())).values()), "none of that held up an event loop"
                 then.touch()
                 while sum("runs again" in report for report in reports) < len(NEEDED):
-                    await said()
-                while (await said()).usage.accepted == 0:
+                    await answer()
+                while (await answer()).usage.accepted == 0:
                     await asyncio.sleep(0.1)
         keeping.cancel()
         with suppress(asyncio.CancelledError):

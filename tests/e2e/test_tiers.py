@@ -58,7 +58,7 @@ async def killed(process: Process) -> None:
 
 
 class Asking:
-    """Generations one after another, each of which must be what plain decoding says."""
+    """Generations one after another, each of which must equal that of plain decoding."""
 
     def __init__(self, client: outrider.AsyncClient, prompt: str) -> None:
         self._client = client
@@ -69,9 +69,9 @@ class Asking:
         terms = {"temperature": 0.8, "seed": 5, "max_tokens": 300, "ignore_eos": True}  # until all tiers are attached
         if self._plain is None:
             self._plain = await self._client.generate(self._prompt, speculation="off", **terms)  # type: ignore[arg-type]
-        said = await self._client.generate(self._prompt, **terms)  # type: ignore[arg-type]
-        assert (said.token_ids, said.text) == (self._plain.token_ids, self._plain.text)
-        return said
+        result = await self._client.generate(self._prompt, **terms)  # type: ignore[arg-type]
+        assert (result.token_ids, result.text) == (self._plain.token_ids, self._plain.text)
+        return result
 
 
 async def attach_below(drafter: str, upstream: str, session: str) -> str:
@@ -99,12 +99,12 @@ async def test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s(
         plain = await decode(verifier, tokens, contract, plan=OFF)
         session = f"tiers-{temperature}-{number}"
         lower = [await attach_below(second, first, session), await attach_below(third, second, session)]
-        said = await decode(verifier, tokens, contract, drafters=[first], session=session, pace=0.05)
+        result = await decode(verifier, tokens, contract, drafters=[first], session=session, pace=0.05)
         for drafter in (first, second, third):
             await detach(drafter, session)
-        assert said.tokens == plain.tokens
-        accepted += said.accepted
-        credited += said.credited
+        assert result.tokens == plain.tokens
+        accepted += result.accepted
+        credited += result.credited
     assert accepted > 30
     assert all(credited[name] > 0 for name in lower), credited
 
@@ -113,8 +113,8 @@ async def test_the_router_puts_each_tier_below_the_one_before(tiered: LocalClust
     async with outrider.AsyncClient(tiered.router_address) as client:
         asking = Asking(client, prompts[0])
         for _ in range(3):
-            said = await asking.ask()
-            assert len((await client.get_session(said.session_id)).drafters) == 3
+            result = await asking.ask()
+            assert len((await client.get_session(result.session_id)).drafters) == 3
     tiers = [await described(tiered, number) for number in range(3)]
     assert [(there.tier, there.drafters) for there in tiers] == [(0, 1), (1, 1), (2, 0)]
     assert all(there.nodes for there in tiers)
@@ -124,8 +124,8 @@ async def test_a_session_whose_rule_draws_from_q_has_the_first_tier_alone(
     tiered: LocalCluster, prompts: list[str]
 ) -> None:
     async with outrider.AsyncClient(tiered.router_address) as client:
-        said = await client.generate(prompts[0], max_tokens=60, ignore_eos=True, rule="recursive-rejection")
-        assert len((await client.get_session(said.session_id)).drafters) == 1
+        result = await client.generate(prompts[0], max_tokens=60, ignore_eos=True, rule="recursive-rejection")
+        assert len((await client.get_session(result.session_id)).drafters) == 1
 
 
 async def test_a_dead_tier_is_skipped_and_put_back_when_it_is_there_again(
@@ -139,8 +139,8 @@ async def test_a_dead_tier_is_skipped_and_put_back_when_it_is_there_again(
         before = (await described(tiered, 2)).nodes
         async with asyncio.timeout(WITHIN_S):
             while True:
-                said = await asking.ask()
-                names = (await client.get_session(said.session_id)).drafters
+                result = await asking.ask()
+                names = (await client.get_session(result.session_id)).drafters
                 if len(names) == 2 and (await described(tiered, 2)).nodes > before:
                     break
         await middle.start(tiered.redis_url)

@@ -35,12 +35,12 @@ class Liar(AsyncClient):
     async def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generation:
-        said = await super().generate(prompt, timeout=timeout, **options)
+        honest = await super().generate(prompt, timeout=timeout, **options)
         if options.get("speculation") not in self._ways:
-            return said
-        tokens = list(said.token_ids)
+            return honest
+        tokens = list(honest.token_ids)
         tokens[LIE_AT] = (tokens[LIE_AT] + 1) % 4096
-        return replace(said, token_ids=tuple(tokens))
+        return replace(honest, token_ids=tuple(tokens))
 
 
 class Warmer(AsyncClient):
@@ -94,7 +94,7 @@ async def test_a_lie_about_speculation_shows_in_both_comparisons(
         assert case.reference_difference.gap > 0.9 * case.plain.gaps[LIE_AT]  # it is over the lie, not the runner-up
 
 
-async def test_a_lie_told_both_ways_is_found_by_the_reference_alone(
+async def test_a_lie_in_both_answers_is_found_by_the_reference_alone(
     cluster: LocalCluster, chosen: list[VerifyPrompt], judge: Reference
 ) -> None:
     async with Liar(cluster.router_address, "off", "fixed") as client:

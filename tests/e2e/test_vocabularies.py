@@ -1,4 +1,4 @@
-"""A drafter whose tokenizer is another one drafts by text; without being told so it is refused."""
+"""A drafter whose tokenizer is another one drafts by text; without being given the target it is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_drafter_with_another_tokenizer_drafts_by_text(tmp_path: Path, p
     assert accepted > 20
 
 
-async def test_one_that_is_not_told_the_target_is_refused_at_start_with_the_reason(tmp_path: Path) -> None:
+async def test_one_that_is_not_given_the_target_is_refused_at_start_with_the_reason(tmp_path: Path) -> None:
     drafter = DrafterConfig(model=make_other(tmp_path / "other"), dtype="float32")
     with pytest.raises(ConfigError, match=r"drafter\.0\.model: .*another tokenizer.*target"):
         async with LocalCluster(config(drafter)):

@@ -36,7 +36,7 @@ def connect(by: Connected, rank: int, of: int, meeting: str, timeout_s: float) -
 
 
 def meeting_point() -> str:
-    """An address that nobody listens on yet."""
+    """An address that no process listens on yet."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"tcp://127.0.0.1:{server.getsockname()[1]}#secret"
 

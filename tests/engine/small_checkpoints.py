@@ -115,7 +115,7 @@ class Reference:
         return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).eval())
 
     def logits(self, tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of a whole text in one pass: [tokens, vocabulary]."""
+        """The logits of a whole text, computed in one pass: [tokens, vocabulary]."""
         with torch.no_grad():
             return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].double().numpy()
 

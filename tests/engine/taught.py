@@ -1,4 +1,4 @@
-"""Heads for tests: random ones, and ones that know one text by heart. Seconds each, on one thread."""
+"""Heads for tests: random ones, and ones that were fitted to one text. Seconds each, on one thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def random_heads(kind: Kind, target: Path, folder: Path, *, own_head: bool = Fal
 
 
 def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
-    """A text, and what the target says greedily after it."""
+    """A text, and what the target generates greedily after it."""
     engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1)
     tokens = [*text]
     logits = engine.forward([prompt(0, np.array(tokens), wanted=1)])
@@ -51,14 +51,14 @@ def greedy(target: Path, text: Sequence[int], count: int) -> list[int]:
 
 
 def features_of(target: Path, features: Features, text: Sequence[int]) -> Tensor:
-    """Of each token of a text: [tokens, width * parts]."""
+    """The target's features of each token of a text: [tokens, width * parts]."""
     engine = NativeEngine.load(target, dtype="float32", slots=1, threads=1, features=features)
     engine.forward([prompt(0, np.array([*text]))])
     return engine.hidden().clone()
 
 
 def taught_heads(kind: Kind, target: Path, folder: Path, text: Sequence[int]) -> None:
-    """Heads in `folder` that know how that text goes on, wherever one is in it."""
+    """Heads in `folder` that predict how that text goes on, at every place in it."""
     shape = make_heads_config(kind, read_config(target), depth=DEPTH, own_head=kind == "medusa")
     with torch.random.fork_rng():
         torch.manual_seed(11)
@@ -89,7 +89,7 @@ def _fit_medusa(network: Medusa, features: Tensor, tokens: Tensor) -> None:
 
 
 def _fit_eagle(network: Eagle, features: Tensor, ends: TargetEmbeddings, tokens: Tensor) -> None:
-    """Likewise: the layer adds nothing to what joins token and feature."""
+    """Least squares too: the layer adds nothing to what joins token and feature."""
     network.layer.output.weight.data.zero_()
     network.layer.down.weight.data.zero_()
     network.join.bias.data.zero_()

@@ -138,8 +138,8 @@ def test_kv_takes_memory_only_when_it_is_written() -> None:
 
 
 def test_progress_rises_to_one() -> None:
-    heard: list[float] = []
-    NativeEngine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=heard.append)
-    assert heard == sorted(heard)
-    assert heard[0] > 0.0
-    assert heard[-1] == 1.0
+    reported: list[float] = []
+    NativeEngine.load(MODELS / "drafter", dtype="bfloat16", slots=1, threads=1, progress=reported.append)
+    assert reported == sorted(reported)
+    assert reported[0] > 0.0
+    assert reported[-1] == 1.0

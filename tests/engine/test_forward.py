@@ -1,4 +1,4 @@
-"""The packed forward says what `transformers` says, however the rows are packed."""
+"""The packed forward computes what `transformers` computes, however the rows are packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads draft what their networks say of one path at a time, whatever else is drafted; foreign ones are refused."""
+"""Heads draft what their networks predict for each path alone, whatever else is drafted; foreign ones are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONTEXT = 256  # of the small target
 
 
 class Case:
-    """Heads of one kind on a small target: as they draft, and as their network says it."""
+    """Heads of one kind on a small target: as they draft, and as their network computes it."""
 
     def __init__(self, kind: Kind, target: Path, folder: Path, *, own_head: bool = False) -> None:
         self.shape, self.network = random_heads(kind, target, folder, own_head=own_head)
@@ -48,12 +48,12 @@ class Case:
         self.random = np.random.default_rng(5)
 
     def text(self, count: int) -> tuple[list[int], Tensor]:
-        """Tokens, and features as if the target had said them."""
+        """Tokens, and features as if the target had computed them."""
         tokens = self.random.integers(0, self.shape.vocabulary, count).tolist()
         width = self.shape.width * self.shape.features.parts
         return tokens, torch.from_numpy(self.random.normal(size=(count, width)).astype(np.float32))
 
-    def said(self, tokens: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
+    def reference(self, tokens: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
         """The slow reference: after a text and a path of drafted tokens, from the beginning."""
         with torch.no_grad():
             return said(self.shape, self.network, self.ends, tokens, features, path)
@@ -104,7 +104,7 @@ def draft_trees(case: Case, texts: dict[int, tuple[list[int], Tensor]], levels: 
 
 
 def check(case: Case, text: tuple[list[int], Tensor], path: Sequence[int], row: np.ndarray) -> None:
-    expected = case.said(*text, path).numpy()
+    expected = case.reference(*text, path).numpy()
     assert np.abs(row - expected).max() < 1e-4 * max(1.0, np.abs(expected).max())
 
 
@@ -149,7 +149,7 @@ def test_a_session_that_begins_in_a_warm_slot_goes_on_from_it(kind: Kind, small:
 
 
 def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None:
-    """Also where the session did not draft while the text was said."""
+    """Also where the session did not draft while the text was generated."""
     shape, network = random_heads("eagle", TARGET, tmp_path)
     ends = read_target_embeddings(TARGET, torch.float32)
     speculator = load_speculator(tmp_path, TARGET, precise=True, slots=2, context=2 * CHUNK)

@@ -1,4 +1,4 @@
-"""A slot keeps the KV of who left it, and goes to who can use it."""
+"""A slot keeps the KV of the session that left it, and goes to a session that can use it."""
 
 import pytest
 
@@ -103,7 +103,7 @@ def test_a_free_slot_that_holds_as_much_is_taken_itself() -> None:
     assert slots.acquire([*STORY, 5], "a") == AcquiredSlot(free, len(STORY), None)
 
 
-def test_what_was_forgotten_or_given_back_is_nobody_s_beginning() -> None:
+def test_what_was_forgotten_or_given_back_is_the_prefix_of_no_session() -> None:
     slots = KvSlots(3)
     first, second = (slots.acquire(STORY, "a").slot for _ in range(2))
     slots.mark_computed(first, 30)

@@ -1,4 +1,4 @@
-"""Which engine a checkpoint gets, and what is said where it gets none."""
+"""Which engine a checkpoint gets, and the error where it gets none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(folder: Path, **changes: Any) -> Any:
     return load_engine(folder, **{"dtype": "float32", "slots": 1, "threads": 1, **changes})
 
 
-def test_a_family_that_the_native_engine_knows_gets_it_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_family_that_the_native_engine_knows_gets_it_unless_configured_otherwise(tmp_path: Path) -> None:
     native, other = make_checkpoint(tmp_path / "llama"), make_family(tmp_path / "gpt2", "gpt2")
     assert type(load(native)) is CpuEngine
     assert type(load(native, backend="transformers")) is TransformersEngine
@@ -56,7 +56,9 @@ def test_torch_serves_where_the_compiled_kernels_are_missing(
         ({"backend": "transformers"}, "llama"),
     ],
 )
-def test_what_needs_torch_says_how_to_install_it(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
+def test_the_error_of_what_needs_torch_names_how_to_install_it(
+    changes: dict[str, Any], what: str, tmp_path: Path
+) -> None:
     folder = make_checkpoint(tmp_path)
     program = f"""
 import sys
@@ -86,7 +88,7 @@ def test_invariant_numerics_are_for_the_compiled_kernels(tmp_path: Path, monkeyp
         load(folder, numerics="invariant")
 
 
-def test_a_checkpoint_says_what_it_is_without_being_loaded(tmp_path: Path) -> None:
+def test_a_checkpoint_is_described_without_being_loaded(tmp_path: Path) -> None:
     gpt2 = outline(make_family(tmp_path / "gpt2", "gpt2"))
     assert (gpt2.model_type, gpt2.vocabulary, gpt2.context) == ("gpt2", 131, CONTEXT)
     windowed = make_family(tmp_path / "mistral", "mistral-window")
@@ -175,7 +177,7 @@ def test_the_native_engine_does_not_import_transformers(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 
-def test_ids_that_must_not_be_said_need_the_backend_that_keeps_to_that(tmp_path: Path) -> None:
+def test_ids_that_must_not_be_chosen_need_the_backend_that_excludes_them(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"outrider_unpadded_vocabulary": 100}), encoding="utf-8")

@@ -30,7 +30,7 @@ class Reached:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What says all of it."""
+        """The environment variables that hold all of it."""
         return {
             "PYTHONPATH": str(ROOT),
             "OUTRIDER_ROUTER": self.router,

@@ -29,9 +29,9 @@ async def test_it_runs(example: str, reached: Reached) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    said, failed = await asyncio.wait_for(running.communicate(), 60)
+    output, failed = await asyncio.wait_for(running.communicate(), 60)
     assert (running.returncode, failed.decode()) == (0, "")
-    assert EXPECTED.get(example, "") in said.decode()
+    assert EXPECTED.get(example, "") in output.decode()
 
 
 EXPECTED = {

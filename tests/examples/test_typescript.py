@@ -1,4 +1,4 @@
-"""A client that TypeScript's own tools generate from the protos streams what the SDK says."""
+"""A client that TypeScript's own tools generate from the protos streams the text that the SDK returns."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_it_streams_the_answer(built: Path, reached: Reached) -> None:
-    said = await asyncio.to_thread(run, built, "npm", "start", "--silent", environment=reached.environment)
+    output = await asyncio.to_thread(run, built, "npm", "start", "--silent", environment=reached.environment)
     key = reached.environment["OUTRIDER_API_KEY"]
     async with outrider.AsyncClient(reached.router, api_key=key, ca=reached.ca) as client:
         expected = await client.generate("def add(a, b):\n", max_tokens=48, temperature=0.6, seed=7)
-    text, _, figures = said.rstrip("\n").rpartition("\n")
+    text, _, figures = output.rstrip("\n").rpartition("\n")
     assert text == expected.text
     assert figures.startswith(f"FINISH_REASON_{expected.finish_reason.upper()}: {expected.usage.completion_tokens} tok")

@@ -1,4 +1,4 @@
-"""A Ray cluster of one node with room for many, and what a cluster has to say whatever it runs on."""
+"""A Ray cluster of one node with room for many, and the answers of a cluster, whatever it runs on."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ async def _answer(client: outrider.AsyncClient, prompt: str, temperature: float,
                 await asyncio.sleep(1.0)
 
 
-def assert_same(said: list[outrider.Generation], expected: list[outrider.Generation]) -> None:
+def assert_same(answers: list[outrider.Generation], expected: list[outrider.Generation]) -> None:
     """The texts are equal but for choices that rounding may decide, of which there is at most one."""
-    verdicts = [verdict(one, other, TOLERANCE["float32"]) for one, other in zip(said, expected, strict=True)]
+    verdicts = [verdict(one, other, TOLERANCE["float32"]) for one, other in zip(answers, expected, strict=True)]
     assert Verdict.BUG not in verdicts
     assert verdicts.count(Verdict.NEAR_TIE) <= 1
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def expected() -> list[outrider.Generation]:
-    """What one rank says, with no drafter."""
+    """The answers of one rank, with no drafter."""
     async with LocalCluster(config(drafters=0)) as cluster:
         return await say(cluster.router_address)
 

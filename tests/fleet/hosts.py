@@ -61,7 +61,7 @@ class Host:
         return process
 
     def cut_off(self) -> None:
-        """Nothing reaches it any more, and it reaches nobody."""
+        """From now on nothing that is sent to it arrives, and nothing that it sends."""
         run("ip", "link", "set", self._link, "down")
 
     def close(self) -> None:

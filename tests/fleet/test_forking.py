@@ -60,18 +60,18 @@ def forkservers(of: int | None = None) -> list[int]:
 
 
 def mapped(pid: int) -> str:
-    """The files in its memory."""
+    """The files that a process has mapped."""
     return Path(f"/proc/{pid}/maps").read_text()
 
 
 def cpu_s(pid: int) -> float:
-    """Since it began, or was forked."""
+    """Processor seconds of a process, since it began or was forked."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def facts(pid: int) -> dict[str, object]:
-    """What the system says of a process."""
+    """What the operating system reports of a process."""
     at = Path(f"/proc/{pid}")
     lines = (line.split(":") for line in (at / "status").read_text().splitlines())
     return {
@@ -83,7 +83,7 @@ def facts(pid: int) -> dict[str, object]:
 
 
 def runs(pid: int) -> bool:
-    """Whether it has not ended, be it that nobody has heard of its end."""
+    """Whether it has not ended. A zombie has ended."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -96,7 +96,7 @@ async def until_ended(*pids: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def said(child: Child) -> tuple[int, bytes, bytes]:
+async def finished(child: Child) -> tuple[int, bytes, bytes]:
     assert child.stdout is not None
     assert child.stderr is not None
     output, errors = await asyncio.gather(child.stdout.read(), child.stderr.read())
@@ -118,7 +118,7 @@ async def test_a_forked_server_is_like_a_started_one_for_a_fraction_of_the_proce
 
 
 async def test_what_forks_has_one_thread_and_nothing_open() -> None:
-    await said(await start_child(["--help"], HERE, forked=True))
+    await finished(await start_child(["--help"], HERE, forked=True))
     (server,) = forkservers()
     assert len(os.listdir(f"/proc/{server}/task")) == 1
     opened = [os.readlink(f"/proc/{server}/fd/{name}") for name in os.listdir(f"/proc/{server}/fd")]
@@ -139,11 +139,11 @@ async def test_what_forks_has_one_thread_and_nothing_open() -> None:
         (["drafter", "--model", str(DRAFTER)], {PARENT: "1"}, 1),
     ],
 )
-async def test_both_say_the_same_of_the_same_mistake(
+async def test_both_print_the_same_for_the_same_mistake(
     arguments: list[str], environment: dict[str, str], status: int, redis_url: str
 ) -> None:
     here = {**HERE, "REDIS_URL": redis_url, **environment}
-    ends = [await said(await start_child(arguments, here, forked=forked)) for forked in (False, True)]
+    ends = [await finished(await start_child(arguments, here, forked=forked)) for forked in (False, True)]
     assert ends[0] == ends[1]
     assert ends[0][0] == status
 
@@ -154,10 +154,10 @@ async def test_each_has_its_own_environment_and_folder(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     for port in ("1", "2"):
         here = {**HERE, "REDIS_URL": f"redis://127.0.0.1:{port}"}
-        _, _, errors = await said(await start_child(["drafter", "--model", str(model)], here, forked=True))
+        _, _, errors = await finished(await start_child(["drafter", "--model", str(model)], here, forked=True))
         assert f"127.0.0.1:{port}" in errors.decode()
     before = forkservers()
-    _, output, _ = await said(await start_child(["--help"], {**HERE, "COLUMNS": "60"}, forked=True))
+    _, output, _ = await finished(await start_child(["--help"], {**HERE, "COLUMNS": "60"}, forked=True))
     assert max(map(len, output.decode().splitlines())) == 60
     assert len(forkservers()) == 1
     assert forkservers() != before  # what it has loaded may go by any variable
@@ -188,7 +188,7 @@ async def test_where_none_can_be_forked_servers_are_started(
         "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     paths = os.pathsep.join(filter(None, [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH")]))
-    status, output, _ = await said(await start_child(["--help"], {**HERE, "PYTHONPATH": paths}, forked=True))
+    status, output, _ = await finished(await start_child(["--help"], {**HERE, "PYTHONPATH": paths}, forked=True))
     assert (status, b"Usage" in output) == (0, True)
     assert "2 threads run after the imports" in caplog.text
     assert forkservers() == []

@@ -54,7 +54,7 @@ class Up:
         self._process = process
         self.lines: list[str] = []
 
-    async def hears(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+    async def matching(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
         """Waits for a line."""
         assert self._process.stdout is not None
         try:
@@ -108,12 +108,12 @@ async def test_three_hosts_and_then_two(expected: list[outrider.Generation], tmp
     """The third host has one rank and the drafter, and goes: the ranks are started again on the second."""
     resources = ['{"front": 1}', '{"rank": 2}', '{"rank": 1, "edge": 1}']
     with network(3) as hosts, ray_over(hosts, resources, tmp_path) as up:
-        ready = await up.hears(r"Try: outrider generate --address (\S+)")
+        ready = await up.matching(r"Try: outrider generate --address (\S+)")
         assert ready[1].startswith(hosts[0].address)
         assert_same(await say(ready[1]), expected)
         answers = asyncio.create_task(say(ready[1]))
         await asyncio.sleep(0.2)
         hosts[2].cut_off()
-        await up.hears("all ranks are started again")
+        await up.matching("all ranks are started again")
         assert_same(await answers, expected)
         assert_same(await say(ready[1]), expected)

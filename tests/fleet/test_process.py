@@ -1,4 +1,4 @@
-"""A server that fetches its checkpoint first may take long, and that it does is heard at once."""
+"""A server that fetches its checkpoint first may take long, and its line about that is forwarded at once."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def test_a_checkpoint_from_the_hub_may_take_longer_than_one_that_is_there() -> N
         assert start_limit(fetched) > 3600
 
 
-async def test_what_is_fetched_is_heard_at_once_and_once_and_the_rest_when_it_is_ready() -> None:
-    heard: list[str] = []
-    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: heard.append(line))
+async def test_the_line_of_a_fetch_is_forwarded_at_once_and_once_and_the_rest_when_it_is_ready() -> None:
+    forwarded: list[str] = []
+    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))
     output = asyncio.StreamReader()
     reading = asyncio.create_task(process._read(output))
-    said = ["loading", "12:00 INFO outrider.hub: fetching org/name", "measuring"]
-    output.feed_data("".join(f"{line}\n" for line in said).encode())
+    lines = ["loading", "12:00 INFO outrider.hub: fetching org/name", "measuring"]
+    output.feed_data("".join(f"{line}\n" for line in lines).encode())
     await asyncio.sleep(0.01)
-    assert heard == said[1:2]
+    assert forwarded == lines[1:2]
     output.feed_data(b"outrider verifier: listening on h:1\nserving\n")
     output.feed_eof()
     await reading
-    assert heard == [said[1], said[0], said[2], "serving"]
+    assert forwarded == [lines[1], lines[0], lines[2], "serving"]
 
 
 async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_read() -> None:
-    """Whoever ends to read there has the server wait for ever when it writes its log."""
-    heard: list[str] = []
-    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: heard.append(line))
+    """If the reading ended there, the server would wait for ever when it writes its log."""
+    forwarded: list[str] = []
+    process = Process("verifier", "v", VerifierConfig(model=TARGET), lambda _, line: forwarded.append(line))
     output = asyncio.StreamReader(limit=64)
     reading = asyncio.create_task(process._read(output))
     output.feed_data(b"outrider verifier: listening on h:1\n")
@@ -46,4 +46,4 @@ async def test_a_line_that_is_too_long_is_left_out_and_what_comes_after_it_is_re
     output.feed_data(b"\nafterwards\n")
     output.feed_eof()
     await reading
-    assert heard[-1] == "afterwards"
+    assert forwarded[-1] == "afterwards"

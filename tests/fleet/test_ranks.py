@@ -1,4 +1,4 @@
-"""A worker of several ranks says what one says, comes back when a rank is lost, and refuses what cannot be."""
+"""A worker of several ranks answers as one rank does, comes back when a rank is lost, and refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ async def health(address: str, service: str = "outrider.v1.Verifier") -> int:
         return int(answer.status)
 
 
-async def test_two_ranks_on_a_ray_of_their_own_say_what_one_says_and_come_back(
+async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
     expected: list[outrider.Generation],
 ) -> None:
-    heard: list[str] = []
+    lines: list[str] = []
     probes = f"127.0.0.1:{free_port()}"  # of the process that watches the ranks: no probe knows where rank 0 is
-    async with LocalCluster(config(ranks=2, health=probes), forward=lambda name, line: heard.append(line)) as cluster:
+    async with LocalCluster(config(ranks=2, health=probes), forward=lambda name, line: lines.append(line)) as cluster:
         assert_same(await say(cluster.router_address), expected)
         assert await health(probes) == SERVING
         verifier = cluster.processes["verifier-0"].pid
@@ -77,7 +77,7 @@ async def test_two_ranks_on_a_ray_of_their_own_say_what_one_says_and_come_back(
         again = ranks_of(verifier)
         assert len(again) == 2
         assert not set(again) & set(running)
-    assert any("all ranks are started again" in line for line in heard)
+    assert any("all ranks are started again" in line for line in lines)
     async with asyncio.timeout(10):  # Ray's processes end behind those that they serve
         while any(os.path.exists(f"/proc/{pid}") for pid in again):  # noqa: ASYNC240
             await asyncio.sleep(0.05)
@@ -96,16 +96,16 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
         async with outrider.AsyncClient(cluster.router_address) as client:
             alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
             assert alone.usage.acceptance_length > 1.0
-            talking = asyncio.create_task(say(cluster.router_address))
+            answers = asyncio.create_task(say(cluster.router_address))
             await cluster.scale([*wanted.drafters, *config().drafters])
             assert {"drafter-0", "drafter-1"} < cluster.processes.keys()
             await cluster.scale(config().drafters)
             assert {"drafter-0", "drafter-1"} & cluster.processes.keys() == {"drafter-1"}
-            assert_same(await talking, expected)
+            assert_same(await answers, expected)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "told"),
+    ("changes", "error", "reason"),
     [
         ({"ranks": 3}, ConfigError, "3 ranks cannot share the 8 attention heads .* possible are 1, 2, 4, 8"),
         ({"ranks": 2, "gpus": 1.0}, ConfigError, "take 0.5 CPU and 1 GPU each, .* have room for 0"),
@@ -119,10 +119,10 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
     ],
 )
 async def test_ranks_that_cannot_be_are_refused_and_nothing_is_left(
-    changes: dict[str, Any], error: type[OutriderError], told: str, ray_address: str, redis_url: str
+    changes: dict[str, Any], error: type[OutriderError], reason: str, ray_address: str, redis_url: str
 ) -> None:
     section = config(ray=ray_address, **changes).verifier[0]
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=reason):
         await asyncio.wait_for(ranks.run("verifier", section, redis_url, announce=lambda address: None), 60)
     give_up = time.monotonic() + 10
     while ranks_of(os.getpid()) and time.monotonic() < give_up:

@@ -40,7 +40,7 @@ def test_a_node_may_take_longer_than_ray_waits() -> None:
     assert run.stdout == "nodes 1\n"
 
 
-def test_in_the_end_it_is_said() -> None:
+def test_a_session_that_does_not_start_in_time_is_reported() -> None:
     run = start(frozen_s=100.0, limit_s=1.0)
     assert run.returncode == 1
     assert "Unavailable: ray: none could be started here: a node did not start in 1 s" in run.stderr

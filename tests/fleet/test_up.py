@@ -1,4 +1,4 @@
-"""`outrider up` keeps a cluster as its file says, on this machine and on Ray; and every example starts and is exact."""
+"""`outrider up` holds a cluster to its file, on this machine and on Ray; and every example starts and is exact."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def make(request: pytest.FixtureRequest) -> Make:
 async def kept(make: Make, file: Path) -> AsyncIterator[tuple[Cluster[Any], list[str]]]:
     """A cluster with its keeper, and what that reports."""
     config = load_cluster(file)
-    told: list[str] = []
+    lines: list[str] = []
     async with make(config) as cluster:
-        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, told.append).run())
+        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, lines.append).run())
         try:
-            yield cluster, told
+            yield cluster, lines
         finally:
             keeping.cancel()
             with suppress(asyncio.CancelledError, Unavailable):
@@ -85,24 +85,24 @@ async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions
 ) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(FILE + DRAFTERS.replace("COUNT", "1"), encoding="utf-8")
-    async with kept(make, file) as (cluster, told):
-        talking = asyncio.create_task(_talk(cluster.router_address, expected))
+    async with kept(make, file) as (cluster, lines):
+        generating = asyncio.create_task(_generate(cluster.router_address, expected))
         file.write_text(FILE + DRAFTERS.replace("COUNT", "3"), encoding="utf-8")
-        await until(lambda: {"drafter-1", "drafter-2"} <= cluster.processes.keys(), told)
+        await until(lambda: {"drafter-1", "drafter-2"} <= cluster.processes.keys(), lines)
         file.write_text("[router]\nlisten =", encoding="utf-8")
-        await until(lambda: any("not valid TOML" in line for line in told), told)
+        await until(lambda: any("not valid TOML" in line for line in lines), lines)
         file.write_text(FILE.replace("slots = 8", "slots = 4") + DRAFTERS.replace("COUNT", "3"), encoding="utf-8")
-        await until(lambda: any("only drafters can change" in line for line in told), told)
+        await until(lambda: any("only drafters can change" in line for line in lines), lines)
         file.write_text(FILE + DRAFTERS.replace("COUNT", "2"), encoding="utf-8")
-        await until(lambda: len(cluster.processes) == 4, told)
+        await until(lambda: len(cluster.processes) == 4, lines)
         drafter = next(server for server in cluster.processes.values() if server.role == "drafter")
         os.kill(int(drafter.where.split()[1]), signal.SIGKILL)
-        await until(lambda: any(f"{drafter.name} runs again" in line for line in told), told)
+        await until(lambda: any(f"{drafter.name} runs again" in line for line in lines), lines)
         os.kill(int(cluster.processes["verifier-0"].where.split()[1]), signal.SIGKILL)
-        await until(lambda: any("verifier-0 runs again" in line for line in told), told)
-        talking.cancel()
+        await until(lambda: any("verifier-0 runs again" in line for line in lines), lines)
+        generating.cancel()
         with suppress(asyncio.CancelledError):
-            await talking
+            await generating
         assert_same(await say(cluster.router_address), expected)
 
 
@@ -161,7 +161,7 @@ async def _read(stream: asyncio.StreamReader, printed: bytearray, *, until: byte
             return
 
 
-async def _talk(address: str, expected: list[outrider.Generation]) -> None:
+async def _generate(address: str, expected: list[outrider.Generation]) -> None:
     while True:
         assert_same(await say(address), expected)
 
@@ -171,14 +171,14 @@ async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:
     file.write_text(FILE, encoding="utf-8")
     config = load_cluster(file)
     async with LocalCluster(config) as cluster:
-        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, lambda said: None).run())
+        keeping = asyncio.create_task(ClusterSupervisor(cluster, file, config, lambda line: None).run())
         os.kill(cluster.processes["router"].pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="the router has ended"):
             await asyncio.wait_for(keeping, 10)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-async def test_every_example_says_with_speculation_what_it_says_without(
+async def test_every_example_answers_with_speculation_as_it_does_without(
     example: str, request: pytest.FixtureRequest
 ) -> None:
     config = load_cluster(ROOT / "examples" / f"{example}.toml")
@@ -190,6 +190,6 @@ async def test_every_example_says_with_speculation_what_it_says_without(
         for temperature in (0.0, 0.7):
             asked: dict[str, Any] = {"max_tokens": 48, "temperature": temperature, "seed": 3, "ignore_eos": True}
             plain = await client.generate("class Queue:\n    def ", **asked, speculation="off")
-            said = await client.generate("class Queue:\n    def ", **asked)
+            answer = await client.generate("class Queue:\n    def ", **asked)
             assert plain.usage.verified == 0
-            assert verdict(said, plain, TOLERANCE["bfloat16"]) is not Verdict.BUG
+            assert verdict(answer, plain, TOLERANCE["bfloat16"]) is not Verdict.BUG

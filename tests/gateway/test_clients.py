@@ -1,4 +1,4 @@
-"""Each caller speaks to the router with his own key, over connections of which there are only so many."""
+"""The gateway calls the router with each caller's own key, over connections of which there are only so many."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-async def test_of_too_many_clients_the_oldest_that_serves_nobody_is_closed(redis_url: str, closed: list[str]) -> None:
+async def test_of_too_many_clients_the_oldest_that_serves_no_call_is_closed(redis_url: str, closed: list[str]) -> None:
     async with (
         fronted(redis_url, FakeVerifier(SCRIPT, pace_s=0.05)) as front,
         httpx.AsyncClient(base_url=front.url) as web,

@@ -56,9 +56,9 @@ async def client(cluster: LocalCluster) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client with a key, by HTTPS."""
     async with connect(cluster.redis_url) as redis:
         key, _ = await Keys(redis).add("tenant")
-    believed = ssl.create_default_context(cafile=str(_ca(cluster)))
+    trusted = ssl.create_default_context(cafile=str(_ca(cluster)))
     async with (
-        httpx.AsyncClient(verify=believed) as web,
+        httpx.AsyncClient(verify=trusted) as web,
         openai.AsyncOpenAI(base_url=_url(cluster), api_key=key, http_client=web, max_retries=0) as made,
     ):
         yield made
@@ -80,7 +80,7 @@ async def test_its_certificate_is_its_own_and_keys_go_on_to_the_router(
     with pytest.raises(openai.AuthenticationError):
         await client.with_options(api_key="another").models.list()
     async with httpx.AsyncClient() as web:
-        with pytest.raises(httpx.ConnectError):  # the web does not know its certificate
+        with pytest.raises(httpx.ConnectError):  # the web's CAs did not sign its certificate
             await web.get(f"{_url(cluster)}/models")
 
 

@@ -27,7 +27,7 @@ async def test_models_are_listed_and_one_is_shown(front: Front) -> None:
         await front.client.models.retrieve("other")
 
 
-async def test_a_completion_says_what_the_router_says_and_what_it_cost(front: Front) -> None:
+async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) -> None:
     answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=len(SCRIPT), seed=3)
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", "target")
@@ -103,7 +103,7 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "status", "param", "said"),
+    ("wrong", "status", "param", "fragment"),
     [
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
@@ -139,14 +139,14 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_is_wrong_is_refused_as_openai_does(
-    front: Front, wrong: dict[str, Any], status: int, param: str | None, said: str, stream: bool
+    front: Front, wrong: dict[str, Any], status: int, param: str | None, fragment: str, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "target", "prompt": PROMPT, "max_tokens": 3, "stream": stream, **wrong}
     with pytest.raises(openai.APIStatusError) as refused:
         await front.client.completions.create(**asked)
     error = refused.value
     assert (error.status_code, error.param, error.type) == (status, param, "invalid_request_error")
-    assert said in error.message
+    assert fragment in error.message
     assert front.verifier.starts == []
 
 
@@ -156,10 +156,10 @@ async def test_what_is_no_json_or_not_there_has_an_error_of_the_same_shape(front
         missing = await web.post("/v1/completions", json={"model": "target"})
         elsewhere = await web.post("/v1/embeddings", json={})
     assert [answer.status_code for answer in (broken, missing, elsewhere)] == [400, 400, 404]
-    for answer, said in ((broken, "parse the JSON"), (missing, "provide a prompt"), (elsewhere, "/v1/embeddings")):
+    for answer, fragment in ((broken, "parse the JSON"), (missing, "provide a prompt"), (elsewhere, "/v1/embeddings")):
         error = answer.json()["error"]
         assert {*error} == {"message", "type", "param", "code"}
-        assert said in error["message"]
+        assert fragment in error["message"]
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -204,7 +204,7 @@ async def test_keys_are_judged_by_the_router(redis_url: str) -> None:
             assert (await web.get("/health")).status_code == 200  # it needs no key
 
 
-async def test_no_room_says_when_to_come_back(redis_url: str) -> None:
+async def test_a_refusal_for_lack_of_room_names_when_to_come_back(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.1)
     async with fronted(redis_url, verifier, max_sessions=1, queue=0) as front:
         asking = asyncio.create_task(_read(front, stream=True))
@@ -225,7 +225,7 @@ async def test_a_router_that_is_not_there_is_unavailable() -> None:
             answer = await web.post("/v1/completions", json={"model": "target", "prompt": "x"})
         front.should_exit = True
         await serving
-    assert [said.status_code for said in (health, answer)] == [503, 503]
+    assert [response.status_code for response in (health, answer)] == [503, 503]
     assert "no router can be reached" in answer.json()["error"]["message"]
 
 
@@ -279,7 +279,7 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "fragment"),
     [
         (
             {"tools": [{"type": "function"}]},
@@ -292,8 +292,10 @@ async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_c
         ({"max_tokens": 2, "max_completion_tokens": 2}, "max_tokens: is the older name"),
     ],
 )
-async def test_what_a_text_model_cannot_do_is_refused_by_name(front: Front, wrong: dict[str, Any], said: str) -> None:
+async def test_what_a_text_model_cannot_do_is_refused_by_name(
+    front: Front, wrong: dict[str, Any], fragment: str
+) -> None:
     asked: dict[str, Any] = {"model": "target", "messages": [{"role": "user", "content": "x"}], **wrong}
     with pytest.raises(openai.BadRequestError) as refused:
         await front.client.chat.completions.create(**asked)
-    assert said in refused.value.message
+    assert fragment in refused.value.message

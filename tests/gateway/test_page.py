@@ -21,7 +21,7 @@ MINIMAL: dict[type[GenerationForm], dict[str, Any]] = {
 
 
 def column(number: int) -> dict[str, str]:
-    """What the table of fields says of each, for one endpoint; blank where it does not have the field."""
+    """The entry of each field in the table of fields, for one endpoint; blank where it does not have the field."""
     rows = PAGE.partition("| field | chat |")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {row[0].strip("`"): row[number] for row in cells}
@@ -32,23 +32,23 @@ ENDPOINTS = [(Chat, chats.CompletionCreateParamsBase, 1), (Completion, completio
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
 def test_every_field_that_openai_has_is_in_the_table(kind: type[GenerationForm], theirs: Any, number: int) -> None:
-    known = {name for name, said in column(number).items() if said}
+    known = {name for name, entry in column(number).items() if entry}
     assert known == {*theirs.__annotations__, "stream"}
     assert known == {*kind.model_fields} - {"outrider"}
 
 
 @pytest.mark.parametrize(("kind", "theirs", "number"), ENDPOINTS)
-def test_fields_do_what_the_table_says(kind: type[GenerationForm], theirs: Any, number: int) -> None:
+def test_fields_do_what_the_table_states(kind: type[GenerationForm], theirs: Any, number: int) -> None:
     plain = kind.model_validate(MINIMAL[kind])
-    for name, said in column(number).items():
-        assert said in ("", "served", "no effect", "refused")
+    for name, entry in column(number).items():
+        assert entry in ("", "served", "no effect", "refused")
         assert kind.model_validate(
-            {**MINIMAL[kind], name: None} if said and name not in MINIMAL[kind] else MINIMAL[kind]
+            {**MINIMAL[kind], name: None} if entry and name not in MINIMAL[kind] else MINIMAL[kind]
         )
-        if said == "no effect":
+        if entry == "no effect":
             taken = kind.model_validate({**MINIMAL[kind], name: {"any": "thing"}})
             assert taken.options() == plain.options()
-        elif said == "refused":
+        elif entry == "refused":
             with pytest.raises(ValidationError) as refused:
                 kind.model_validate({**MINIMAL[kind], name: "x"})
             (error,) = refused.value.errors()

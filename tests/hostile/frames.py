@@ -90,7 +90,7 @@ TRUE_DIGESTS = [0]  # the test puts those of the session's tokens here
 
 
 def draft_frames(tickets: st.SearchStrategy[bytes]) -> st.SearchStrategy[drafter_pb2.DraftUp]:
-    """What a drafter may say. `small` attachments make replays and unknown ones frequent."""
+    """What a drafter may send. `small` attachments make replays and unknown ones frequent."""
     subscribes = messages(
         drafter_pb2.Subscribe,
         session_id=names,
@@ -118,18 +118,18 @@ decode_commands = st.one_of(
 
 
 def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb2.DraftDown]:
-    """What an upstream may say to a drafter that subscribed as `attachment`, for features of that width if any."""
+    """What an upstream may send to a drafter that subscribed as `attachment`, for features of that width if any."""
     features = st.one_of(st.just(b""), st.integers(0, 10).map(lambda rows: bytes(2 * width * rows)), st.binary())
     which = st.one_of(st.just(attachment), small)
     epochs = st.one_of(st.just(1), huge)
     positions = st.one_of(st.integers(0, 12), huge)
-    said = st.lists(st.one_of(st.integers(0, VOCABULARY - 1), tokens), max_size=10)
+    committed = st.lists(st.one_of(st.integers(0, VOCABULARY - 1), tokens), max_size=10)
     snapshots = messages(
         drafter_pb2.Snapshot,
         attachment=which,
         epoch=epochs,
         position=positions,
-        tokens=said,
+        tokens=committed,
         last=st.booleans(),
         digest=st.one_of(st.sampled_from(TRUE_DIGESTS), huge),
         contract=contracts,
@@ -144,7 +144,7 @@ def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb
         attachment=which,
         epoch=epochs,
         position=positions,
-        tokens=said,
+        tokens=committed,
         digest=st.one_of(st.sampled_from(TRUE_DIGESTS), huge),
         plan=plans,
         price=floats,
@@ -158,7 +158,7 @@ def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb
         epoch=epochs,
         root_position=positions,
         parents=st.lists(st.one_of(st.integers(0, 3), huge.map(lambda number: number % 2**32)), max_size=6),
-        tokens=said,
+        tokens=committed,
         edges=st.binary(max_size=6),
     )
     return st.one_of(

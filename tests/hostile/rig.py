@@ -65,7 +65,7 @@ def start(checkpoint: Path, session: str = "s", **changes: Any) -> verifier_pb2.
 
 
 class Faults(logging.Handler):
-    """Collects what nobody caught: errors in the log, and what the event loop complains of."""
+    """Collects uncaught errors: those in the log, and those that the event loop reports."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -74,7 +74,7 @@ class Faults(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.found.append(self.format(record))
 
-    def complain(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def record(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.found.append(repr(context))
 
 
@@ -84,7 +84,7 @@ async def watched() -> AsyncIterator[Faults]:
     faults = Faults()
     loop = asyncio.get_running_loop()
     before = loop.get_exception_handler()
-    loop.set_exception_handler(faults.complain)
+    loop.set_exception_handler(faults.record)
     logging.getLogger().addHandler(faults)
     try:
         yield faults

@@ -93,26 +93,26 @@ hints = frames.messages(
 
 
 class Peer:
-    """A call's context that says of its caller what it is told to."""
+    """A call's context that holds the given values about its caller."""
 
-    def __init__(self, said: Any) -> None:
-        self._said = said
+    def __init__(self, values: Any) -> None:
+        self._values = values
 
     def auth_context(self) -> Any:
-        return {"peer_dns": self._said}
+        return {"peer_dns": self._values}
 
     def invocation_metadata(self) -> Any:
-        return self._said
+        return self._values
 
 
 def rpc_error(fields: dict[str, Any]) -> OutriderError:
     code = list(grpc.StatusCode)[fields.pop("code") % len(grpc.StatusCode)]
     metadata = grpc.aio.Metadata(*((name, value) for name, value in fields.items() if name != "details"))
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, fields.get("details"))
-    told = status.from_rpc_error(error)
-    assert isinstance(told, OutriderError)
-    assert getattr(told, "retry_after", 0.0) < 1e7
-    return told
+    translated = status.from_rpc_error(error)
+    assert isinstance(translated, OutriderError)
+    assert getattr(translated, "retry_after", 0.0) < 1e7
+    return translated
 
 
 class Known(keys.Keys):
@@ -127,11 +127,11 @@ class Known(keys.Keys):
 
 
 def called(metadata: Any) -> None:
-    """Runs the coroutine, which waits for nobody."""
+    """Runs the coroutine, which waits for nothing."""
     try:
         ApiKeyAuthenticator(Known()).tenant(Peer(metadata)).send(None)  # type: ignore[arg-type]
     except StopIteration:
-        raise AssertionError("somebody without a key was let in") from None
+        raise AssertionError("a caller without a key was let in") from None
 
 
 def taught(blob: bytes) -> None:
@@ -157,7 +157,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
         lambda blob: tickets.check(b"k" * 32, blob, PERMIT),
         (Forbidden,),
     ),
-    "certificates": (st.lists(st.binary(max_size=20), max_size=3), lambda said: certificate_names(Peer(said)), ()),  # type: ignore[arg-type]
+    "certificates": (st.lists(st.binary(max_size=20), max_size=3), lambda names: certificate_names(Peer(names)), ()),  # type: ignore[arg-type]
     "authorization": (
         st.lists(
             st.tuples(st.sampled_from(["authorization", "x"]), st.one_of(headers, headers.map("Bearer {}".format))),
@@ -206,7 +206,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_gives_a_value_or_says_what_is_wrong(name: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decoder_returns_a_value_or_raises_its_error(name: str, count: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "outrider")  # pytest keeps what is logged: a warning for each input
     inputs, decode, refusals = DECODERS[name]
     held: list[int] = []  # after each run: the first fills hypothesis' own heap

@@ -1,4 +1,4 @@
-"""Session ids that were forged, or are another tenant's: nothing is read, and no answer tells one from the other."""
+"""Session ids that were forged, or are another tenant's: nothing is read, and both get equal answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def requests(session_id: str) -> dict[str, Any]:
-    """All that can be said of a session."""
+    """All requests about a session, by method."""
     return {
         "Generate": pb.GenerateRequest(session_id=session_id, text="go on", sampling=pb.Sampling(max_tokens=1)),
         "Resume": pb.ResumeRequest(session_id=session_id, generation=1),
@@ -43,7 +43,7 @@ def requests(session_id: str) -> dict[str, Any]:
 
 
 def forged(draw: random.Random, real: list[str]) -> str:
-    """An id that somebody might try: another tenant's own, one near it, a key of Redis, or any."""
+    """An id that an attacker might try: another tenant's own, one near it, a key of Redis, or any."""
     one = draw.choice(real)
     place = draw.randrange(len(one))
     return (
@@ -71,7 +71,7 @@ def forged(draw: random.Random, real: list[str]) -> str:
 
 
 async def seen(rig: Rig, method: str, session_id: str, metadata: Metadata) -> tuple[Any, ...]:
-    """All that a caller can tell, but for the id that he sent."""
+    """All that a caller can see of an answer, but for the id that the caller sent."""
     call = getattr(rig.stub, method)(requests(session_id)[method], metadata=metadata, timeout=60)
     try:
         answer = await drain(call) if hasattr(call, "read") else await call
@@ -112,9 +112,9 @@ async def test_nothing_is_read_and_all_answers_are_equal(redis_url: str, tries: 
                 answers.setdefault(method, Counter())[outcome] += 1
 
         assert set(answers) == set(requests(""))
-        for method, told in answers.items():
-            assert len(told) == 1, (method, told)
-            ((status, text, _),) = told
+        for method, kinds in answers.items():
+            assert len(kinds) == 1, (method, kinds)
+            ((status, text, _),) = kinds
             assert status == ("OK" if method == "CloseSession" else "NOT_FOUND"), method
             assert SECRET not in text
         assert [await rig.sessions.get(session_id) for session_id in real[:4]] == records
@@ -129,7 +129,7 @@ async def finished_steps(running: Any, verifier: FakeVerifier) -> tuple[int, int
 
 
 @pytest.mark.long  # a measurement: it wants a quiet machine
-async def test_how_long_an_answer_takes_does_not_tell_a_foreign_session_from_none(redis_url: str) -> None:
+async def test_an_answer_takes_as_long_for_a_foreign_session_as_for_none(redis_url: str) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         async with announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
             keys = Keys(rig.client)

@@ -121,9 +121,9 @@ COUNTS = [
 async def test_frames_of_a_drafter(checkpoint: Path, redis_url: str, count: int) -> None:
     async with AsyncExitStack() as stack:
         channel = await verifier_of(stack, checkpoint, redis_url)
-        async with decoding(channel, checkpoint) as said:
+        async with decoding(channel, checkpoint) as committed:
             described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
-            digests = [extend(EMPTY, said[:length]) for length in range(1, len(said) + 1)]
+            digests = [extend(EMPTY, committed[:length]) for length in range(1, len(committed) + 1)]
             frames.TRUE_DIGESTS[:] = digests
             permit = Permit("s", "", "d", described.worker_id, 1)
             async with connect(redis_url) as redis:
@@ -136,8 +136,8 @@ async def test_frames_of_a_drafter(checkpoint: Path, redis_url: str, count: int)
             @fuzz(frames.draft_frames(st.one_of(st.just(good), st.binary(max_size=40))), count)
             async def run(batch: list[drafter_pb2.DraftUp]) -> None:
                 # A second hello ends the stream once all before it was dealt with.
-                talk = [drafter_pb2.DraftUp(hello=hello), *batch, drafter_pb2.DraftUp(hello=hello)]
-                status = await converse(TreeSinkStub(channel).Draft(aiter_of(talk)))
+                sent = [drafter_pb2.DraftUp(hello=hello), *batch, drafter_pb2.DraftUp(hello=hello)]
+                status = await converse(TreeSinkStub(channel).Draft(aiter_of(sent)))
                 assert status in REFUSALS
 
             await run
@@ -161,12 +161,12 @@ async def decoding(channel: grpc.aio.Channel, checkpoint: Path) -> AsyncIterator
     requests: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
     requests.put_nowait(verifier_pb2.DecodeRequest(start=start(checkpoint)))
     call = VerifierStub(channel).Decode(queued(requests))
-    said = list(PROMPT)
+    committed = list(PROMPT)
     async for response in call:
-        said += response.commit.tokens
-        if len(said) >= len(PROMPT) + 2:
+        committed += response.commit.tokens
+        if len(committed) >= len(PROMPT) + 2:
             break
-    yield said
+    yield committed
     requests.put_nowait(None)
     call.cancel()
 
@@ -237,12 +237,12 @@ async def test_commands_of_a_router(checkpoint: Path, redis_url: str, count: int
         async with asyncio.timeout(5):
             while (await VerifierStub(channel).Describe(types_pb2.DescribeRequest())).sessions:
                 await asyncio.sleep(0.01)
-        async with decoding(channel, checkpoint) as said:
-            assert len(said) >= len(PROMPT) + 2
+        async with decoding(channel, checkpoint) as committed:
+            assert len(committed) >= len(PROMPT) + 2
 
 
 class Liar(TreeSinkServicer):
-    """An upstream that says what it is told to, and then ends the stream."""
+    """An upstream that sends the frames of its script, and then ends the stream."""
 
     def __init__(self) -> None:
         self.script: list[drafter_pb2.DraftDown] = []
@@ -332,7 +332,7 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
 
 
 class LyingVerifier(VerifierServicer):
-    """Begins as it should, then says what it is told to, and ends the call."""
+    """Begins as it should, then sends a response of its script, and ends the call."""
 
     def __init__(self) -> None:
         self.script: list[verifier_pb2.DecodeResponse] = []
@@ -376,7 +376,7 @@ async def test_commits_of_a_verifier(redis_url: str, count: int, monkeypatch: py
 
 
 class LyingRouter(InferenceServicer):
-    """Says what it is told to."""
+    """Sends the responses of its script, and aborts the call."""
 
     def __init__(self) -> None:
         self.script: list[inference_pb2.GenerateResponse] = []

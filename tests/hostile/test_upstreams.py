@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Garbler:
-    """An upstream whose first streams say what is no message; the later ones are those of a raw upstream."""
+    """An upstream whose first streams send bytes that are no message; the later ones are those of a raw upstream."""
 
     def __init__(self, raw: RawUpstream, garbled: int) -> None:
         self.garbled = garbled
@@ -93,9 +93,9 @@ async def test_bytes_that_are_no_message_are_counted_and_the_stream_begins_anew(
         stream.snapshot(PROMPT, attachment=subscribed.attachment)
         delta = await stream.inbox.take("delta")
         assert delta.attachment == subscribed.attachment
-        told = await stub.Describe(types_pb2.DescribeRequest())
-        assert told.refused_frames == 2
-        assert told.sessions == 1
+        description = await stub.Describe(types_pb2.DescribeRequest())
+        assert description.refused_frames == 2
+        assert description.sessions == 1
         await stub.Detach(pb.DetachRequest(session_id="s", epoch=1))
 
 
@@ -144,7 +144,7 @@ async def test_attachments_that_come_at_once_while_an_idle_stream_ends_are_one(
 
 
 class Deaf(RawUpstream):
-    """One that talks on and reads nothing."""
+    """An upstream that keeps the stream open and reads nothing."""
 
     async def Draft(self, requests: AsyncIterator[pb.DraftUp], context: Any) -> None:
         self.streams.append(None)  # type: ignore[arg-type]
@@ -161,15 +161,15 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
         add_TreeSinkServicer_to_server(deaf, server)
         return []
 
-    class Nobody:
+    class Sink:
         closed_: int = 0
 
         def closed(self, key: Any) -> None:
             self.closed_ += 1
 
-    nobody = Nobody()
+    sink = Sink()
     async with served(register) as address:
-        one = upstream.Upstream(address, pb.Hello(drafter_id="d" * 2**16, vocabulary=131), nobody, lambda: None)  # type: ignore[arg-type]
+        one = upstream.Upstream(address, pb.Hello(drafter_id="d" * 2**16, vocabulary=131), sink, lambda: None)  # type: ignore[arg-type]
         kept = upstream.Attachment("kept", "", 1, b"t" * 2**16)
         one.attach(kept)
         async with asyncio.timeout(10):
@@ -182,4 +182,4 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
         why = one.refusals.attach_response(kept.key)
         await one.close()
     assert why.refused.startswith("does not read what it is sent")
-    assert nobody.closed_ >= 2
+    assert sink.closed_ >= 2

@@ -55,8 +55,8 @@ async def _command(*arguments: str) -> tuple[int, str]:
     running = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "outrider.cli", *arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    said, _ = await running.communicate()
-    return running.returncode or 0, said.decode()
+    output, _ = await running.communicate()
+    return running.returncode or 0, output.decode()
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
@@ -130,7 +130,7 @@ async def test_the_page_can_only_be_read(shown: Shown) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium; apt-get install chromium")
 async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
-    seen, said = asyncio.Event(), list[str]()
+    seen, messages = asyncio.Event(), list[str]()
 
     async def ask() -> None:
         while not seen.is_set():
@@ -142,8 +142,8 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
         flags = ["--no-sandbox", "--disable-background-networking", "--disable-component-update"]
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
         page = await browser.new_page()
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
         await page.goto(f"http://{shown.page}/")
         await expect(page.locator("#state")).to_have_text("live")
         await expect(page.locator("#generations tbody tr")).to_have_count(1)
@@ -156,28 +156,28 @@ async def test_the_page_shows_the_figures_in_a_browser(shown: Shown) -> None:
         await expect(page.locator("#generations tbody tr")).to_have_count(0)
         assert await page.locator("#depth-plot rect").count() > 0
         await browser.close()
-    assert said == []
+    assert messages == []
 
 
 async def test_top_shows_the_same_in_a_terminal(shown: Shown) -> None:
     asking = asyncio.create_task(shown.ask(1000))
-    status, said = await _command("top", shown.page, "--once")
+    status, output = await _command("top", shown.page, "--once")
     await asking
     assert status == 0
-    assert "tokens/s" in said
-    assert "Acceptance by depth" in said
-    assert "verifier-" in said
-    assert "drafter-" in said
+    assert "tokens/s" in output
+    assert "Acceptance by depth" in output
+    assert "verifier-" in output
+    assert "drafter-" in output
 
 
-async def test_top_says_what_to_do_where_there_is_no_page() -> None:
-    status, said = await _command("top", "127.0.0.1:1", "--once")
+async def test_top_prints_what_to_do_where_there_is_no_page() -> None:
+    status, output = await _command("top", "127.0.0.1:1", "--once")
     assert status == 2
-    assert "--metrics 127.0.0.1:1" in said
-    assert "Traceback" not in said
+    assert "--metrics 127.0.0.1:1" in output
+    assert "Traceback" not in output
 
 
-async def test_whoever_watches_a_session_sees_every_step_of_it(shown: Shown) -> None:
+async def test_watching_a_session_shows_every_step_of_it(shown: Shown) -> None:
     async with outrider.AsyncClient(shown.cluster.router_address) as client:
         session = (await client.create_session()).session_id
         steps: list[outrider.StepTree] = []
@@ -193,12 +193,12 @@ async def test_whoever_watches_a_session_sees_every_step_of_it(shown: Shown) -> 
         await client.close_session(session)
         with pytest.raises(NotFound):  # it is closed
             await watching
-    said = {tree.position + at: token for tree in steps for at, token in enumerate(tree.committed)}
+    committed = {tree.position + at: token for tree in steps for at, token in enumerate(tree.committed)}
     begins = first.usage.prompt_tokens + 20 + len(result.token_ids)  # at least
-    assert said
-    assert max(said) + 1 >= begins
-    text = dict(enumerate(result.token_ids, max(said) + 1 - len(result.token_ids)))
-    assert all(text[position] == token for position, token in said.items() if position in text)
+    assert committed
+    assert max(committed) + 1 >= begins
+    text = dict(enumerate(result.token_ids, max(committed) + 1 - len(result.token_ids)))
+    assert all(text[position] == token for position, token in committed.items() if position in text)
     drafted = [tree for tree in steps if tree.nodes]
     assert drafted
     for tree in drafted:
@@ -208,10 +208,10 @@ async def test_whoever_watches_a_session_sees_every_step_of_it(shown: Shown) -> 
         assert {node.drafter.partition("-")[0] for node in tree.nodes} == {"drafter"}
 
 
-async def test_a_session_that_nobody_has_cannot_be_watched(shown: Shown) -> None:
-    status, said = await _command("trace", "nobody", "--address", shown.cluster.router_address)
+async def test_a_session_that_does_not_exist_cannot_be_watched(shown: Shown) -> None:
+    status, output = await _command("trace", "nobody", "--address", shown.cluster.router_address)
     assert status == 2
-    assert "nobody" in said
+    assert "nobody" in output
 
 
 async def test_trace_draws_the_trees(shown: Shown) -> None:
@@ -223,7 +223,7 @@ async def test_trace_draws_the_trees(shown: Shown) -> None:
         await asyncio.sleep(2.0)
         while not drawing.done():
             await client.generate("x = 1\n", session=session, max_tokens=80, ignore_eos=True, seed=4)
-        status, said = await drawing
+        status, output = await drawing
     assert status == 0
-    assert said.count("committed, ") == 60
-    assert "└── ✓ " in said
+    assert output.count("committed, ") == 60
+    assert "└── ✓ " in output

@@ -50,7 +50,7 @@ class Wish:
 class Client:
     """One reader of one generation."""
 
-    wish: Wish | None  # None: somebody who only reads another one's generation
+    wish: Wish | None  # None: a client that only reads another client's generation
     dial: Dial
     session: str = ""
     generation: int = 0
@@ -58,7 +58,7 @@ class Client:
     tokens: list[int] = field(default_factory=list)  # of the answer
     text: str = ""
     reason: str = ""  # why it ended
-    error: str = ""  # what it was told last, where calling again is no use
+    error: str = ""  # the last error it received, where another call is no use
     details: str = ""
     link: Link | None = None
     calls: int = 0
@@ -84,7 +84,7 @@ class Client:
 
     def call(self, router: int) -> None:
         """Asks, or goes on where it stands."""
-        link = self.dial(router, lambda event: self._hear(link, event))
+        link = self.dial(router, lambda event: self._receive(link, event))
         self.link, self.error = link, ""
         self.calls += 1
         if self.session:
@@ -98,7 +98,7 @@ class Client:
             link.forth.put(self.wish.request())
 
     def call_again(self) -> None:
-        """Goes on at the next router."""
+        """Continues at the next router."""
         self.call(self.calls % 2)
 
     def hang_up(self) -> None:
@@ -107,7 +107,7 @@ class Client:
             self.link.leave()
             self.link = None
 
-    def _hear(self, link: Link, event: Any) -> None:
+    def _receive(self, link: Link, event: Any) -> None:
         if link is not self.link:
             return
         if isinstance(event, Ended):
@@ -158,10 +158,10 @@ class Canceller:
 
     def call(self, dial: Dial, router: int) -> None:
         """Sends it."""
-        self.link = dial(router, self._hear)
+        self.link = dial(router, self._receive)
         self.link.forth.put(pb.CancelRequest(session_id=self.session))
 
-    def _hear(self, event: Any) -> None:
+    def _receive(self, event: Any) -> None:
         if isinstance(event, Ended):
             self.link, self.refused = None, event.error
         else:

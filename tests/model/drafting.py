@@ -1,4 +1,4 @@
-"""A drafter: its own copies and trees as they are, with guesses in place of a model, and lies on demand."""
+"""A drafter: its own copies and trees as they are, with guesses in place of a model, and forged nodes on demand."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Subscribe:
 
 @dataclass(frozen=True, slots=True)
 class Unsubscribe:
-    """And wants no more."""
+    """Ends a subscription."""
 
     attachment: int
 
 
 @dataclass(frozen=True, slots=True)
 class Graft:
-    """New nodes."""
+    """The new nodes of a drafter's tree."""
 
     attachment: int
     epoch: int
@@ -65,7 +65,7 @@ class Drafter:
     def __init__(self, name: str, dial: Dial) -> None:
         self.name = name
         self.attachments: dict[str, _Attachment] = {}
-        self.sent: list[tuple[str, Graft]] = []  # of late, and to whom
+        self.sent: list[tuple[str, Graft]] = []  # the latest, each with its upstream
         self._dial = dial
         self._links: dict[str, Link] = {}
         self._numbers: dict[str, int] = {}  # the last of each stream
@@ -113,7 +113,7 @@ class Drafter:
             if token not in parent.children:
                 added.append(draft.tree.add(parent, token, -random.choice((0.1, 0.5, 2.0))))
         if added:
-            self._say(at, Graft(at.number, at.epoch, draft.announce(added)))
+            self._send(at, Graft(at.number, at.epoch, draft.announce(added)))
 
     def lie(self, random: random.Random) -> None:
         """Nodes from nowhere: any root, any digest, any parents, any of the sessions."""
@@ -129,7 +129,7 @@ class Drafter:
             tokens=tuple(random.choice(WORDS) for _ in range(count)),
             edges=(0.0,) * count,
         )
-        self._say(at, Graft(at.number, at.epoch + random.choice((0, 0, 0, 1)), delta))
+        self._send(at, Graft(at.number, at.epoch + random.choice((0, 0, 0, 1)), delta))
 
     def replay(self, random: random.Random) -> None:
         """An old frame again, on the stream of today."""
@@ -147,7 +147,7 @@ class Drafter:
         """Whether it has a stream to open again."""
         return any(at.upstream not in self._links for at in self.attachments.values())
 
-    def _hear(self, upstream: str, frame: Any) -> None:
+    def _receive(self, upstream: str, frame: Any) -> None:
         if isinstance(frame, Ended):
             self._links.pop(upstream, None)
             self._numbers.pop(upstream, None)
@@ -197,7 +197,7 @@ class Drafter:
         return draft.tree.digest == commit.digest
 
     def _connect(self, upstream: str) -> None:
-        self._links[upstream] = self._dial(upstream, lambda frame: self._hear(upstream, frame))
+        self._links[upstream] = self._dial(upstream, lambda frame: self._receive(upstream, frame))
         for at in self.attachments.values():
             if at.upstream == upstream:
                 self._subscribe(at)
@@ -213,7 +213,7 @@ class Drafter:
         if at.upstream in self._links:
             self._links[at.upstream].forth.put(Unsubscribe(at.number))
 
-    def _say(self, at: _Attachment, graft: Graft) -> None:
+    def _send(self, at: _Attachment, graft: Graft) -> None:
         if at.upstream in self._links:
             self._links[at.upstream].forth.put(graft)
             self.sent = [*self.sent, (at.upstream, graft)][-KEPT:]

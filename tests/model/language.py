@@ -1,4 +1,4 @@
-"""What the target says: a pure function of all tokens before, by way of their digest."""
+"""What the target generates: a pure function of all tokens before, by way of their digest."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def choice(digest: int, salt: int = 0) -> int:
 @lru_cache
 def answer(prompt: tuple[int, ...], max_tokens: int, stops: tuple[str, ...]) -> Answer:
     """The one true answer."""
-    digest, said = extend(EMPTY, prompt), list[int]()
-    while len(said) < max_tokens and (not said or said[-1] != STOP_ID):
-        said.append(choice(digest))
-        digest = extend(digest, said[-1:])
-    return told(prompt, tuple(said), stops)
+    digest, generated = extend(EMPTY, prompt), list[int]()
+    while len(generated) < max_tokens and (not generated or generated[-1] != STOP_ID):
+        generated.append(choice(digest))
+        digest = extend(digest, generated[-1:])
+    return told(prompt, tuple(generated), stops)
 
 
 @lru_cache
-def told(prompt: tuple[int, ...], said: tuple[int, ...], stops: tuple[str, ...]) -> Answer:
+def told(prompt: tuple[int, ...], generated: tuple[int, ...], stops: tuple[str, ...]) -> Answer:
     """An answer by its tokens: what of them belongs to it, and its text, decoded at once."""
     text = AnswerText(Detokenizer(MODEL.tokenizer, prompt, silent=MODEL.eos_ids), stops)
-    taken = text.feed(said)
+    taken = text.feed(generated)
     rest = "" if taken.stopped else text.flush()
-    tokens = said[: taken.tokens]
+    tokens = generated[: taken.tokens]
     return Answer(tokens, taken.text + rest, taken.stopped or tokens[-1:] == (STOP_ID,))

@@ -20,7 +20,7 @@ notices = st.sampled_from(("now", "later"))
 
 
 class Life(RuleBasedStateMachine):
-    """A world, and everything that people and faults do to it. Ends with all faults over and everything settled."""
+    """A world, and everything that clients and faults do to it. Ends with all faults over and everything settled."""
 
     kinds = Kinds()
     steady = True
@@ -169,7 +169,7 @@ class Life(RuleBasedStateMachine):
             drafter.grow(chance)
 
     def sessions(self) -> list[tuple[str, int]]:
-        """Sessions that some client knows, with the generation that it reads."""
+        """Sessions that some client reads, with the generation that it reads."""
         return sorted({(client.session, client.generation) for client in self.world.clients if client.session})
 
     def pick(self, pick: int) -> tuple[str, int]:

@@ -18,14 +18,14 @@ class Clock:
         self._names = 0
 
     def name(self) -> str:
-        """One that is new."""
+        """A name that is new."""
         self._names += 1
         return f"{self._names:04d}"
 
 
 class HandLoop(asyncio.AbstractEventLoop):
-    """Runs tasks until all of them wait for something that is not theirs to do. `failed` hears of what a task raised
-    and nobody took."""
+    """Runs tasks until all of them wait for something that is not theirs to do. `failed` receives what a task raised
+    and no other task awaited."""
 
     def __init__(self, clock: Clock, failed: Callable[[dict[str, Any]], None]) -> None:
         self.clock = clock

@@ -33,7 +33,7 @@ class Request:
     operation: Callable[[], Any]
     reply: asyncio.Future[Any]
     loop: HandLoop
-    epoch: int = 0  # of the owner that calls; 0: anybody
+    epoch: int = 0  # of the owner that calls; 0: any
     owner: str = ""
 
     def __str__(self) -> str:
@@ -49,17 +49,17 @@ class _Saved:
 
 @dataclass
 class Redis:
-    """The store, what is asked of it, and what it promised."""
+    """The store, the calls to it, and what it has confirmed."""
 
     clock: Clock
     kind: type[reference.Store] = reference.Store
     requests: list[Request] = field(default_factory=list)
     late: list[Request] = field(default_factory=list)  # given up by their callers; they may still happen
     away: bool = False
-    owners: dict[str, tuple[int, str]] = field(default_factory=dict)  # who owns each session by rights
+    owners: dict[str, tuple[int, str]] = field(default_factory=dict)  # the rightful owner of each session
     texts: dict[str, list[int]] = field(default_factory=dict)  # the log of each session as last seen
     longest: dict[str, list[int]] = field(default_factory=dict)  # and the most that was ever durable
-    lost: dict[str, str] = field(default_factory=dict)  # sessions that lost something, and who must put it back
+    lost: dict[str, str] = field(default_factory=dict)  # sessions that lost something, and the owner to put it back
     hurt: set[str] = field(default_factory=set)  # sessions that ever lost something
     _saved: _Saved | None = None
 
@@ -90,7 +90,7 @@ class Redis:
             request.loop.settle()
 
     def run_late(self, request: Request) -> None:
-        """A call that everybody has given up gets there after all."""
+        """A call whose caller has given up gets there after all."""
         self.late.remove(request)
         with suppress(OutriderError):
             self.run(request)
@@ -107,7 +107,7 @@ class Redis:
         return self._saved is not None
 
     def lose(self, alive: Mapping[str, str]) -> None:
-        """Goes back to what is on disk. `alive`: sessions with an owner who knows better, and its name."""
+        """Goes back to what is on disk. `alive`: sessions whose living owner has more, and the owner's name."""
         saved, self._saved = self._saved, None
         assert saved is not None
         before = {name: session.record for name, session in self.store.sessions.items()}
@@ -133,7 +133,7 @@ class Redis:
             self._own(name, record)
         ours = record.owner == self.lost.get(name)
         if name in self.lost and (request.what in ("begin", "acquire") or not ours) and record != was:
-            self.lost[name] = ""  # somebody went on with less before the owner knew
+            self.lost[name] = ""  # another owner went on with fewer tokens before this one noticed
         elif request.what == "restore" and self.lost.get(name) and len(text) >= len(self.longest.get(name, ())):
             del self.lost[name]
         if request.epoch and len(text) > before:
@@ -146,7 +146,7 @@ class Redis:
         self.texts[name] = [*text]
         longest = self.longest.get(name, [])
         if text[: len(longest)] != longest[: len(text)] and name not in self.lost:
-            raise Violation(f"session {name}: {longest} was durable, and it says {text} now")
+            raise Violation(f"session {name}: {longest} was durable, and it is {text} now")
         if len(text) >= len(longest) or text != longest[: len(text)]:
             self.longest[name] = [*text]
         return result

@@ -108,7 +108,7 @@ class Decoding:
         self._events: deque[Any] = deque()
         self._pending: asyncio.Future[None] | None = None
         self._cancelled = False
-        self._link = dial(worker.worker_id, self._hear)
+        self._link = dial(worker.worker_id, self._receive)
 
     async def open(self) -> None:
         self._link.forth.put(self._start)
@@ -154,7 +154,7 @@ class Decoding:
             raise error_of(event)
         return event
 
-    def _hear(self, event: Any) -> None:
+    def _receive(self, event: Any) -> None:
         self._events.append(event)
         if self._pending is not None and not self._pending.done():
             self._pending.set_result(None)
@@ -162,14 +162,14 @@ class Decoding:
 
 
 class Attaching:
-    """What a router has for `router.scheduling.drafter_assignment.DrafterSet`: tells them, and does not wait."""
+    """What a router has for `router.scheduling.drafter_assignment.DrafterSet`: sends its note, and does not wait."""
 
     drafter_ids: tuple[str, ...] = ()
     obstacle: SpeculationStatus | None = None
 
     def __init__(self, fleet: Fleet, background: BackgroundTasks, post: DraftAssignment, *terms: Any) -> None:
         self._fleet, self._post = fleet, post
-        fleet.tell(Note(post, attach=True))
+        fleet.send(Note(post, attach=True))
 
     def observe(self, tokens: int, subscribed: int, drafter_credits: tuple[Any, ...] = ()) -> None:
         pass
@@ -178,17 +178,17 @@ class Attaching:
         return {}
 
     def detach_all(self) -> None:
-        self._fleet.tell(Note(self._post, attach=False))
+        self._fleet.send(Note(self._post, attach=False))
 
 
 class Fleet:
     """What a router has for `router.scheduling.workers.WorkerPool`: all workers are listed, dead or alive."""
 
-    def __init__(self, workers: Iterable[Worker], dial: Dial, tell: Callable[[Note], None]) -> None:
+    def __init__(self, workers: Iterable[Worker], dial: Dial, send: Callable[[Note], None]) -> None:
         self._workers = list(workers)
         self._dial = dial
         self._suspects: set[str] = set()
-        self.tell = tell
+        self.send = send
 
     async def verifiers(self, model: str) -> list[Worker]:
         return sorted(self._workers, key=self.suspected)
@@ -216,7 +216,7 @@ class Fleet:
 
 
 class _Background(BackgroundTasks):
-    """Notes what is a bug."""
+    """Records the errors that are bugs."""
 
     def __init__(self, trouble: list[str]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Router:
                 tiers=TierSwitch(),
                 ticket_key=_no_key,
                 metrics=RouterMetrics(),
-                warm_start=WarmStart(_nobody, lambda _: ()),
+                warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
             ),
             NoAuthentication(),
@@ -302,7 +302,7 @@ def error_of(ended: Ended) -> OutriderError:
     return kind(ended.details) if kind is not errors.InvalidRequest else kind("request", ended.details)
 
 
-async def _nobody(name: str, priors: AcceptancePriors) -> None:
+async def _share_nothing(name: str, priors: AcceptancePriors) -> None:
     """Shares nothing."""
 
 

@@ -48,7 +48,7 @@ def test_the_same_for_a_long_time(life: type[Life]) -> None:
 
 
 def test_a_request_whose_session_redis_lost_while_it_began_is_asked_again() -> None:
-    """Found by a run: its other call had begun it, Redis lost that, and it was told that somebody else was faster."""
+    """Found by a run: its other call had begun it, Redis lost that, and it received the error of a lost race."""
     life = Unsteady()
     life.begin(words=1, stop=(), router=0, count=1, seed=0)
     life.hang_up(pick=0, router=0)

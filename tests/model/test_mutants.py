@@ -125,7 +125,7 @@ def a_verifier_ignores_the_epoch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Verifier, "_refuses", lambda self, start, present: False)
 
 
-def a_verifier_believes_its_drafters(patch: pytest.MonkeyPatch) -> None:
+def a_verifier_commits_what_its_drafters_send(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Verifier, "_next", lambda self, digest, node: next(iter(node.children), self._choose(digest)))
 
 
@@ -180,7 +180,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         a_resume_begins_one_character_late,
         a_verifier_ignores_the_window,
         a_verifier_ignores_the_epoch,
-        a_verifier_believes_its_drafters,
+        a_verifier_commits_what_its_drafters_send,
         an_owner_puts_nothing_back,
         an_owner_never_tries_again,
         a_cancel_that_does_nothing_is_confirmed,

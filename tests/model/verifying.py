@@ -120,7 +120,7 @@ class Verifier:
         self._pump()
 
     def give_up(self, session: VerifierSession) -> None:
-        """The router has been silent for a lease."""
+        """The router has sent nothing for the time of a lease."""
         self._routers[session].end(Ended("Unavailable", "the router has been silent"))
         self._close(session)
         self._pump()
@@ -133,14 +133,14 @@ class Verifier:
         self._pump()
 
     def beat(self) -> None:
-        """Says on every call that it is alive."""
+        """Sends a sign of life on every call."""
         for link in self._routers.values():
             link.back.put(DecodeIdle())
 
     def _open(self, link: Link, start: DecodeStart) -> None:
-        said = len(start.tokens) - start.answer_position
-        if said >= start.contract.max_tokens or (said and start.tokens[-1] in start.contract.stop_ids):
-            raise Violation(f"a start of {said} tokens of an answer that has ended")
+        answered = len(start.tokens) - start.answer_position
+        if answered >= start.contract.max_tokens or (answered and start.tokens[-1] in start.contract.stop_ids):
+            raise Violation(f"a start of {answered} tokens of an answer that has ended")
         present = self.sessions.get(start.session_id)
         if present is not None:
             if self._refuses(start, present):
@@ -208,7 +208,7 @@ class Verifier:
         if commit.last:
             link.back.put(DecodeEnd(tokens[-1] in session.contract.stop_ids))
         for subscription in session.subscriptions.values():
-            self._tell(subscription, pb.Commit(position=commit.position, tokens=tokens))
+            self._send_commit(subscription, pb.Commit(position=commit.position, tokens=tokens))
 
     def _next(self, digest: int, node: Node) -> int:
         """The target's token after what the digest stands for, where the tree is at `node`."""
@@ -242,12 +242,12 @@ class Verifier:
             return
         session.tree.check_integrity()
         for other, ids in dropped.items():
-            self._tell(other, pb.Commit(position=len(session.tokens), dropped=ids))
+            self._send_commit(other, pb.Commit(position=len(session.tokens), dropped=ids))
 
     def _take(self, subscription: Subscription, delta: Delta) -> dict[Subscription, list[int]]:
         return subscription.session.graft(subscription, delta, 0.0, passing=bool(self.passing))
 
-    def _tell(self, subscription: Subscription, commit: pb.Commit) -> None:
+    def _send_commit(self, subscription: Subscription, commit: pb.Commit) -> None:
         session = subscription.session
         commit.attachment, commit.epoch = subscription.attachment, session.epoch
         commit.digest, commit.credit = session.tree.digest, session.grant(subscription)

@@ -48,14 +48,14 @@ class Kinds:
     drafter: type[Drafter] = Drafter
 
 
-# What a client is told whose session has a later generation.
+# The details of the error that a client receives whose session has a later generation.
 MOVED_ON = ("only the latest", "a later generation has begun", "an earlier generation")
 
 
 class World:
-    """Two routers, the log, two verifiers, two drafters, and whoever asks.
+    """Two routers, the log, two verifiers, two drafters, and the clients.
 
-    `steady`: every verifier says the same; otherwise each has its own roundings, and what counts is what was logged.
+    `steady`: all verifiers generate the same; otherwise each has its own roundings, and what counts is the log.
     """
 
     def __init__(self, kinds: Kinds = Kinds(), *, steady: bool = True) -> None:
@@ -68,8 +68,8 @@ class World:
         self.clients: list[Client] = []
         self.cancellers: list[Canceller] = []
         self.lapsed: set[str] = set()  # sessions whose generation could not be resumed for a while
-        self.cancelled: set[str] = set()  # sessions that somebody wanted to end
-        self.history: list[str] | None = None  # what happened, where somebody wants to know
+        self.cancelled: set[str] = set()  # sessions that a client wanted to end
+        self.history: list[str] | None = None  # what happened, where a history is wanted
         self._lives = 0
         self._seen: dict[Client, int] = {}
         self.routers = [self._router(index) for index in range(ROUTERS)]
@@ -99,7 +99,7 @@ class World:
 
     def happen(self, event: Event) -> None:
         """One event, and what must hold after it."""
-        self.tell(event)
+        self.record_event(event)
         event()
         self.check()
 
@@ -116,7 +116,7 @@ class World:
                 return
 
     def heed(self, entry: tuple[int, Note]) -> None:
-        """A drafter hears from a router."""
+        """A drafter receives a note from a router."""
         self.notes.remove(entry)
         index, note = entry
         self.drafters[index].heed(note)
@@ -138,7 +138,7 @@ class World:
         """A call to Redis gets there and back, or not."""
         self.redis.answer(request, outcome)
 
-    def tell(self, event: Any) -> None:
+    def record_event(self, event: Any) -> None:
         """Writes it into the history."""
         if self.history is None:
             return
@@ -149,24 +149,24 @@ class World:
                 subject = getattr(event, "__self__", "")
                 self.history.append(f"{event.__name__} {subject}")
 
-    # What people want.
+    # What clients do.
 
     def ask(self, wish: Wish, router: int) -> Client:
-        """Somebody asks for an answer."""
+        """A client asks for an answer."""
         client = Client(wish, self._dial_router)
         self.clients.append(client)
         client.call(router)
         return client
 
     def read(self, session: str, generation: int, router: int) -> Client:
-        """Somebody else wants to read an answer from its start, and takes it over."""
+        """Another client reads an answer from its start, and takes it over."""
         client = Client(None, self._dial_router, session, generation)
         self.clients.append(client)
         client.call(router)
         return client
 
     def cancel(self, session: str, generation: int, router: int) -> None:
-        """Somebody ends a generation."""
+        """A client ends a generation."""
         canceller = Canceller(session, generation)
         self.cancelled.add(session)
         self.cancellers.append(canceller)
@@ -191,7 +191,7 @@ class World:
             wire.held = False
 
     def notice(self) -> None:
-        """Whoever has not noticed yet that a stream broke does."""
+        """Each side that has not noticed yet that a stream broke does."""
         for link, _, _ in list(self.links):
             for wire in list(link.deaf):
                 link.notice(wire)
@@ -221,7 +221,7 @@ class World:
         self.check()
 
     def lose(self) -> None:
-        """Redis dies and comes back with less. What its owners still know must come back."""
+        """Redis dies and comes back with less. What its owners still hold must come back."""
         sessions = self.redis.store.sessions
         self.redis.lose(
             {
@@ -293,7 +293,7 @@ class World:
         end = client.prompt + len(client.tokens)
         if client.tokens and not self._gone(client.session):
             if log[client.prompt : end] != client.tokens:
-                raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log says {log}")
+                raise Violation(f"a client has {client.tokens} from {client.prompt}, where the log has {log}")
             if len(self.redis.texts.get(client.session, [])) < end and client.session not in self.redis.lost:
                 raise Violation(f"a client has {end} tokens, the log {len(self.redis.texts.get(client.session, []))}")
         wish = client.wish or next((other.wish for other in self.clients if self._same(client, other)), None)
@@ -309,7 +309,7 @@ class World:
         if self.steady:
             truth = answer(prompt, wish.max_tokens, wish.stops)
             if truth.tokens[: len(tokens)] != tokens:
-                raise Violation(f"a client has {tokens}, the target says {truth.tokens}")
+                raise Violation(f"a client has {tokens}, the target generates {truth.tokens}")
             if whole and tokens != truth.tokens:
                 raise Violation(f"an answer ended ({client.reason}) with {tokens} instead of {truth.tokens}")
         if not ours.text.startswith(client.text) or (client.reason and ours.text != client.text):
@@ -335,7 +335,7 @@ class World:
             "InvalidRequest": any(words in client.details for words in MOVED_ON),
         }
         if not fine.get(why, False):
-            raise Violation(f"a client of session {session} was told {why} ({client.details})")
+            raise Violation(f"a client of session {session} received {why} ({client.details})")
 
     def _check_cancelled(self, canceller: Canceller) -> None:
         session = self.redis.store.sessions.get(canceller.session)
@@ -358,7 +358,7 @@ class World:
             raise Violation(f"something is left: {left}")
 
     def _alone(self, client: Client) -> bool:
-        """Whether nobody could have taken over what a client reads, itself included."""
+        """Whether no client could have taken over what this client reads, itself included."""
         others = [other for other in self.clients if other is not client and other.session in ("", client.session)]
         return client.calls == 1 and not others and client.session not in self.cancelled
 
@@ -392,11 +392,11 @@ class World:
             for n in range(VERIFIERS)
         ]
 
-        def tell(note: Note) -> None:
+        def post(note: Note) -> None:
             self.notes += [(drafter, note) for drafter in range(DRAFTERS)]
 
         return Router(
-            name, self.clock, self.redis, MODEL, CONFIG, Fleet(workers, partial(self._dial_verifier, name), tell)
+            name, self.clock, self.redis, MODEL, CONFIG, Fleet(workers, partial(self._dial_verifier, name), post)
         )
 
     def _verifier(self, index: int) -> Verifier:
@@ -409,21 +409,21 @@ class World:
         name = f"drafter{index}"
         return self.kinds.drafter(name, partial(self._dial_sink, name))
 
-    def _dial_router(self, index: int, hear: Callable[[Any], None]) -> Link:
+    def _dial_router(self, index: int, receive: Callable[[Any], None]) -> Link:
         router = self.routers[index]
-        link = Link(f"client {router.name}", lambda message: router.hear(link, message), hear)
+        link = Link(f"client {router.name}", lambda message: router.hear(link, message), receive)
         self.links.append((link, "client", router.name))
         return link
 
-    def _dial_verifier(self, router: str, worker: str, hear: Callable[[Any], None]) -> Link:
+    def _dial_verifier(self, router: str, worker: str, receive: Callable[[Any], None]) -> Link:
         verifier = self._named(worker)
-        link = Link(f"{router} {worker}", lambda message: verifier.hear_router(link, message), hear)
+        link = Link(f"{router} {worker}", lambda message: verifier.hear_router(link, message), receive)
         self.links.append((link, router, worker))
         return link
 
-    def _dial_sink(self, drafter: str, worker: str, hear: Callable[[Any], None]) -> Link:
+    def _dial_sink(self, drafter: str, worker: str, receive: Callable[[Any], None]) -> Link:
         verifier = self._named(worker)
-        link = Link(f"{drafter} {worker}", lambda frame: verifier.hear_drafter(link, frame), hear)
+        link = Link(f"{drafter} {worker}", lambda frame: verifier.hear_drafter(link, frame), receive)
         self.links.append((link, drafter, worker))
         return link
 

@@ -1,4 +1,4 @@
-"""`make mutants`: breaks the product on purpose, and says what no test has noticed.
+"""`make mutants`: breaks the product on purpose, and reports what no test has noticed.
 
 Exits with status 1 if a mutant survives. The last line has the figures.
 """

@@ -1,4 +1,4 @@
-"""Small stand-ins for the router's neighbours, on real gRPC: they speak the wire and compute nothing."""
+"""Small stand-ins for the router's neighbours, on real gRPC: they use the wire protocol and compute nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HALF_CLOSE_S = 5.0
 
 
 class FakeVerifier(VerifierServicer):
-    """Says `script` over and over, `stride` tokens a step, one step every `pace_s` seconds, within the window.
+    """Commits `script` over and over, `stride` tokens a step, one step every `pace_s` seconds, within the window.
 
-    What it says at a position depends on nothing but the position in the answer, as with a real one.
+    Its token at a position depends on nothing but the position in the answer, as with a real verifier.
     """
 
     def __init__(self, script: list[int], *, pace_s: float = 0.0, stride: int = 1) -> None:
@@ -43,12 +43,12 @@ class FakeVerifier(VerifierServicer):
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
         self.durable: dict[str, int] = {}  # session id -> position
-        self.acknowledged: list[int] = []  # durable positions of all sessions, as they were told
+        self.acknowledged: list[int] = []  # durable positions of all sessions, as routers sent them
         self.steps = 0
         self.open = 0
         self.silent = False  # no heartbeats
         self.moves_after: int | None = None  # tokens; then it goes down in order
-        self.dies_at_the_end = False  # before it says that the generation has ended
+        self.dies_at_the_end = False  # before it sends the end of the generation
         self.heartbeats = 0  # that routers sent
         self.warmed: list[tuple[str, int]] = []  # tenants, and tokens that were read for a session that may come
         self.reading: Callable[[], None] = lambda: None  # happens while they are read
@@ -58,7 +58,7 @@ class FakeVerifier(VerifierServicer):
     ) -> None:
         async with errors_as_status(context):
             first = await anext(requests, None)
-            if first is None:  # the call was broken off before it said anything
+            if first is None:  # the call was broken off before its first message
                 return
             if self.full or self.open == self.slots:
                 raise Overloaded("all slots are in use")
@@ -96,31 +96,31 @@ class FakeVerifier(VerifierServicer):
                 self.plans.append(request.plan)
 
     async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        said, stopped = len(start.tokens) - start.answer_position, False
-        digest, spoke = start.digest, time.monotonic()
-        while said < start.contract.max_tokens and not stopped:
+        committed, stopped = len(start.tokens) - start.answer_position, False
+        digest, sent_at = start.digest, time.monotonic()
+        while committed < start.contract.max_tokens and not stopped:
             await self._rest(context)
-            if self.moves_after is not None and said >= self.moves_after:
+            if self.moves_after is not None and committed >= self.moves_after:
                 await context.write(verifier_pb2.DecodeResponse(moved=verifier_pb2.DecodeMoved()))
                 await asyncio.sleep(60)  # the router closes its side
-            if start.answer_position + said >= self.durable[start.session_id] + start.window:
+            if start.answer_position + committed >= self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
-                if not self.silent and time.monotonic() - spoke > 0.3:
+                if not self.silent and time.monotonic() - sent_at > 0.3:
                     await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
-                    spoke = time.monotonic()
+                    sent_at = time.monotonic()
                 continue
             tokens: list[int] = []
-            while len(tokens) < self.stride and said + len(tokens) < start.contract.max_tokens and not stopped:
-                tokens.append(self.script[(said + len(tokens)) % len(self.script)])
+            while len(tokens) < self.stride and committed + len(tokens) < start.contract.max_tokens and not stopped:
+                tokens.append(self.script[(committed + len(tokens)) % len(self.script)])
                 stopped = tokens[-1] in start.contract.stop_ids
             digest = extend(digest, tokens)
             commit = verifier_pb2.DecodeCommit(
                 epoch=start.epoch,
-                position=start.answer_position + said,
+                position=start.answer_position + committed,
                 tokens=tokens,
                 gaps=[0.5] * len(tokens),
                 digest=digest,
-                logprobs=b"".join(_entry(start, said + index) for index in range(len(tokens))),
+                logprobs=b"".join(_entry(start, committed + index) for index in range(len(tokens))),
                 report=types_pb2.StepReport(
                     verified=self.verified,
                     accepted=len(tokens) - 1,
@@ -133,7 +133,7 @@ class FakeVerifier(VerifierServicer):
                 ),
             )
             await context.write(verifier_pb2.DecodeResponse(commit=commit))
-            said, spoke = said + len(tokens), time.monotonic()
+            committed, sent_at = committed + len(tokens), time.monotonic()
             self.steps += 1
         if self.dies_at_the_end:
             raise Unavailable("dead")

@@ -87,7 +87,7 @@ async def batch(rig: Rig, verifier: FakeVerifier, drafter: FakeDrafter, count: i
     await asyncio.gather(*map(gated, range(count)))
     for book in (verifier.starts, verifier.plans, verifier.durable, verifier.acknowledged, drafter.attached):
         book.clear()  # the fakes' own
-    for _ in range(LOOKS):  # what is told in the background ends, timers expire, and rubbish refers to more rubbish
+    for _ in range(LOOKS):  # calls in the background end, timers expire, and rubbish refers to more rubbish
         await asyncio.sleep(SETTLE_S / LOOKS)
         gc.collect()
     sys._clear_type_cache()  # holds up to 4,096 names of attributes, each as often as C code spells it anew

@@ -1,4 +1,4 @@
-"""The drafters of a router: whoever is of no use is replaced, and no text waits for it."""
+"""The drafters of a router: one that is of no use is replaced, and no text waits for it."""
 
 from __future__ import annotations
 

@@ -45,5 +45,5 @@ def test_a_session_leaves_next_to_nothing(ways: str, sessions: int, batches: int
     assert slope(figures, sessions) <= most, figures
 
 
-def test_a_slope_is_what_most_pairs_say() -> None:  # bites: of the measurement itself
+def test_a_slope_is_that_of_most_pairs() -> None:  # bites: of the measurement itself
     assert slope([1000, 1200, 9000, 1600, 1800], 2) == 100

@@ -1,4 +1,4 @@
-"""Clients that do not read hold nobody up: neither other callers, nor a Cancel, a Close, a deadline or a drain."""
+"""Clients that do not read hold up neither other callers, nor a Cancel, a Close, a deadline or a drain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, drain, running_ro
 from tests.router.test_slow_readers import SMALL
 
 SLOTS = 4
-TOKENS = 100_000  # of an answer that nobody reads to its end
+TOKENS = 100_000  # of an answer that no client reads to its end
 GENERATE = "/outrider.v1.Inference/Generate"
 
 
@@ -80,7 +80,7 @@ async def test_others_are_served_at_once_beside_clients_that_do_not_read(
         await first_token_s(rig)
         async with unread(rig, count) as calls:
             took = [await first_token_s(rig) for _ in range(20)]
-            assert max(took) < outbox.SLOW_CLIENT_S / 2  # nobody had to lose a place for it
+            assert max(took) < outbox.SLOW_CLIENT_S / 2  # no client had to lose a place for it
             assert sorted(took)[len(took) // 2] < 0.5
             # A client that reads after all is given its whole answer, by the same call where that still runs.
             tokens = [token for event in await drained(calls[0][1], 2000) for token in event.chunk.token_ids]
@@ -109,8 +109,8 @@ async def test_a_client_that_does_not_read_resumes_where_it_stopped(
         last = events[-1].chunk
         resume = pb.ResumeRequest(session_id=session, next_position=last.next_position, text_offset=last.text_offset)
         _, chunks, _ = await collect(rig.stub.Resume(resume))
-        said = [token for chunk in [*(event.chunk for event in events), *chunks] for token in chunk.token_ids]
-        assert said == [SCRIPT[index % len(SCRIPT)] for index in range(1000)]
+        tokens = [token for chunk in [*(event.chunk for event in events), *chunks] for token in chunk.token_ids]
+        assert tokens == [SCRIPT[index % len(SCRIPT)] for index in range(1000)]
 
 
 async def test_a_replay_that_is_not_read_gives_its_place_up_too(
@@ -138,7 +138,7 @@ async def rig_sessions(rig: Rig) -> list[str]:
 
 
 async def leaseless(rig: Rig, session: str, within_s: float) -> None:
-    """Returns when nobody owns a session any more."""
+    """Returns when no router owns the session any more."""
     async with asyncio.timeout(within_s):
         while (await rig.sessions.get(session)).lease:
             await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ async def test_a_drain_does_not_wait_for_clients_that_do_not_read(redis_url: str
 
 
 @pytest.mark.parametrize("window", [1, 64], ids=["a byte", "64 bytes"])
-async def test_clients_with_a_tiny_window_hold_nobody_up(
+async def test_clients_with_a_tiny_window_hold_up_no_other(
     redis_url: str, verifier: FakeVerifier, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 1.0)
@@ -218,7 +218,9 @@ async def test_clients_with_a_tiny_window_hold_nobody_up(
                 await asyncio.sleep(0.05)
 
 
-async def test_who_is_moved_hears_it_behind_what_he_has_not_read(redis_url: str, verifier: FakeVerifier) -> None:
+async def test_a_client_that_is_moved_receives_the_move_behind_what_it_has_not_read(
+    redis_url: str, verifier: FakeVerifier
+) -> None:
     router = AsyncExitStack()
     rig = await router.enter_async_context(cluster(redis_url, verifier))
     async with unread(rig, 1) as [(_, call)]:

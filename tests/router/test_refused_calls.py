@@ -120,8 +120,8 @@ async def test_refused_calls_disturb_no_generation_and_leave_no_lease(
             await rig.stub.Cancel(pb.CancelRequest(session_id=session), metadata=mine)
         for events in await asyncio.gather(*readers):
             assert events[-1].finished.reason == types_pb2.FINISH_REASON_CANCELLED
-            said = [token for event in events for token in event.chunk.token_ids]
-            assert said == [SCRIPT[index % len(SCRIPT)] for index in range(len(said))]
+            tokens = [token for event in events for token in event.chunk.token_ids]
+            assert tokens == [SCRIPT[index % len(SCRIPT)] for index in range(len(tokens))]
         await asyncio.sleep(FLUSH_S)
         for session in [*running, ended, empty]:
             assert not (await rig.sessions.get(session)).lease
@@ -138,11 +138,11 @@ async def test_a_resume_that_takes_over_ends_the_call_before_at_once(redis_url: 
             await drain(before)
         assert caught.value.code() == grpc.StatusCode.ABORTED
         assert time.monotonic() - began < 0.75
-        said = [token for event in await after for token in event.chunk.token_ids]
-        assert said == SCRIPT[:1]
+        tokens = [token for event in await after for token in event.chunk.token_ids]
+        assert tokens == SCRIPT[:1]
 
 
-async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whoever_comes_last(
+async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whichever_comes_last(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from router.sessions import session_open
@@ -164,12 +164,12 @@ async def test_of_two_calls_that_take_over_the_later_epoch_goes_on_whoever_comes
         monkeypatch.setattr(session_open, "take", slowly)
         early = asyncio.create_task(drain(rig.stub.Resume(resume(session), metadata=mine)))
         await asyncio.sleep(0.2)
-        said = [
+        tokens = [
             token
             for event in await drain(rig.stub.Resume(resume(session), metadata=mine))
             for token in event.chunk.token_ids
         ]
-        assert said == [SCRIPT[index % len(SCRIPT)] for index in range(8)]
+        assert tokens == [SCRIPT[index % len(SCRIPT)] for index in range(8)]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await early
         assert caught.value.code() == grpc.StatusCode.ABORTED

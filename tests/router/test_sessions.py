@@ -58,12 +58,12 @@ async def test_a_whole_history_that_agrees_goes_on_and_one_that_differs_forks(re
     verifier = FakeVerifier(MODEL.tokenizer.encode("x = 5\n").ids)
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         first, chunks, _ = await collect(rig.stub.Generate(ask("a = 1\n", max_tokens=3)))
-        said = "a = 1\n" + "".join(chunk.text for chunk in chunks)
-        request = turn(first.session_id, said + "\nb", max_tokens=2)
+        history = "a = 1\n" + "".join(chunk.text for chunk in chunks)
+        request = turn(first.session_id, history + "\nb", max_tokens=2)
         request.whole_history = True
         second, _, _ = await collect(rig.stub.Generate(request))
         assert (second.session_id, second.generation, second.forked_from) == (first.session_id, 2, "")
-        for text in ("a = 2\n", "a = 2\n" + said + said):
+        for text in ("a = 2\n", "a = 2\n" + history + history):
             request = turn(first.session_id, text, max_tokens=2)
             request.whole_history = True
             fork, _, _ = await collect(rig.stub.Generate(request))
@@ -130,11 +130,11 @@ async def test_a_finished_answer_can_be_read_again_from_every_position(redis_url
         for chunk in [pb.Chunk(next_position=started.prompt_tokens), *chunks]:
             text, tokens, again = await pieces(rig, started.session_id, chunk.next_position, chunk.text_offset)
             assert SAID[: chunk.text_offset] + text == SAID
-            said = chunk.next_position - started.prompt_tokens
-            assert tokens == SCRIPT[said:]
+            committed = chunk.next_position - started.prompt_tokens
+            assert tokens == SCRIPT[committed:]
             assert (again.reason, again.usage.steps) == (finished.reason, finished.usage.steps)
             assert again.usage.completion_tokens == len(SCRIPT)
-            inside += said > 0 and MODEL.tokenizer.decode(SCRIPT[:said]).endswith("\N{REPLACEMENT CHARACTER}")
+            inside += committed > 0 and MODEL.tokenizer.decode(SCRIPT[:committed]).endswith("\N{REPLACEMENT CHARACTER}")
         assert inside, "no position lies inside a character: the script is too simple"
 
 
@@ -364,10 +364,10 @@ async def test_what_its_owner_did_in_the_moment_it_was_taken_over_counts(
 
         monkeypatch.setattr(Sessions, "acquire", late)
         _, chunks, finished = await collect(rig.stub.Resume(resume("s")))
-        said = [token for chunk in chunks for token in chunk.token_ids]
-        assert said == (SCRIPT[:5] if ended else SCRIPT)
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == (SCRIPT[:5] if ended else SCRIPT)
         assert finished.reason == (types_pb2.FINISH_REASON_CANCELLED if ended else types_pb2.FINISH_REASON_LENGTH)
-        assert "".join(chunk.text for chunk in chunks) == MODEL.tokenizer.decode(said)
+        assert "".join(chunk.text for chunk in chunks) == MODEL.tokenizer.decode(tokens)
         assert [len(start.tokens) - len(prompt) for start in verifier.starts] == ([] if ended else [5])
         await released(rig, "s")
 

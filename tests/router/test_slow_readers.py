@@ -45,11 +45,11 @@ async def unread(rig: Rig) -> AsyncIterator[list[tuple[str, Any]]]:
             call.cancel()
 
 
-async def rate(heard: list[int], seconds: float) -> float:
+async def rate(received: list[int], seconds: float) -> float:
     """Tokens a second of those that read."""
-    before = sum(heard)
+    before = sum(received)
     await asyncio.sleep(seconds)
-    return (sum(heard) - before) / seconds
+    return (sum(received) - before) / seconds
 
 
 async def test_clients_that_do_not_read_pause_alone_and_go_on_where_they_stopped(
@@ -61,15 +61,15 @@ async def test_clients_that_do_not_read_pause_alone_and_go_on_where_they_stopped
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
         await rig.registry.announce(replace(worker, slots=SLOW + NORMAL), ttl_s=60)
         await asyncio.sleep(0.5)  # until the router has looked
-        heard = [0] * NORMAL
+        received = [0] * NORMAL
 
         async def read(number: int) -> None:
             async for event in rig.stub.Generate(ask(max_tokens=TOKENS)):
-                heard[number] += len(event.chunk.token_ids)
+                received[number] += len(event.chunk.token_ids)
 
         readers = [asyncio.create_task(read(number)) for number in range(NORMAL)]
-        await rate(heard, 0.5)
-        alone, memory = await rate(heard, 1.5), resident_bytes()
+        await rate(received, 0.5)
+        alone, memory = await rate(received, 1.5), resident_bytes()
 
         async def lengths() -> list[int]:
             return [(await rig.sessions.get(session_id)).length for session_id, _ in calls]
@@ -80,7 +80,7 @@ async def test_clients_that_do_not_read_pause_alone_and_go_on_where_they_stopped
                 before = now
                 await asyncio.sleep(0.25)
             assert verifier.open == SLOW + NORMAL
-            beside = await rate(heard, 1.5)
+            beside = await rate(received, 1.5)
             size = len(pb.GenerateResponse(chunk=await one_chunk(rig, calls[0][0])).SerializeToString())
             held = max(before) * size
             grown = resident_bytes() - memory
@@ -105,7 +105,9 @@ async def one_chunk(rig: Rig, session_id: str) -> pb.Chunk:
     return pb.Chunk(text="abc", token_ids=[1000], gaps=[0.5], logprobs=[entries])
 
 
-async def test_who_reads_again_finds_his_whole_answer(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_again_finds_its_whole_answer(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)
     monkeypatch.setattr(fakes, "CONTEXT", 2 * TOKENS)
     count = 3000

@@ -1,4 +1,4 @@
-"""With `auth = "keys"` nobody calls without a key, and what is another tenant's is not there."""
+"""With `auth = "keys"` no call is served without a key, and what is another tenant's is not there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def two_tenants(redis_url: str, verifier: FakeVerifier) -> AsyncIterator[t
 
 
 async def outcome(rig: Rig, method: str, request: Any, metadata: Metadata) -> tuple[Any, ...]:
-    """All that a caller can tell: status, text and trailers, or the answer."""
+    """All that a caller can observe: status, text and trailers, or the answer."""
     call = getattr(rig.stub, method)(request, metadata=metadata)
     try:
         answer = await drain(call) if hasattr(call, "read") else await call

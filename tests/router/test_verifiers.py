@@ -51,7 +51,7 @@ async def test_a_verifier_that_dies_hands_its_session_to_another_and_the_text_go
 
 
 @pytest.mark.parametrize("script", [SCRIPT[:9], [*SCRIPT[:4], 0, *SCRIPT[4:]]], ids=["length", "stop"])
-async def test_nothing_follows_the_end_when_the_verifier_dies_before_it_says_so(
+async def test_nothing_follows_the_end_when_the_verifier_dies_before_it_sends_it(
     redis_url: str, script: list[int]
 ) -> None:
     dying, steady = FakeVerifier(script), FakeVerifier(script)
@@ -81,7 +81,7 @@ async def test_a_verifier_that_falls_silent_is_taken_for_dead(redis_url: str) ->
         assert (await rig.sessions.get(started.session_id)).epoch == 2
 
 
-async def test_when_all_verifiers_are_gone_the_client_hears_it_and_can_resume(redis_url: str) -> None:
+async def test_when_all_verifiers_are_gone_the_client_gets_the_error_and_can_resume(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT, pace_s=0.02), FakeVerifier(SCRIPT)
     async with running_router(redis_url) as rig:
         async with announced(first, rig.registry, MODEL.digest) as worker:

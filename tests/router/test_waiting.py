@@ -149,7 +149,7 @@ async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(
         verifier.full = False
         started, chunks, finished = await asyncio.wait_for(call, 5)
         assert "".join(chunk.text for chunk in chunks) == SAID
-        assert (await rig.sessions.get(started.session_id)).epoch == 1  # nobody could have taken it
+        assert (await rig.sessions.get(started.session_id)).epoch == 1  # no other router could have taken it
         assert finished.usage.first_token_us > 1_500_000
 
 
@@ -173,7 +173,7 @@ async def test_a_verifier_that_goes_down_in_order_is_no_failure_and_another_one_
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_nothing_is_placed_on_a_worker_that_says_it_is_going_down(redis_url: str) -> None:
+async def test_nothing_is_placed_on_a_worker_that_announces_that_it_goes_down(redis_url: str) -> None:
     leaving, steady = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
     async with (
         running_router(redis_url) as rig,
@@ -187,7 +187,7 @@ async def test_nothing_is_placed_on_a_worker_that_says_it_is_going_down(redis_ur
 async def test_a_router_that_goes_down_hands_all_to_another_at_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)  # nobody backs off
+    monkeypatch.setattr(_stream, "FIRST_PAUSE_S", 60.0)  # longer than the test: no client may back off
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     ports = free_port(), free_port()
     first, second = (f"127.0.0.1:{port}" for port in ports)
@@ -210,7 +210,7 @@ async def test_a_router_that_goes_down_hands_all_to_another_at_once(
             assert answer.usage.steps == len(SCRIPT)  # those before are on record, too
 
 
-async def test_a_draining_router_says_moved_and_has_let_go_by_then(redis_url: str) -> None:
+async def test_a_draining_router_sends_moved_and_has_released_the_session_by_then(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.02)
     address = f"127.0.0.1:{free_port()}"
     old = running_router(redis_url, listen=address)
@@ -300,13 +300,13 @@ async def test_an_owner_that_could_not_reach_redis_for_long_is_not_swept(redis_u
         assert (await drain(call))[-1].finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 
-async def test_routers_that_share_a_verifier_take_what_it_has_and_refuse_nobody(redis_url: str) -> None:
+async def test_routers_that_share_a_verifier_take_what_it_has_and_refuse_no_request(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT, pace_s=0.01)
     verifier.slots = 2
     async with (
         running_router(redis_url) as one,
         running_router(redis_url) as other,
-        announced(verifier, one.registry, MODEL.digest),  # which says that it has eight
+        announced(verifier, one.registry, MODEL.digest),  # which announces eight slots
     ):
         calls = [collect(rig.stub.Generate(ask(max_tokens=6), timeout=20)) for rig in (one, other) for _ in range(6)]
         for _, chunks, finished in await asyncio.gather(*calls):

@@ -202,7 +202,7 @@ def test_what_is_just_within_the_bounds_is_accepted(change: dict[str, Any]) -> N
         (drawn(weights=[1, 65536]), "drawn: a weight must be 1 to 65535"),
     ],
 )
-def test_a_malformed_delta_is_refused_and_told_why(change: dict[str, Any], problem: str) -> None:
+def test_a_malformed_delta_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         codec.delta_from_pb(pb.TreeDelta(**(good() | change)), 10)
     assert str(refusal.value) == problem
@@ -221,7 +221,7 @@ def test_a_drawn_row_has_at_most_512_tokens() -> None:
 HINTS = Hints(5, (-1, 0, 1, -1), (7, 8, 9, 0), (-1 / 16, -0.5, -0.25, -2.0))
 
 
-def test_hints_survive_the_wire_and_say_whose_they_are() -> None:
+def test_hints_survive_the_wire_and_name_their_attachment() -> None:
     message = codec.hints_to_pb(HINTS, attachment=2, epoch=1)
     assert message == pb.Hints(
         attachment=2, epoch=1, root_position=5, parents=[0, 1, 1, 0], tokens=[7, 8, 9, 0], edges=b"\x01\x08\x04\x20"
@@ -243,7 +243,7 @@ def test_there_may_be_as_many_hints_as_a_delta_has_nodes() -> None:
         (pb.Hints(**many(2) | {"tokens": [1, 10]}), "tokens: token id 10 is outside the vocabulary (0 to 9)"),
     ],
 )
-def test_malformed_hints_are_refused_and_told_why(message: pb.Hints, problem: str) -> None:
+def test_malformed_hints_are_refused_with_the_reason(message: pb.Hints, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         codec.hints_from_pb(message, 10)
     assert str(refusal.value) == problem
@@ -268,7 +268,7 @@ def test_features_are_rows_of_finite_little_endian_bfloat16() -> None:
         (b"\xc0\x7f", 1, "features: must be finite"),  # not a number
     ],
 )
-def test_what_are_no_features_is_refused_and_told_why(data: bytes, width: int, problem: str) -> None:
+def test_what_are_no_features_is_refused_with_the_reason(data: bytes, width: int, problem: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         codec.features_from_pb(data, width)
     assert str(refusal.value) == problem

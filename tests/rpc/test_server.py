@@ -1,4 +1,4 @@
-"""The life of a server: what it binds, says and does at its end."""
+"""The life of a server: what it binds, prints and does at its end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_port_can_be_taken_again_at_once() -> None:
 
 
 async def test_a_frozen_peer_is_noticed_within_five_seconds() -> None:
-    """A peer that accepts and then says nothing: keepalive must end the call, not the operating system."""
+    """A peer that accepts and then sends nothing: keepalive must end the call, not the operating system."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         begin = time.monotonic()

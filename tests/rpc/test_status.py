@@ -119,7 +119,7 @@ async def test_errors_after_the_first_message_of_a_stream_are_translated_too() -
         assert type(from_rpc_error(caught.value)) is errors.Superseded
 
 
-async def test_a_bug_is_logged_once_and_tells_the_caller_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_logged_once_and_its_details_do_not_reach_the_caller(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         error = await outcome(failing(ZeroDivisionError("secret")))
     assert error.code() is grpc.StatusCode.INTERNAL

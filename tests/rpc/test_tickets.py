@@ -1,4 +1,4 @@
-"""A ticket permits one drafter one session at one upstream, for a while, and nobody else can make one."""
+"""A ticket permits one drafter one session at one upstream, for a while, and only a holder of the key makes one."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_another_key_is_a_forgery() -> None:
         check(KEY, sign(b"another key", PERMIT), PERMIT)
 
 
-def test_an_expired_one_says_so() -> None:
+def test_an_expired_one_is_refused_as_expired() -> None:
     with pytest.raises(Forbidden, match="expired"):
         check(KEY, sign(KEY, PERMIT, valid_s=-0.1), PERMIT)
 
@@ -49,7 +49,7 @@ def test_it_is_good_for_as_long_as_it_was_signed_for(monkeypatch: pytest.MonkeyP
             check(KEY, ticket, PERMIT)
 
 
-def test_who_is_refused_is_told_what_to_do() -> None:
+def test_a_refusal_names_what_to_do() -> None:
     wrong = {
         b"\xff": "malformed ticket",
         sign(b"another key", PERMIT): "forged ticket: the router and this upstream must use one Redis",

@@ -1,4 +1,4 @@
-"""TLS between real servers and callers: who shows the right certificate is heard, for what its role may do."""
+"""TLS between real servers and callers: a caller with the right certificate is served, for what its role may do."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def certificate(folder: Path, role: str, ca: Path | None = None) -> Tls:
 
 @asynccontextmanager
 async def parts(tls: Tls | None, *, mutual: bool = True, probes: str | None = None) -> AsyncIterator[str]:
-    """All services of verifiers and drafters, which implement nothing: who is let in hears UNIMPLEMENTED."""
+    """All services of verifiers and drafters, which implement nothing: a caller that is let in gets UNIMPLEMENTED."""
 
     def register(server: grpc.aio.Server) -> list[str]:
         add_VerifierServicer_to_server(VerifierServicer(), server)
@@ -105,7 +105,7 @@ async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path],
                 assert "Forbidden" in dict(error.trailing_metadata() or ()).values()
 
 
-async def test_a_method_that_is_not_in_the_table_is_nobodys(
+async def test_a_method_that_is_not_in_the_table_is_refused_to_every_role(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(ALLOWED_ROLES, "/outrider.v1.Verifier/Describe")
@@ -123,7 +123,7 @@ async def test_health_is_for_every_certificate_of_the_ca(folders: dict[str, Path
             await greeted(address, certificate(folders["ours"], role), SERVER)
 
 
-async def test_a_probe_without_a_certificate_hears_the_health_where_nothing_else_is_told(
+async def test_a_probe_without_a_certificate_gets_the_health_where_nothing_else_is_served(
     folders: dict[str, Path],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -139,21 +139,21 @@ async def test_a_probe_without_a_certificate_hears_the_health_where_nothing_else
 
 
 @pytest.mark.parametrize("who", ["of another CA", "expired", "missing", "plain text"])
-async def test_a_caller_without_a_good_certificate_hears_what_is_wrong(folders: dict[str, Path], who: str) -> None:
-    ours, believed = folders["ours"], folders["expired" if who == "expired" else "ours"]
+async def test_a_caller_without_a_good_certificate_gets_what_is_wrong(folders: dict[str, Path], who: str) -> None:
+    ours, trusted = folders["ours"], folders["expired" if who == "expired" else "ours"]
     tls = {
         "of another CA": certificate(folders["other"], "router", ours),
         "expired": certificate(folders["expired"], "router", ours),
         "missing": Tls.client(ours / "ca.pem"),
         "plain text": None,
     }[who]
-    async with parts(certificate(ours, "verifier", believed)) as address:
+    async with parts(certificate(ours, "verifier", trusted)) as address:
         with pytest.raises(Unavailable, match=r"it requires TLS, or it refuses this side's certificate"):
             await greeted(address, tls, VERIFIER)
 
 
 @pytest.mark.parametrize(
-    ("whose", "role", "says"),
+    ("whose", "role", "problem"),
     [
         ("other", "verifier", r"give both sides one CA"),
         ("expired", "verifier", r"has expired; make new ones"),
@@ -162,17 +162,17 @@ async def test_a_caller_without_a_good_certificate_hears_what_is_wrong(folders: 
     ],
 )
 async def test_a_server_that_is_another_than_it_should_be_is_refused_by_its_caller(
-    folders: dict[str, Path], whose: str, role: str, says: str
+    folders: dict[str, Path], whose: str, role: str, problem: str
 ) -> None:
     folder = folders[whose]
-    believed = folders["expired"] if whose == "expired" else folders["ours"]
-    caller = certificate(folders["ours"], "router", believed)
+    trusted = folders["expired"] if whose == "expired" else folders["ours"]
+    caller = certificate(folders["ours"], "router", trusted)
     async with parts(certificate(folder, role, folders["ours"])) as address:
-        with pytest.raises(Unavailable, match=says):
+        with pytest.raises(Unavailable, match=problem):
             await greeted(address, caller, VERIFIER)
 
 
-async def test_a_server_without_tls_is_told_from_one_that_is_away(folders: dict[str, Path]) -> None:
+async def test_a_server_without_tls_is_distinguished_from_one_that_is_away(folders: dict[str, Path]) -> None:
     async with parts(None) as address:
         with pytest.raises(Unavailable, match="speaks no TLS"):
             await greeted(address, certificate(folders["ours"], "router"), VERIFIER)

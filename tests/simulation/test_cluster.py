@@ -85,7 +85,7 @@ def test_goodput_is_ahead_of_every_fixed_gamma_in_rounds_and_never_behind_plain_
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "problem"),
     [
         ("[[kind]]\nname = 'a'\nagreement = 2\n[[phase]]\nseconds = 1\nkinds = ['a']", "kind.0.agreement"),
         ("[[kind]]\nname = 'a'\nagreement = 1\n[[phase]]\nseconds = 1\nkinds = ['b']", "b: there is no such kind"),
@@ -93,10 +93,10 @@ def test_goodput_is_ahead_of_every_fixed_gamma_in_rounds_and_never_behind_plain_
         ("kind", "not valid TOML"),
     ],
 )
-def test_a_scenario_that_is_none_is_refused_with_the_reason(tmp_path: Path, text: str, told: str) -> None:
+def test_a_scenario_that_is_none_is_refused_with_the_reason(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=problem):
         load_section(Scenario, file)
     with pytest.raises(ConfigError, match="No such file"):
         load_section(Scenario, tmp_path / "none.toml")

@@ -20,7 +20,7 @@ _START_S = 20.0
 
 @contextmanager
 def redis_cluster(folder: Path) -> Iterator[list[int]]:
-    """The nodes' ports, once each of them says that the cluster is whole. Nothing is left running afterwards."""
+    """The nodes' ports, once each of them reports that the cluster is whole. Nothing is left running afterwards."""
     with ExitStack() as stack:
         ports = _free_ports()
         clients = []

@@ -36,7 +36,7 @@ class State:
 
 
 class Store:
-    """All sessions. `now` gives seconds, by whatever clock the caller likes."""
+    """All sessions. `now` gives seconds, by any clock of the caller."""
 
     def __init__(self, *, ttl_s: float, lease_s: float, resume_ttl_s: float, now: Callable[[], float]) -> None:
         self.ttl_s, self.lease_s, self.resume_ttl_s = ttl_s, lease_s, resume_ttl_s
@@ -181,7 +181,7 @@ class Store:
 
 
 class Owned:
-    """A session under one epoch of one owner, who knows of `length` durable tokens."""
+    """A session under one epoch of one owner, which counts `length` durable tokens."""
 
     def __init__(self, store: Store, session_id: str, epoch: int, owner: str, length: int) -> None:
         self.session_id, self.epoch, self.owner, self.length = session_id, epoch, owner, length
@@ -278,7 +278,7 @@ class Owned:
         self.epoch, self.length = after.epoch, after.length
 
     def _owned(self, length: int) -> Session:
-        """The session, if it is still ours and Redis has as many tokens as we know of."""
+        """The session, if it still has this owner and Redis has as many tokens as the owner counts."""
         session = self._store.find(self.session_id)
         if session is None:
             raise NotFound(self.session_id)

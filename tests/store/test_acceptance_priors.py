@@ -10,7 +10,7 @@ from outrider.errors import Unavailable
 from outrider.store.acceptance_priors import MAX_STEPS, share
 from outrider.store.client import Client, connect
 
-KEY = "outrider:{lessons}:target:drafter:hot"
+KEY = "outrider:{acceptance}:target:drafter:hot"
 NAME = "target:drafter:hot"
 
 
@@ -45,8 +45,8 @@ async def test_what_routers_saw_adds_up_and_a_new_session_begins_where_others_ar
     assert one.fresh.steps == new.fresh.steps == 0
     assert new.first.mean == pytest.approx(0.003)
     assert new.step.mean == pytest.approx(0.025)
-    told = Goodput(Plan(depth=16, nodes=32), new).plan().depth
-    assert told == Goodput(Plan(depth=16, nodes=32), one).plan().depth < 16
+    depth = Goodput(Plan(depth=16, nodes=32), new).plan().depth
+    assert depth == Goodput(Plan(depth=16, nodes=32), one).plan().depth < 16
     assert await client.ttl(KEY) > 0
 
 

@@ -1,4 +1,4 @@
-"""Whoever is cancelled while it talks to Redis ends: at whatever moment it was."""
+"""A task that is cancelled during a call to Redis ends, at whatever moment that is."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> Non
     assert [known.worker_id for known in await registry.workers("verifier")] == ["v2"]
 
 
-async def test_a_cluster_that_misses_a_part_says_so(ports: list[int], client: RedisCluster) -> None:
+async def test_a_cluster_that_misses_a_part_is_reported(ports: list[int], client: RedisCluster) -> None:
     sessions = Sessions(client, ttl_s=60, lease_s=5, resume_ttl_s=20)
     await sessions.create("s1", "tenant", "target", b"digest")
     with redis.Redis(port=ports[0]) as node:

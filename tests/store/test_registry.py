@@ -1,4 +1,4 @@
-"""Workers are listed while they say so, and not a TTL longer."""
+"""Workers are listed while they announce themselves, and not a TTL longer."""
 
 import asyncio
 import logging
@@ -129,7 +129,7 @@ def _ids(workers: list[Worker]) -> list[str]:
 
 async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttls(server: Server) -> None:
     client, ttl_s = connect(server.url), 0.4
-    registry, newcomer = Registry(client), Registry(client)
+    registry, fresh = Registry(client), Registry(client)
     await registry.announce(VERIFIER, ttl_s)
     await registry.announce(DRAFTER, 30)
     assert _ids(await registry.workers()) == ["d1", "v1"]
@@ -140,7 +140,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
     server.start()  # and has forgotten everything
     assert _ids(await registry.workers()) == ["d1", "v1"]
     assert await registry.workers("verifier") == [VERIFIER]
-    assert await newcomer.workers() == []  # it never knew any
+    assert await fresh.workers() == []  # it never listed any before
     await registry.announce(replace(VERIFIER, sessions=7), 30)
     assert await registry.workers("verifier") == [replace(VERIFIER, sessions=7)]
     await registry.withdraw("v1")
@@ -149,7 +149,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
     await client.aclose()
 
 
-async def test_who_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
+async def test_a_worker_that_does_not_come_back_within_a_ttl_is_gone(server: Server) -> None:
     client, ttl_s = connect(server.url), 2.0
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s)
@@ -167,7 +167,7 @@ async def test_who_does_not_come_back_within_a_ttl_is_gone(server: Server) -> No
     await client.aclose()
 
 
-async def test_without_an_outage_nobody_is_spared(client: Redis) -> None:
+async def test_without_an_outage_no_worker_is_spared(client: Redis) -> None:
     registry = Registry(client)
     await registry.announce(VERIFIER, ttl_s=5)
     assert await registry.workers() == [VERIFIER]

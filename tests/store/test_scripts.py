@@ -37,7 +37,7 @@ FEW = st.sampled_from((0, 0, 0, 1, 2, 5))
 
 
 def text(start: int, stop: int) -> list[int]:
-    """Everybody's tokens: as with one contract, a position has one token whoever computes it."""
+    """Every owner's tokens: as with one contract, a position has one token whichever owner computes it."""
     return [position * 7 % 5 for position in range(start, stop)]
 
 
@@ -337,7 +337,7 @@ class Agreement(RuleBasedStateMachine):
         outcome = self.agree(call)
         if again:
             before = self.store.saved()
-            assert self.agree(call) == outcome or outcome is True  # `create` says that it was there
+            assert self.agree(call) == outcome or outcome is True  # `create` returns that it was there
             assert self.store.saved() == before
         return None if isinstance(outcome, type) else outcome
 
@@ -353,7 +353,7 @@ class Agreement(RuleBasedStateMachine):
         if isinstance(real, OwnedSession) and isinstance(reference, Owned):
             real = (real.epoch, real.owner, real._length)
             reference = (reference.epoch, reference.owner, reference.length)
-        if isinstance(real, type):  # a refusal that only says more to its raiser
+        if isinstance(real, type):  # a subclass that only its raiser uses
             real = real.__mro__[real.__name__.startswith("_")]
         assert real == reference
         return real

@@ -199,7 +199,7 @@ async def test_begin_refuses_a_gap_and_a_log_that_went_on(sessions: Sessions) ->
     assert (await sessions.get("s1")).epoch == 1
 
 
-async def test_an_older_epoch_is_refused_and_told_who_owns_the_session(sessions: Sessions) -> None:
+async def test_an_older_epoch_is_refused_with_the_name_of_the_owner(sessions: Sessions) -> None:
     old = await _begin(sessions)
     new = await sessions.acquire("s1", 1, "r2")
     for write in (
@@ -337,7 +337,7 @@ async def test_a_change_of_plan_that_arrives_late_does_not_undo_a_newer_one(sess
     assert (await sessions.get("s1")).drafters == ()
 
 
-async def test_a_closed_session_refuses_everybody_and_leaves_a_tombstone_only(
+async def test_a_closed_session_refuses_every_owner_and_leaves_a_tombstone_only(
     client: Redis, sessions: Sessions
 ) -> None:
     owned = await _begin(sessions)
@@ -433,7 +433,7 @@ async def test_an_unreachable_redis_is_named_without_its_password() -> None:
         await client.aclose()
 
 
-async def test_a_wrong_password_says_so(redis_url: str) -> None:
+async def test_a_wrong_password_is_reported(redis_url: str) -> None:
     client = connect(redis_url.partition("?")[0] + "?password=wrong")
     with pytest.raises(Unavailable, match="refuses our password"):
         await Sessions(client, ttl_s=1, lease_s=1, resume_ttl_s=1).get("s1")

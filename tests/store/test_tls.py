@@ -1,4 +1,4 @@
-"""`rediss://`: what redis-py says of TLS in a URL reaches it through us. The embedded server speaks none, so something
+"""`rediss://`: redis-py's options for TLS in a URL reach it through us. The embedded server speaks none, so something
 in front of a real one does."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which versions of a drafter there are is told by fields that are written once."""
+"""The versions of a drafter are fields that are written once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_what_is_forgotten_leaves_its_number_taken(client: Redis) -> None:
     assert published.known  # so that drafters go back to what they began with
 
 
-async def test_drafters_are_apart_and_what_is_none_of_ours_is_said(client: Redis) -> None:
+async def test_drafters_are_apart_and_what_is_none_of_ours_is_reported(client: Redis) -> None:
     await Versions(client, "drafter").publish(ONE)
     assert not (await Versions(client, "other").read()).known
     await client.hset("outrider:{versions}:drafter", "version:3", "{}")

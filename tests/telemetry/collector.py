@@ -20,7 +20,7 @@ KINDS = {1: "internal", 2: "server", 3: "client"}
 
 @dataclass(frozen=True)
 class Span:
-    """One span, with what its process says of itself."""
+    """One span, with what its process reports of itself."""
 
     name: str
     kind: str

@@ -13,7 +13,7 @@ from outrider.telemetry import logs
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+def logged(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     stream, root = io.StringIO(), logging.getLogger()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(root, "handlers", [])
@@ -22,22 +22,22 @@ def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return stream
 
 
-def test_a_line_has_the_trace_the_span_and_the_session_that_it_is_about(said: io.StringIO) -> None:
+def test_a_line_has_the_trace_the_span_and_the_session_that_it_is_about(logged: io.StringIO) -> None:
     tracer = TracerProvider().get_tracer("test")
     with tracer.start_as_current_span("request") as span, logs.session_context("session-7"):
         logging.getLogger("router").warning("moves: %d\nlines", 3)
     logging.getLogger("router").info("on its own")
-    first, second = map(json.loads, said.getvalue().splitlines())
+    first, second = map(json.loads, logged.getvalue().splitlines())
     assert first["trace_id"] == f"{span.get_span_context().trace_id:032x}"
     assert first["span_id"] == f"{span.get_span_context().span_id:016x}"
     assert (first["session_id"], first["body"], first["severity"]) == ("session-7", "moves: 3\nlines", "WARNING")
     assert second.keys() == {"timestamp", "severity", "logger", "body"}
 
 
-def test_an_exception_stays_on_its_line(said: io.StringIO) -> None:
+def test_an_exception_stays_on_its_line(logged: io.StringIO) -> None:
     try:
         raise ValueError("why")
     except ValueError:
         logging.getLogger("router").exception("a handler failed")
-    (line,) = said.getvalue().splitlines()
+    (line,) = logged.getvalue().splitlines()
     assert "ValueError: why" in json.loads(line)["exception"]

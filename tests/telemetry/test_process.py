@@ -1,4 +1,4 @@
-"""A server is as well without anybody who listens to what it tells."""
+"""A server works as well without a collector that receives its telemetry."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.telemetry.process import _sampler, exporting_telemetry
 from tests.fleet.conftest import free_port
 
 
-def test_a_collector_that_is_not_there_holds_nobody_up() -> None:
+def test_a_collector_that_is_not_there_holds_up_no_call() -> None:
     """Left to itself, the exporter tries again for half a minute."""
-    told = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", "OTEL_TRACES_SAMPLER": "always_on"}
+    settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}", "OTEL_TRACES_SAMPLER": "always_on"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.telemetry.caller", f"127.0.0.1:{free_port()}", "5"],
-        env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **told},
+        env={"PATH": "", "PYTHONPATH": ":".join(sys.path), **settings},
         capture_output=True,
         text=True,
         timeout=20,

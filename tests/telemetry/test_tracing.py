@@ -54,13 +54,13 @@ class Watched:
         if not wait:
             while not await self.running():
                 await asyncio.sleep(0.02)
-            with self.stopped("verifier-0"):  # or it might be done before it hears of it
+            with self.stopped("verifier-0"):  # or the generation might end before the cancel arrives
                 caller.kill()
                 await caller.wait()
                 await asyncio.sleep(0.3)
-        said = (await caller.stdout.read()).decode().splitlines()
+        printed = (await caller.stdout.read()).decode().splitlines()
         await caller.wait()
-        return trace, said
+        return trace, printed
 
     @contextmanager
     def stopped(self, name: str) -> Iterator[None]:
@@ -163,21 +163,21 @@ async def test_a_request_is_one_trace_through_all_processes(watched: Watched) ->
     assert len({span.instance for span in spans if span.name == "draft"}) == 2  # both tiers
     assert all(span.began <= span.ended for span in spans)
 
-    steps_told = [span for span in spans if span.name == "verify"]
-    assert sum(span.about["outrider.tokens.committed"] for span in steps_told) == TOKENS
-    assert sum(span.about["outrider.nodes.verified"] for span in steps_told) == int(verified)
-    assert sum(span.about["outrider.nodes.accepted"] for span in steps_told) == int(accepted) > 0
+    step_spans = [span for span in spans if span.name == "verify"]
+    assert sum(span.about["outrider.tokens.committed"] for span in step_spans) == TOKENS
+    assert sum(span.about["outrider.nodes.verified"] for span in step_spans) == int(verified)
+    assert sum(span.about["outrider.nodes.accepted"] for span in step_spans) == int(accepted) > 0
     assert all(
         span.about["outrider.nodes.verified"]
         == span.about["outrider.nodes.accepted"] + span.about["outrider.nodes.rejected"]
         and span.about["outrider.nodes.held"]
         == span.about["outrider.nodes.verified"] + span.about["outrider.nodes.left_out"]
-        for span in steps_told
+        for span in step_spans
     )
-    linked = [by_id[link] for span in steps_told for link in span.links]
+    linked = [by_id[link] for span in step_spans for link in span.links]
     assert {span.name for span in linked} == {"draft"}
     assert {span.about["outrider.session.id"] for span in spans if span.name == "drafting"} == {session}
-    assert any(span.links for span in steps_told)
+    assert any(span.links for span in step_spans)
     assert not any(span.error for span in spans)
     answer = next(span for span in spans if path(span) == generate)
     assert answer.about["gen_ai.usage.output_tokens"] == TOKENS
@@ -189,7 +189,7 @@ def _drafting(spans: list[Span]) -> int:
     return sum(span.name == "drafting" for span in spans)
 
 
-async def test_whoever_asks_the_gateway_finds_its_request_in_his_own_trace(watched: Watched) -> None:
+async def test_a_caller_of_the_gateway_finds_its_request_in_its_own_trace(watched: Watched) -> None:
     trace, parent = secrets.token_bytes(16), secrets.token_bytes(8)
     flags = ("--router", watched.cluster.router_address, "--listen", "127.0.0.1:0")
     gateway = await asyncio.create_subprocess_exec(
@@ -217,7 +217,7 @@ async def test_whoever_asks_the_gateway_finds_its_request_in_his_own_trace(watch
         await gateway.wait()
 
 
-async def test_a_call_that_is_cancelled_is_told_of_as_cancelled(watched: Watched) -> None:
+async def test_a_call_that_is_cancelled_is_reported_as_cancelled(watched: Watched) -> None:
     trace, _ = await watched.ask("900", wait=False)
     call = await watched.call(trace)
     assert call.about["rpc.response.status_code"] == "CANCELLED"
@@ -227,31 +227,31 @@ async def test_a_call_that_is_cancelled_is_told_of_as_cancelled(watched: Watched
     assert not decode.error
 
 
-async def test_a_call_that_ran_out_of_time_is_told_of_as_such(watched: Watched) -> None:
-    trace, said = await watched.ask("900", "0.4")
-    assert said == ["DeadlineExceeded"]
+async def test_a_call_that_ran_out_of_time_is_reported_as_such(watched: Watched) -> None:
+    trace, printed = await watched.ask("900", "0.4")
+    assert printed == ["DeadlineExceeded"]
     call = await watched.call(trace)
     ended = call.about["rpc.response.status_code"], call.about.get("gen_ai.response.finish_reasons")
     assert ended in (("DEADLINE_EXCEEDED", None), ("OK", ["deadline"]))
     assert call.error == (ended[0] != "OK")
 
 
-async def test_whoever_asks_decides_whether_it_is_traced(watched: Watched) -> None:
-    trace, said = await watched.ask("8", sampled=False)
-    assert len(said) == 2
+async def test_the_caller_decides_whether_its_call_is_traced(watched: Watched) -> None:
+    trace, printed = await watched.ask("8", sampled=False)
+    assert len(printed) == 2
     await asyncio.sleep(0.5)
     assert not watched.collector.of(trace)
 
 
-async def test_neither_prompts_nor_answers_are_told(watched: Watched) -> None:
+async def test_neither_prompts_nor_answers_are_exported_or_logged(watched: Watched) -> None:
     _, (_, text) = await watched.ask("40")
     await asyncio.sleep(0.8)
     word = max(text.split(), key=len)
     assert len(word) > 3
-    told = b"".join(watched.collector.raw) + "\n".join(watched.lines).encode()
+    emitted = b"".join(watched.collector.raw) + "\n".join(watched.lines).encode()
     assert b"winnow" in PROMPT.encode()
-    assert b"winnow" not in told
-    assert text[:24].encode() not in told
+    assert b"winnow" not in emitted
+    assert text[:24].encode() not in emitted
 
 
 async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
@@ -259,8 +259,8 @@ async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched
     roles = {"router", "verifier", "drafter"}  # the gateway's page is its own
     every = [(metric, role) for metric in METRICS for role in roles.intersection(metric.role.split(", "))]
     for metric, role in every:
-        told = watched.collector.metrics[f"outrider-{role}"]
-        await watched.collector.until(lambda told=told, name=metric.name: name in told)
+        received = watched.collector.metrics[f"outrider-{role}"]
+        await watched.collector.until(lambda received=received, name=metric.name: name in received)
     pages: dict[str, str] = defaultdict(str)  # of all that have a role: one drafter alone learns
     for role, address in _pages(watched.lines):
         pages[role] += "\n" + await asyncio.to_thread(_page, address)
@@ -270,8 +270,8 @@ async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched
 
 def _pages(lines: list[str]) -> list[tuple[str, str]]:
     """Roles and addresses, as servers log them."""
-    said = [json.loads(line)["body"] for line in list(lines) if line.startswith("{")]
-    return [(one.split(": ")[0], one.rpartition(" ")[2]) for one in said if ": metrics at " in one]
+    bodies = [json.loads(line)["body"] for line in list(lines) if line.startswith("{")]
+    return [(one.split(": ")[0], one.rpartition(" ")[2]) for one in bodies if ": metrics at " in one]
 
 
 def _page(address: str) -> str:

@@ -39,7 +39,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0])
-def said(request: pytest.FixtureRequest, prompts: list[list[int]]) -> TargetTexts:
+def generated(request: pytest.FixtureRequest, prompts: list[list[int]]) -> TargetTexts:
     return generate_texts(load("target", len(prompts)), prompts, temperature=request.param, tokens=ANSWER, seed=7)
 
 
@@ -62,10 +62,12 @@ def test_a_walk_counts_what_agrees_and_one_more() -> None:
         acceptance_length(np.zeros((1, 0, 4), np.bool_))
 
 
-def test_the_target_says_what_it_says_alone(said: TargetTexts, prompts: list[list[int]]) -> None:
-    for prompt, tokens, seed in zip(prompts, said.tokens, said.seeds, strict=True):
+def test_the_target_generates_in_a_batch_what_it_generates_alone(
+    generated: TargetTexts, prompts: list[list[int]]
+) -> None:
+    for prompt, tokens, seed in zip(prompts, generated.tokens, generated.seeds, strict=True):
         engine = load("target", 1)
-        contract = Contract(seed=seed, max_tokens=ANSWER, temperature=said.temperature)
+        contract = Contract(seed=seed, max_tokens=ANSWER, temperature=generated.temperature)
         sampler = Sampler(contract, engine.vocabulary, prompt, PROMPT)
         text = list(prompt)
         for at in range(PROMPT - 1, PROMPT + ANSWER - 1):
@@ -78,23 +80,23 @@ def test_the_target_says_what_it_says_alone(said: TargetTexts, prompts: list[lis
         assert text == tokens.tolist()
 
 
-def test_whoever_says_what_the_target_says_is_always_right(said: TargetTexts) -> None:
-    assert chain_acceptance_length(after(load("target", 1)), said, GAMMA) == GAMMA + 1
+def test_a_drafter_that_is_the_target_is_always_right(generated: TargetTexts) -> None:
+    assert chain_acceptance_length(after(load("target", 1)), generated, GAMMA) == GAMMA + 1
 
 
-def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(said: TargetTexts) -> None:
-    lengths = {name: chain_acceptance_length(after(load(name, 1)), said, GAMMA) for name in ("mid", "drafter")}
+def test_a_better_drafter_has_a_greater_one_and_it_is_what_drafting_brings(generated: TargetTexts) -> None:
+    lengths = {name: chain_acceptance_length(after(load(name, 1)), generated, GAMMA) for name in ("mid", "drafter")}
     assert 1.0 < lengths["drafter"] < lengths["mid"] < GAMMA + 1
-    assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), said))
+    assert lengths["drafter"] == pytest.approx(drafted(load("drafter", 1), generated))
 
 
-def drafted(engine: NativeEngine, said: TargetTexts) -> float:
+def drafted(engine: NativeEngine, generated: TargetTexts) -> float:
     """By really drafting chains, one token after the other, from each root."""
     steps = tokens = 0
-    for text, seed in zip(said.tokens.tolist(), said.seeds, strict=True):
+    for text, seed in zip(generated.tokens.tolist(), generated.seeds, strict=True):
         root = PROMPT
         while root + GAMMA <= len(text):
-            contract = Contract(seed=seed, max_tokens=ANSWER, temperature=said.temperature)
+            contract = Contract(seed=seed, max_tokens=ANSWER, temperature=generated.temperature)
             sampler = Sampler(contract, engine.vocabulary, text[:root], PROMPT)
             chain: list[int] = []
             while len(chain) < GAMMA:

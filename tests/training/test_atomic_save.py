@@ -42,13 +42,13 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_says_so(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_good_one_and_is_reported(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
         save(disk / "one", "first")
-        told = "No space left on device.*make room there.*what was saved there last is intact"
-        with pytest.raises(CheckpointError, match=told), replaced(disk / "one") as new:
+        problem = "No space left on device.*make room there.*what was saved there last is intact"
+        with pytest.raises(CheckpointError, match=problem), replaced(disk / "one") as new:
             save_file({"large": torch.zeros(1 << 20)}, new / "model.safetensors")
-        with pytest.raises(CheckpointError, match=told), replaced(disk / "one") as new:
+        with pytest.raises(CheckpointError, match=problem), replaced(disk / "one") as new:
             (new / "large").write_bytes(bytes(1 << 21))
         assert (disk / "one" / "said").read_text() == "first"
         save(disk / "one", "second")
@@ -87,7 +87,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-def test_where_nothing_may_be_written_that_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         save(tmp_path / "file" / "one", "first")

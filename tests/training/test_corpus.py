@@ -20,13 +20,13 @@ from tests.training.family import PAGES, TARGET
 
 
 def prepared(source: Path, vocabulary: Vocabulary, folder: Path, held_out: int = 4) -> tuple[Corpus, list[str]]:
-    """And what was heard of it."""
-    heard: list[str] = []
+    """The corpus, and the stages that its preparation reported."""
+    stages: list[str] = []
     texts = TrainingTexts(TextSettings(text=(str(source),), pattern="*.md", held_out=held_out))
-    return prepare(texts, vocabulary, folder, lambda what, done: heard.append(what)), heard
+    return prepare(texts, vocabulary, folder, lambda what, done: stages.append(what)), stages
 
 
-def test_ids_say_the_texts_with_a_separator_behind_each(tmp_path: Path) -> None:
+def test_ids_are_the_texts_with_a_separator_behind_each(tmp_path: Path) -> None:
     vocabulary = Vocabulary.read(TARGET, 0)
     corpus, _ = prepared(PAGES, vocabulary, tmp_path / "ids", held_out=20)
     assert corpus.train.dtype == np.uint16
@@ -48,8 +48,8 @@ def test_long_texts_are_tokenized_in_pieces_that_make_up_the_whole(
     vocabulary = Vocabulary.read(TARGET)
     assert vocabulary.separator == 0  # as tokenizer_config.json names it
     corpus, _ = prepared(tmp_path, vocabulary, tmp_path / "ids")
-    said = np.concatenate([corpus.train, corpus.held_out])
-    assert vocabulary.tokenizer.decode(said.tolist()) == content
+    tokens = np.concatenate([corpus.train, corpus.held_out])
+    assert vocabulary.tokenizer.decode(tokens.tolist()) == content
 
 
 def test_ids_are_made_anew_only_where_the_texts_or_the_tokenizer_are_others(tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_ids_are_made_anew_only_where_the_texts_or_the_tokenizer_are_others(tmp_
     for number in range(60):
         (pages / f"{number}.md").write_text(f"page {number}", encoding="utf-8")
     vocabulary = Vocabulary.read(TARGET)
-    first, heard = prepared(pages, vocabulary, ids)
-    assert "tokenizing texts" in heard
-    again, heard = prepared(pages, vocabulary, ids)
-    assert heard == ["reading texts"]
+    first, stages = prepared(pages, vocabulary, ids)
+    assert "tokenizing texts" in stages
+    again, stages = prepared(pages, vocabulary, ids)
+    assert stages == ["reading texts"]
     assert np.array_equal(first.train, again.train)
     (pages / "1.md").write_text("another", encoding="utf-8")
     assert "tokenizing texts" in prepared(pages, vocabulary, ids)[1]
@@ -71,7 +71,7 @@ def test_ids_are_made_anew_only_where_the_texts_or_the_tokenizer_are_others(tmp_
     assert "tokenizing texts" in prepared(pages, vocabulary, ids)[1]
 
 
-def test_too_little_text_is_said_before_anything_is_learned(tmp_path: Path) -> None:
+def test_too_little_text_is_reported_before_anything_is_learned(tmp_path: Path) -> None:
     vocabulary = Vocabulary.read(TARGET)
     (tmp_path / "one.md").write_text("a few words\n" * 9, encoding="utf-8")
     corpus, _ = prepared(tmp_path, vocabulary, tmp_path / "ids")

@@ -59,7 +59,7 @@ def test_a_drafter_comes_nearer_to_its_target(taught: Path) -> None:
     assert lines[-1]["tokens"] == 120 * 256
 
 
-def test_what_is_made_loads_and_says_what_it_is(taught: Path, target: Path) -> None:
+def test_what_is_made_loads_and_describes_itself(taught: Path, target: Path) -> None:
     engine = load_engine(taught, dtype="bfloat16", slots=1, threads=1)
     assert (engine.vocabulary, engine.context) == (300, 128)
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(taught / "model.safetensors").values())
@@ -191,12 +191,12 @@ def test_every_objective_trains(name: str, target: Path, tmp_path: Path) -> None
     assert last["held_out_loss"] < first["held_out_loss"]
 
 
-def test_recipes_know_every_objective() -> None:
+def test_recipes_accept_every_objective() -> None:
     known = DrafterRecipe.model_json_schema()["properties"]["objective"]["enum"]
     assert set(known) == {"text", *NAMES}
 
 
-def test_an_interrupted_command_saves_and_says_how_to_go_on(target: Path, tmp_path: Path) -> None:
+def test_an_interrupted_command_saves_and_reports_how_to_go_on(target: Path, tmp_path: Path) -> None:
     output = tmp_path / "drafter"
     command = [
         *(sys.executable, "-m", "outrider.cli", "train", "drafter", "--target", str(target), "--text", str(PAGES)),
@@ -209,12 +209,12 @@ def test_an_interrupted_command_saves_and_says_how_to_go_on(target: Path, tmp_pa
             assert process.poll() is None
             signal.sigtimedwait([], 0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "the same command goes on from there" in said
+    assert "the same command goes on from there" in printed
     load_engine(output, dtype="bfloat16", slots=1, threads=1)
     stood = json.loads((tmp_path / "drafter.run" / "state" / "state.json").read_text(encoding="utf-8"))["step"]
-    assert f"stopped at step {stood}, " in said
+    assert f"stopped at step {stood}, " in printed
     again = begin(recipe(target, output, layers=(0, 2), tokens=100_000_000, warm_up=100, learning_rate=1e-3))
     assert again.progress.step == stood >= 3
 

@@ -1,4 +1,4 @@
-"""Losses are those of whole texts, in parts or not; the drafter's own words are drawn from what it says."""
+"""Losses are those of whole texts, in parts or not; the drafter's own tokens are drawn from its distributions."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def gradient(model: Any, loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("part", [1, 1000, 1 << 20])
-@pytest.mark.parametrize("said", [None, 7])
+@pytest.mark.parametrize("drawn", [None, 7])
 def test_a_loss_in_parts_is_that_of_the_whole(
-    models: tuple[Any, Any], said: int | None, part: int, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Any, Any], drawn: int | None, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lessons_, "PART", part)
     target, student = models
     settings = recipe(Path("t"), Path("o"), objective="total-variation", text_weight=0.25, temperature=0.7)
     windows = torch.randint(0, 300, (3, 21), generator=torch.Generator().manual_seed(2))
-    loss = DrafterTask(settings, target).window_loss(student, windows, said)
-    counted = said or 20
+    loss = DrafterTask(settings, target).window_loss(student, windows, drawn)
+    counted = drawn or 20
     q = student(input_ids=windows[:, :-1]).logits[:, -counted:]
     with torch.no_grad():
         p = target(input_ids=windows[:, :-1]).logits[:, -counted:]
     expected = objective("total-variation")(p / 0.7, q / 0.7).mean()
-    if said is None:
+    if drawn is None:
         text = torch.nn.functional.cross_entropy(q.flatten(0, 1), windows[:, 1:].flatten())
         expected = 0.75 * expected + 0.25 * text
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -65,24 +65,24 @@ def test_text_alone_is_cross_entropy_and_asks_no_target(models: tuple[Any, Any])
     )
 
 
-def test_what_the_drafter_says_is_drawn_from_what_it_gives_to_the_whole_text(models: tuple[Any, Any]) -> None:
+def test_the_drafter_s_tokens_are_drawn_from_its_distributions_over_the_whole_text(models: tuple[Any, Any]) -> None:
     """The cache changes nothing: drawn again with the same dice from passes over the whole text, it is the same."""
     _, student = models
     student.train()
     prompts = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(4))
-    said = continued(student, prompts, 12, torch.Generator().manual_seed(5))
+    generated = continued(student, prompts, 12, torch.Generator().manual_seed(5))
     assert student.training
-    assert said.shape == (3, 21)
+    assert generated.shape == (3, 21)
     dice, text = torch.Generator().manual_seed(5), prompts
     for _ in range(12):
         with torch.no_grad():
             q = student(input_ids=text, use_cache=False).logits[:, -1].softmax(-1)
         text = torch.cat([text, torch.multinomial(q, 1, generator=dice)], 1)
-    assert torch.equal(said, text)
+    assert torch.equal(generated, text)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
-def test_the_drafter_speaks_in_the_share_of_steps_that_was_asked_for(share: float) -> None:
+def test_the_drafter_s_own_tokens_are_used_in_the_share_of_steps_that_was_asked_for(share: float) -> None:
     own = [is_on_policy(step, share) for step in range(400)]
     assert sum(own) == 400 * share
     assert all(sum(own[first : first + 4]) == 4 * share for first in range(0, 400, 4))

@@ -1,4 +1,4 @@
-"""A drafter that was just trained drafts for its target in a cluster, which says what it says without."""
+"""A drafter that was just trained drafts for its target in a cluster, and the answers are those without it."""
 
 from __future__ import annotations
 

@@ -68,23 +68,23 @@ def test_heads_learn_and_draft_as_was_measured(kind: Kind, target: Path, tmp_pat
     # One text under the noise, root by root: what the folder drafts is accepted as far as was measured of such texts.
     shape = read_heads_config(settings.output)
     engine = NativeEngine.load(target, dtype="float32", slots=2, rows=96, threads=1, features=shape.features)
-    said = generate_texts(engine, [[7, 8, 9, 10] * 4] * 2, temperature=1.0, tokens=40, seed=5)
+    generated = generate_texts(engine, [[7, 8, 9, 10] * 4] * 2, temperature=1.0, tokens=40, seed=5)
     with torch.no_grad():
         for weight in training._plain.parameters():
             weight.copy_(weight.bfloat16().float())  # as they are saved
-    measured = training._task.acceptance(training._plain, said)
-    assert drafted(settings.output, target, engine, said) == pytest.approx(measured, abs=1e-6)
+    measured = training._task.acceptance(training._plain, generated)
+    assert drafted(settings.output, target, engine, generated) == pytest.approx(measured, abs=1e-6)
 
 
-def drafted(heads: Path, target: Path, engine: NativeEngine, said: TargetTexts) -> float:
+def drafted(heads: Path, target: Path, engine: NativeEngine, generated: TargetTexts) -> float:
     steps = tokens = 0
     speculator = load_speculator(heads, target, precise=True, slots=1, context=96)
-    for text, seed in zip(said.tokens.tolist(), said.seeds, strict=True):
+    for text, seed in zip(generated.tokens.tolist(), generated.seeds, strict=True):
         ids = torch.tensor(text).numpy()
         engine.forward([Segment(0, 0, ids, torch.arange(len(text)).numpy())])
-        features, root = engine.hidden().clone(), said.prompt
+        features, root = engine.hidden().clone(), generated.prompt
         while root + DEPTH <= len(text):
-            sampler = Sampler(Contract(seed=seed, max_tokens=40), engine.vocabulary, text[:root], said.prompt)
+            sampler = Sampler(Contract(seed=seed, max_tokens=40), engine.vocabulary, text[:root], generated.prompt)
             speculator.open_slot(0, None, 0)
             speculator.add_features(0, 0, features[: root - 1])
             (row,) = speculator.begin([HeadRoot(0, text[:root])])

@@ -1,4 +1,4 @@
-"""The objectives are what they say: against their definitions, and the agreement against real draws."""
+"""The objectives are held against their definitions, and the agreement against real draws."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_agreement_is_how_often_draws_with_shared_noise_agree() -> None:
     draws = 200_000
     noise = -torch.rand(draws, VOCABULARY, generator=torch.Generator().manual_seed(5)).log().neg().log()
     same = ((target + noise).argmax(-1) == (drafter + noise).argmax(-1)).double().mean()
-    told = math.exp(-float(agreement(target, drafter)))
-    assert abs(float(same) - told) < 5 * math.sqrt(told * (1 - told) / draws)
+    share = math.exp(-float(agreement(target, drafter)))
+    assert abs(float(same) - share) < 5 * math.sqrt(share * (1 - share) / draws)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_whoever_is_the_target_has_nothing_to_learn(name: str) -> None:
+def test_a_drafter_that_is_the_target_has_nothing_to_learn(name: str) -> None:
     target = logits(6, 3)
     drafter = target.clone().requires_grad_()
     loss = objective(name)(target, drafter)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def examples(models: Path) -> list[TrainingSample]:
-    """What the target thinks of texts drawn at random."""
+    """Samples: what the target predicts for texts drawn at random."""
     target = OnlineModel(models / "target")._model.eval()
     texts = torch.randint(0, VOCABULARY, (80, 80), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

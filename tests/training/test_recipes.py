@@ -30,18 +30,18 @@ def made(kind: str, name: str, *arguments: str) -> str:
 
 def test_each_recipe_makes_its_part_of_a_family_with_its_sizes_cut_down(tmp_path: Path) -> None:
     tokenizer, target = tmp_path / "tokenizer", tmp_path / "target"
-    said = made("tokenizer", "tokenizer", "--vocabulary", "400", "--output", str(tokenizer))
-    assert said == f"outrider train: wrote {tokenizer}: tokens=400"
+    printed = made("tokenizer", "tokenizer", "--vocabulary", "400", "--output", str(tokenizer))
+    assert printed == f"outrider train: wrote {tokenizer}: tokens=400"
     small = ("--width", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--ffn", "48", "--context", "64")
     made("drafter", "target", *small, *LITTLE, "--tokenizer", str(tokenizer), "--output", str(target))
     assert load_engine(target, dtype="bfloat16", slots=1, threads=1).eos_ids == (0,)
-    assert not (target / "outrider.json").exists()  # it drafts for nobody
+    assert not (target / "outrider.json").exists()  # it drafts for no target
     for name in ("mid", "drafter"):
-        said = made("drafter", name, *LITTLE, "--target", str(target), "--output", str(tmp_path / name))
+        printed = made("drafter", name, *LITTLE, "--target", str(target), "--output", str(tmp_path / name))
         assert re.fullmatch(
             rf"outrider train: wrote {tmp_path / name}: steps=4 tokens=256 seconds=\d+\.\d tokens_per_s=\d+ "
             r"loss=\d\.\d+ held_out_loss=\d\.\d+ acceptance_t0=\d\.\d\d acceptance_t1=\d\.\d\d",
-            said,
+            printed,
         )
         assert json.loads((tmp_path / name / "outrider.json").read_text(encoding="utf-8"))["target"] == "target"
         load_engine(tmp_path / name, dtype="bfloat16", slots=1, threads=1)

@@ -50,7 +50,7 @@ def test_layers_of_another_family_are_taken_too(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, found.model.state_dict()[name]) for name, tensor in kept.items())
 
 
-def test_a_shape_is_random_by_its_seed_and_says_the_targets_tokens(target: Path, tmp_path: Path) -> None:
+def test_a_shape_is_random_by_its_seed_and_has_the_targets_tokens(target: Path, tmp_path: Path) -> None:
     one, same, other = (
         student(recipe(target, tmp_path, layers=(), **SHAPE, kv_heads=1, seed=seed)).eval()(TEXT).logits
         for seed in (1, 1, 2)
@@ -73,7 +73,7 @@ def damaged(target: Path, folder: Path) -> Path:
 
 
 def small(folder: Path) -> Path:
-    """Of the same tokenizer, with fewer tokens."""
+    """A checkpoint with the same tokenizer, and with fewer tokens in its vocabulary."""
     made = make_target(folder)
     model = load(made, "float32").model
     model.resize_token_embeddings(290)
@@ -82,7 +82,7 @@ def small(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "said"),
+    ("changes", "error", "problem"),
     [
         ({"layers": (0, 3)}, ConfigError, "the target has 3, counted from 0; it has no layer 3"),
         ({"window": 256}, ConfigError, "window: 256 is more than the drafter's context of 128 tokens"),
@@ -95,14 +95,14 @@ def small(folder: Path) -> Path:
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
-    target: Path, tmp_path: Path, changes: dict[str, Any], error: type[OutriderError], said: str
+    target: Path, tmp_path: Path, changes: dict[str, Any], error: type[OutriderError], problem: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=problem):
         begin(recipe(target, tmp_path / "out", **changes))
     assert not (tmp_path / "out.run").exists()
 
 
-def test_weights_that_are_broken_or_say_other_tokens_are_refused(target: Path, tmp_path: Path) -> None:
+def test_weights_that_are_broken_or_have_other_tokens_are_refused(target: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"broken: .*transformers cannot load it"):
         begin(recipe(damaged(target, tmp_path / "broken"), tmp_path / "out"))
     with pytest.raises(TokenizerMismatch, match=r"has 290 tokens, the target's 300; .* the same number"):
@@ -113,7 +113,7 @@ def test_weights_that_are_broken_or_say_other_tokens_are_refused(target: Path, t
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"tokens": None}, "tokens or minutes"),
         ({"target": None, "layers": ()}, "objective agreement needs a target"),
@@ -124,6 +124,6 @@ def test_weights_that_are_broken_or_say_other_tokens_are_refused(target: Path, t
         ({"on_policy": 0.5, "continuation": 32}, r"below the window \(32\)"),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(target: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_do_not_go_together_are_named(target: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         recipe(target, Path("out"), **changes)

@@ -1,4 +1,4 @@
-"""Texts are what their files say, each on its side of the split; what is wrong with one is named."""
+"""Texts are the content of their files, each on its side of the split; the error of a wrong one names it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_lines_of_json_are_texts_of_their_own(tmp_path: Path) -> None:
             list(texts(path))
 
 
-def test_the_digest_is_of_what_is_said_and_where_it_stands(tmp_path: Path) -> None:
+def test_the_digest_is_of_the_texts_and_their_places(tmp_path: Path) -> None:
     folder = files(tmp_path / "some", 20)
     first = texts(folder).digest()
     assert texts(folder).digest() == first

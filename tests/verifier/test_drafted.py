@@ -1,4 +1,4 @@
-"""What a session grants to its drafters and tells them, and holds them to."""
+"""What a session grants and sends to its drafters, and holds them to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chains(first_id: int, count: int, token: int = 0) -> Delta:
 
 
 def test_a_credit_that_was_given_holds_though_a_later_one_is_smaller() -> None:
-    """The drafter may have sent its nodes before it heard of that."""
+    """The drafter may have sent its nodes before it received the smaller credit."""
     subscription = subscribed()
     session: VerifierSession = subscription.session  # type: ignore[assignment]
     given = session.grant(subscription)
@@ -53,7 +53,7 @@ def test_a_credit_that_was_given_holds_though_a_later_one_is_smaller() -> None:
         session.graft(subscription, chains(given + 1, 1, token=50), 0.0, passing=False)
 
 
-def test_a_snapshot_tells_what_drafting_needs_and_no_more() -> None:
+def test_a_snapshot_has_what_drafting_needs_and_no_more() -> None:
     (part,) = snapshot_parts(subscribed(logprobs=3))
     assert (part.last, part.position, tuple(part.tokens)) == (True, 0, TOKENS)
     assert part.digest == extend(EMPTY, TOKENS)

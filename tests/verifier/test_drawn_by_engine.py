@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), layers=2, width=32)
 
 
-async def said(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Choice]], int]:
+async def generated(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Choice]], int]:
     """Texts and choices of the sessions, and how many drafts were accepted."""
     cost, drafting = CostModel([(2, 0.010), (64, 0.011)]), NgramProposers(ahead=True)
     loop = StepScheduler(
@@ -83,11 +83,11 @@ async def said(engine: DeviceEngine) -> tuple[list[list[int]], list[list[Choice]
     return [session.tokens for session in sessions], choices, accepted
 
 
-async def test_texts_gaps_and_logprobs_are_the_same_whoever_draws(
+async def test_texts_gaps_and_logprobs_are_the_same_whether_the_engine_or_the_sampler_draws(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading: dict[str, Any] = {"device": "cpu", "dtype": "float32", "slots": 8}
-    expected, chosen, _ = await said(Undrawing.load(folder, **loading))
+    expected, chosen, _ = await generated(Undrawing.load(folder, **loading))
     here: set[int] = set()
     choose = Sampler.choose
 
@@ -98,7 +98,7 @@ async def test_texts_gaps_and_logprobs_are_the_same_whoever_draws(
     monkeypatch.setattr(Sampler, "choose", counted)
     engine = DeviceEngine.load(folder, **loading)
     taped(engine)
-    texts, drawn, accepted = await said(engine)
+    texts, drawn, accepted = await generated(engine)
     exact = len(PLAIN) + 3  # what a p/q rule draws depends on the steps, too
     assert texts[:exact] == expected[:exact]
     for ours, theirs in zip(drawn[:exact], chosen[:exact], strict=True):
@@ -132,7 +132,7 @@ def session_of(number: int, contract: Contract) -> VerifierSession:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_verifier_without_its_device_says_so(folder: Path) -> None:
+def test_a_verifier_without_its_device_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no cuda here"):
         load(VerifierConfig(model=folder, device="cuda"))
     with pytest.raises(ConfigError, match="numerics: invariant"):

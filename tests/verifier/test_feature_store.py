@@ -50,7 +50,7 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
     )
     accepted = 0
 
-    async def say(text: list[int], most: int) -> VerifierSession:
+    async def generate(text: list[int], most: int) -> VerifierSession:
         nonlocal accepted
         contract = Contract(seed=len(text), max_tokens=most, temperature=1.0)
         session = loop.open(SessionStart(f"s{len(text)}", "", 1, text, len(text), contract, PLAN, 256))
@@ -69,13 +69,13 @@ async def test_features_follow_paths_forks_turns_and_texts_that_were_only_read(
         return session
 
     running = asyncio.create_task(loop.run())
-    first = await say([*TEXT], 40)
-    turn = await say([*first.tokens, 4, 5], 20)
+    first = await generate([*TEXT], 40)
+    turn = await generate([*first.tokens, 4, 5], 20)
     assert turn.kv_slot.cached > 40
-    fork = await say([*first.tokens[:20], 7], 30)
+    fork = await generate([*first.tokens[:20], 7], 30)
     assert (fork.kv_slot.cached, fork.kv_slot.source is None) == (20, False)
     await loop.prefill([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3], "")
-    assert (await say([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4], 20)).kv_slot.cached == 12
+    assert (await generate([9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4], 20)).kv_slot.cached == 12
     assert accepted > 5
     running.cancel()
     with suppress(asyncio.CancelledError):

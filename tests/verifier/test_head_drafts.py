@@ -1,4 +1,4 @@
-"""With heads on the target a verifier says exactly what it says without; good ones are accepted, bad ones let rest."""
+"""With heads on the target a verifier commits what it commits without; good heads are accepted, bad ones let rest."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ async def commits_of(session: VerifierSession) -> list[StepCommit]:
     return found
 
 
-async def said(
+async def generated(
     target: Path, heads: Path | None, plan: Plan = PLAN, engine: Engine | None = None
 ) -> tuple[list[list[int]], list[int]]:
-    """What four sessions at once say, and how much of it was accepted."""
+    """The texts of four sessions at once, and how many drafts of each were accepted."""
     async with Cluster(target, heads, engine) as cluster:
         sessions = [cluster.open(number, plan, **terms) for number, terms in enumerate(TERMS)]
         for session in sessions:
@@ -132,13 +132,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
-    return asyncio.run(said(target, None, OFF))[0]
+    return asyncio.run(generated(target, None, OFF))[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_random_heads_change_nothing(kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path) -> None:
     random_heads(kind, target, tmp_path, own_head=True)
-    texts, accepted = await said(target, tmp_path)
+    texts, accepted = await generated(target, tmp_path)
     assert texts == plain
     assert sum(accepted) > 0  # of sixteen tokens some guesses are right
 
@@ -148,18 +148,20 @@ async def test_heads_that_know_the_text_are_accepted(
     kind: Kind, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     taught_heads(kind, target, tmp_path, plain[0])
-    texts, accepted = await said(target, tmp_path)
+    texts, accepted = await generated(target, tmp_path)
     assert texts == plain
-    said_greedily = len(plain[0]) - len(TEXT)
-    steps = said_greedily - accepted[0]
-    assert said_greedily / steps > 1.5
+    greedy_tokens = len(plain[0]) - len(TEXT)
+    steps = greedy_tokens - accepted[0]
+    assert greedy_tokens / steps > 1.5
 
 
-async def test_two_ranks_with_heads_say_what_one_says(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
+async def test_two_ranks_with_heads_generate_what_one_generates(
+    target: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
     taught_heads("eagle", target, tmp_path, plain[0])
     features = check_heads(tmp_path, target).features
     with ranked(2, target, features=features, slots=4) as ranks, ranks.lead(target) as leader:
-        texts, accepted = await said(target, tmp_path, engine=leader)
+        texts, accepted = await generated(target, tmp_path, engine=leader)
     assert texts == plain
     assert accepted[0] > 20
 
@@ -195,7 +197,7 @@ async def test_forks_turns_and_cancels_leave_the_others_texts_alone(
 async def test_what_drafters_send_and_heads_draft_is_one_tree(
     target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
-    """A drafter's nodes are gone on from, and where both know a token, both have its name."""
+    """Heads draft below a drafter's nodes, and a token that both draft has both names."""
     taught_heads("eagle", target, tmp_path, plain[0])
     async with Cluster(target, tmp_path) as cluster:
         session = cluster.open(0, temperature=0.0)
@@ -224,7 +226,7 @@ async def test_a_rule_that_holds_p_against_q_is_not_drafted_for(target: Path, tm
     assert cluster.speculator.begun == 0
 
 
-async def test_what_heads_have_no_ids_for_is_said_without_them(target: Path, tmp_path: Path) -> None:
+async def test_what_heads_have_no_ids_for_is_generated_without_them(target: Path, tmp_path: Path) -> None:
     """The target has more ids than its heads, and a request allows none but such."""
     random_heads("mlp", target, tmp_path / "heads", own_head=True)
     wider = pad_vocabulary(target, tmp_path / "wider", VOCABULARY + 8, loudness=1.0)

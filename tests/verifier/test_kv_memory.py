@@ -1,4 +1,4 @@
-"""Sessions that have too little memory for KV together wait for one another, and say what they would say anyway."""
+"""Sessions that have too little memory for KV together wait for one another, and generate what they would anyway."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_a_prompt_that_there_is_no_room_for_is_not_begun_and_nor_is_one_be
     loop._executor.close()
 
 
-async def test_nobody_takes_rows_from_a_session_that_was_preempted() -> None:
+async def test_no_session_takes_rows_from_one_that_was_preempted() -> None:
     prompts = texts(6)
     free, loop = bounded(None, 7), bounded(0, 7)
     (expected,) = await finished(free, [begun(free, "last", prompts[-1])])
@@ -154,7 +154,7 @@ async def test_what_sessions_share_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         ({"kv_memory": "1MiB"}, "kv_memory: 1048576 bytes are too few for one text"),
         ({"kv_memory": "1GiB", "device": "cuda"}, "kv_memory: only the compiled kernels .* the device is cuda"),
@@ -162,6 +162,6 @@ async def test_what_sessions_share_counts_once() -> None:
     ],
     ids=str,
 )
-def test_a_bound_that_cannot_be_kept_is_refused_with_the_reason(change: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_bound_that_cannot_be_kept_is_refused_with_the_reason(change: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         load(VerifierConfig(model=MODELS / "target", **change))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Windows of guesses go along where they pay, cost what the cost model says, and leave the text and its tree alone."""
+"""Windows of guesses go along where they pay, cost what the cost model predicts, and change neither text nor tree."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_nodes_and_windows_together_are_what_a_step_may_have(most: int) -> None:
     assert step.tokens - len(sessions) <= most
 
 
-def test_nobody_looks_ahead_who_has_no_use_for_it() -> None:
+def test_no_session_looks_ahead_without_a_use_for_it() -> None:
     drafting = NgramProposers(ahead=True)
     ending = session_of(drafting)
     ending.end = len(ending.tokens) + 1
@@ -137,13 +137,13 @@ def test_the_window_s_rows_see_the_text_and_what_they_follow_and_no_node() -> No
 
 
 def test_what_a_drafter_proposed_too_was_not_the_window_s_doing() -> None:
-    """The text never went from 1 to 5: that the guesses did is worth a token, unless somebody else said so."""
+    """The text never went from 1 to 5: that the guesses did is worth a token, unless a drafter proposed it too."""
     for beside, gain in ((False, 1.0), (True, 0.0)):
         session = session_of(NgramProposers(ahead=True))
         own = session.ngram_proposer
         assert isinstance(own, LookaheadProposer)
         (work,) = step_of([session], CHEAP).works
-        own.lookahead.advance([5] * COLUMNS)  # what follows the text's last token, if it is said again
+        own.lookahead.advance([5] * COLUMNS)  # what follows the text's last token, if that token comes again
         session.commit([Choice(2, 1.0), Choice(3, 1.0), Choice(1, 1.0)], StepReport(), 0.0)
         if beside:
             root = len(session.tokens) - 1
@@ -184,7 +184,7 @@ async def test_with_a_window_in_every_step_the_text_is_the_target_s(
         {"temperature": 1.0, "rule": "target-match"},
     ]
 
-    async def said(drafting: NgramProposers | None, plan: Plan) -> tuple[list[list[int]], int]:
+    async def generated(drafting: NgramProposers | None, plan: Plan) -> tuple[list[list[int]], int]:
         loop = StepScheduler(
             engine, CHEAP, prefill_chunk=16, max_nodes=64, publish=lambda *_: None, ngram_proposers=drafting
         )
@@ -206,8 +206,8 @@ async def test_with_a_window_in_every_step_the_text_is_the_target_s(
         await asyncio.gather(running, return_exceptions=True)
         return [session.tokens for session in sessions], sum(commit.report.accepted for commit in commits)
 
-    plain, nothing = await said(None, OFF)
-    ahead, accepted = await said(NgramProposers(ahead=True), PLAN)
+    plain, nothing = await generated(None, OFF)
+    ahead, accepted = await generated(NgramProposers(ahead=True), PLAN)
     assert ahead[:3] == plain[:3]  # the draws of target match are others where steps are others
     assert [len(text) for text in ahead] == [len(text) for text in plain]
     assert nothing == 0 < accepted

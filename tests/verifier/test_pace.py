@@ -74,7 +74,7 @@ async def test_drafters_that_have_begun_are_stilled_while_a_step_runs_and_those_
     assert (list(after.commit.tokens), after.commit.price) == ([8], 0.0)
 
 
-async def test_a_change_of_the_plan_is_heard_by_those_at_rest() -> None:
+async def test_a_change_of_the_plan_reaches_drafters_at_rest() -> None:
     sink, session = sink_and_session()
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())
@@ -112,7 +112,7 @@ def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many()
     assert steps(200.0, 8, speeds[8]) is OverlapMode.REST
     assert steps(1.0, 1, speeds[1]) is OverlapMode.TURNS
     assert steps(4.0, 8, speeds[8]) is OverlapMode.REST
-    assert steps(0.4, 16, dict.fromkeys(OverlapMode, 1.0)) is OverlapMode.REST  # they are believed
+    assert steps(0.4, 16, dict.fromkeys(OverlapMode, 1.0)) is OverlapMode.REST  # they are trusted
     pace.forget()
     assert steps(0.1, 1, speeds[1]) is OverlapMode.TURNS
 
@@ -125,7 +125,7 @@ def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many()
         (Overlap.NEVER, [OverlapMode.TURNS, OverlapMode.TURNS, OverlapMode.REST]),
     ],
 )
-async def test_the_plan_says_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
+async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, followed: list[OverlapMode]) -> None:
     sink, session = sink_and_session(overlap)
     stream = DraftStream("one", Heartbeat)
     session.subscribe(stream, 1, Calibration())

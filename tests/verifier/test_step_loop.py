@@ -38,7 +38,7 @@ PLAN = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0)
 IN_ROUNDS = Plan(version=1, depth=8, nodes=16, width=4, wait_us=0, overlap=Overlap.ROUNDS)
 TEXT = (1, 2, 3, 1, 2, 3, 1, 5, 4, 2)
 DRAFTER = 9
-STOPS = (3, 26, 199)  # which it says often
+STOPS = (3, 26, 199)  # which it often generates
 
 
 class Free(CostModel):
@@ -91,7 +91,7 @@ async def stepped(loop: StepScheduler, *sessions: VerifierSession) -> None:
     loop._commit(step, loop._walk(step, logits))
 
 
-async def said(loop: StepScheduler, session: VerifierSession) -> list[int]:
+async def generated(loop: StepScheduler, session: VerifierSession) -> list[int]:
     """The session's tokens when its generation has ended."""
     while not session.finished:
         await stepped(loop, session)
@@ -99,9 +99,9 @@ async def said(loop: StepScheduler, session: VerifierSession) -> list[int]:
 
 
 async def plain(loop: StepScheduler, **terms: Any) -> list[int]:
-    """What is said without drafts."""
+    """The text without drafts."""
     session = opened(loop, "plain", plan=OFF, **terms)
-    tokens = [*await said(loop, session)]
+    tokens = [*await generated(loop, session)]
     loop.close(session)
     loop.slots.clear()
     return tokens
@@ -172,12 +172,12 @@ async def test_whatever_trees_hold_the_text_is_the_target_s_and_so_is_the_kv(loo
     for number, (text, each) in enumerate(zip(texts, terms, strict=True)):  # they go on from the KV that was kept
         turn = opened(loop, str(number), [*text, 4, 5], most=60, **each)
         assert turn.kv_slot == (sessions[number].kv_slot.slot, len(text) - 1, None)
-        turns.append(await said(loop, turn))
+        turns.append(await generated(loop, turn))
         loop.close(turn)
     loop.slots.clear()
     for turn, text, each in zip(turns, texts, terms, strict=True):
         cold = opened(loop, "cold", [*text, 4, 5], most=60, **each)
-        assert await said(loop, cold) == turn
+        assert await generated(loop, cold) == turn
         loop.close(cold)
         loop.slots.clear()
 
@@ -220,15 +220,15 @@ async def test_nothing_follows_a_stop_id_though_it_was_drafted_and_is_right(loop
     ids=["noise", "stops", "penalties"],
 )
 @pytest.mark.parametrize("count", [1, 7, 24])
-async def test_a_generation_that_goes_on_elsewhere_says_what_it_would_have_said(
+async def test_a_generation_that_goes_on_elsewhere_commits_what_it_would_have_committed(
     loop: StepScheduler, terms: dict[str, Any], count: int
 ) -> None:
     text = await plain(loop, **terms)
     assert len(text) > len(TEXT) + count
     session = opened(loop, tokens=text[: len(TEXT) + count], epoch=2, **terms)
-    await stepped(loop, session)  # reads what was said
+    await stepped(loop, session)  # reads what was committed
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
-    assert await said(loop, session) == text
+    assert await generated(loop, session) == text
 
 
 async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences(loop: StepScheduler) -> None:
@@ -255,7 +255,7 @@ async def test_a_session_that_was_closed_in_a_pass_gets_nothing_of_it(loop: Step
     assert len(other.tokens) == len(TEXT) + 1
 
 
-async def test_a_verifier_that_goes_down_takes_nothing_and_tells_all_that_they_move(loop: StepScheduler) -> None:
+async def test_a_verifier_that_goes_down_takes_nothing_and_sends_moved_to_all(loop: StepScheduler) -> None:
     session = opened(loop)
     left: list[bool] = []
     loop.begin_drain(lambda: left.append(session.commits.moved))
@@ -303,8 +303,8 @@ async def test_a_drafter_has_the_credit_of_what_it_alone_had_drafted(loop: StepS
     assert commit.credits == (DrafterCredit("long", 3, 3, 2), DrafterCredit("short", 1, 1, 0))
 
 
-async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepScheduler) -> None:
-    """Else a drafter that is fenced could know what will be accepted."""
+async def test_each_owner_of_a_session_has_draws_of_its_own(loop: StepScheduler) -> None:
+    """Else a drafter that is fenced could compute what will be accepted."""
     draws = []
     for epoch in (1, 2):
         session = opened(loop, epoch=epoch, rule="speculative-sampling")
@@ -313,8 +313,8 @@ async def test_whoever_owns_a_session_has_draws_of_its_own(loop: StepScheduler) 
     assert draws[0] != draws[1]
 
 
-async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepScheduler, tmp_path: Path) -> None:
-    """A family pads its vocabulary; here the padding would be said if it might."""
+async def test_ids_outside_the_unpadded_vocabulary_are_not_generated(loop: StepScheduler, tmp_path: Path) -> None:
+    """A family pads its vocabulary; here the padding would be generated if that were possible."""
     text = await plain(loop)
     limit = max(text[len(TEXT) :])
     shutil.copytree(MODELS / "drafter", tmp_path / "padded")
@@ -324,7 +324,7 @@ async def test_ids_that_a_target_cannot_say_are_not_said(loop: StepScheduler, tm
     session = opened(padded)
     await stepped(padded, session)
     draft(session, text[len(session.tokens) : len(session.tokens) + 4])
-    assert max((await said(padded, session))[len(TEXT) :]) < limit
+    assert max((await generated(padded, session))[len(TEXT) :]) < limit
     padded._executor.close()
 
 
@@ -335,7 +335,7 @@ async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop
     alone = []
     for number, text in enumerate(texts):
         session = opened(loop, f"alone {number}", text, plan=OFF, most=100)
-        alone.append([*await said(loop, session)])
+        alone.append([*await generated(loop, session)])
         loop.close(session)
         loop.slots.clear()
     first = opened(loop, "first", texts[0], plan=OFF, most=100)

@@ -98,7 +98,7 @@ async def test_a_drafter_that_never_reads_does_not_fill_the_memory() -> None:
         outgoing.check()
 
 
-async def test_a_closed_session_has_nothing_more_to_say() -> None:
+async def test_a_closed_session_sends_nothing_more() -> None:
     outgoing = stream()
     outgoing.commit(commit(1, 5))
     outgoing.snapshot(2, lambda: parts(1))
@@ -107,7 +107,7 @@ async def test_a_closed_session_has_nothing_more_to_say() -> None:
     assert await kinds(outgoing, 2) == ["closed", "closed"]
 
 
-async def test_where_there_is_nothing_to_say_a_heartbeat_tells_the_progress() -> None:
+async def test_where_there_is_nothing_to_send_a_heartbeat_has_the_progress() -> None:
     outgoing = stream()
     frame = await asyncio.wait_for(outgoing.next(), 2)
     assert frame is not None

@@ -53,7 +53,7 @@ def start(name: str, tokens: Sequence[int] = TEXT, most: int = 20) -> SessionSta
 
 
 async def finish(session: VerifierSession) -> list[int]:
-    """The session's tokens once all are said."""
+    """The session's tokens once all are committed."""
     async with asyncio.timeout(20):
         while len(session.tokens) < session.end:
             assert await session.commits.get() is not None
@@ -84,11 +84,11 @@ async def test_a_session_that_was_closed_in_a_pass_leaves_nothing_that_another_o
     gate.open.clear()
     gate.entered.clear()
     await asyncio.to_thread(gate.entered.wait, 10)
-    said = list(first.tokens)
+    committed = list(first.tokens)
     loop.close(first)
-    second = loop.open(start("second", said))
+    second = loop.open(start("second", committed))
     gate.open.set()
-    assert len(TEXT) < len(said) < len(expected)
+    assert len(TEXT) < len(committed) < len(expected)
     assert await finish(second) == expected
     assert not running.done()
     running.cancel()

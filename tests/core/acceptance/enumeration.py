@@ -21,7 +21,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass
 class Tape(RandomSource):
-    """Takes the ways that a script says, then the first that is possible; notes all ways that there were."""
+    """Takes the ways that a script lists, then the first that is possible; records how many ways were possible."""
 
     script: list[int]
     taken: list[int] = field(default_factory=list)
@@ -159,16 +159,16 @@ def law_of(
     def run(chance: RandomSource) -> Path:
         tree = draw(chance)
         walked = rule.walk(tree.rows, judge(language, tree), chance)
-        said = tuple(choice.token for choice in walked.choices)
-        assert [tree.paths[row] for row in walked.path] == [said[:end] for end in range(1, len(walked.path) + 1)]
-        assert len(said) == len(walked.path) + 1
-        return said
+        committed = tuple(choice.token for choice in walked.choices)
+        assert [tree.paths[row] for row in walked.path] == [committed[:end] for end in range(1, len(walked.path) + 1)]
+        assert len(committed) == len(walked.path) + 1
+        return committed
 
     joint = dict.fromkeys(itertools.product(range(language.vocabulary), repeat=length), 0.0)
-    for probability, said in outcomes(run):
-        for rest in itertools.product(range(language.vocabulary), repeat=max(0, length - len(said))):
-            whole = (*said, *rest)
-            joint[whole[:length]] += probability * language.probability(whole[:length], len(said))
+    for probability, committed in outcomes(run):
+        for rest in itertools.product(range(language.vocabulary), repeat=max(0, length - len(committed))):
+            whole = (*committed, *rest)
+            joint[whole[:length]] += probability * language.probability(whole[:length], len(committed))
     return joint
 
 

@@ -35,7 +35,7 @@ def rows_of(tree: frozenset[Path]) -> tuple[list[Path], list[int], list[int]]:
 
 
 class Chosen(Judge):
-    """Says what a function says."""
+    """A judge whose choices a function makes."""
 
     def __init__(self, choose_at: Callable[[int], Choice]) -> None:
         self.choose = choose_at  # type: ignore[method-assign]
@@ -46,7 +46,7 @@ def walk(parents: list[int], tokens: list[int], choose_at: Callable[[int], Choic
 
 
 def commit_of(tree: frozenset[Path], truth: Path) -> Path:
-    """What a step commits when the target says `truth` along its own path and something else elsewhere."""
+    """What a step commits when the target chooses `truth` along its own path and something else elsewhere."""
     paths, parents, tokens = rows_of(tree)
 
     def choose_at(row: int) -> Choice:
@@ -89,7 +89,7 @@ def test_a_thousand_random_trees_commit_the_targets_path() -> None:
         assert len(committed) == len(truth) or committed not in tree
 
 
-def test_speculation_over_a_toy_target_says_what_plain_decoding_says() -> None:
+def test_speculation_over_a_toy_target_commits_the_tokens_of_plain_decoding() -> None:
     """A target that is a table over its last two tokens; random trees; every seed and temperature."""
     generator = np.random.default_rng(2)
     vocabulary, length = 7, 40
@@ -98,12 +98,12 @@ def test_speculation_over_a_toy_target_says_what_plain_decoding_says() -> None:
     for seed, temperature in itertools.product(range(12), (0.0, 0.6, 1.0)):
         contract = Contract(seed=seed, max_tokens=length, temperature=temperature, top_k=5, top_p=0.95)
 
-        def say(history: list[int], contract: Contract = contract) -> Choice:
+        def choice_after(history: list[int], contract: Contract = contract) -> Choice:
             return Sampler(contract, vocabulary, history, 2).choose(table[history[-2], history[-1]])
 
         plain = [0, 1]
         while len(plain) < length:
-            plain.append(say(plain).token)
+            plain.append(choice_after(plain).token)
         speculative = [0, 1]
         while len(speculative) < length:
             tree: set[Path] = set()
@@ -112,6 +112,6 @@ def test_speculation_over_a_toy_target_says_what_plain_decoding_says() -> None:
                 tree.add((*parent, int(generator.integers(vocabulary))))
             paths, parents, tokens = rows_of(frozenset(tree))
             history = list(speculative)
-            walked = walk(parents, tokens, lambda row, h=history, p=paths: say([*h, *p[row]]))
+            walked = walk(parents, tokens, lambda row, h=history, p=paths: choice_after([*h, *p[row]]))
             speculative += [choice.token for choice in walked.choices]
         assert speculative[:length] == plain

@@ -74,7 +74,7 @@ def test_outcomes_are_all_there_are() -> None:
     )
 
 
-def test_every_rule_of_the_contract_is_known_and_says_whether_it_is_lossy() -> None:
+def test_every_rule_of_the_contract_is_known_and_reports_whether_it_is_lossy() -> None:
     for name in RULES:
         assert rule(name).name == name
         assert rule(name).lossy == (name in LOSSY)
@@ -332,7 +332,7 @@ def test_typical_acceptance_takes_the_longest_path_of_what_is_likely_enough_and_
 
 
 class Noted(JudgeOf):
-    """Notes what is said after which row."""
+    """Records which token is chosen after which row."""
 
     def __init__(self, language: Language, tree: Tree) -> None:
         super().__init__(language, tree)
@@ -435,7 +435,7 @@ class Fixed(JudgeOf):
         return self._q
 
 
-def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_says_something() -> None:
+def test_where_rounding_rejects_what_the_draft_had_exactly_the_target_still_gives_a_token() -> None:
     q = np.array([0.5, 0.5])
     p = np.array([0.5, np.nextafter(0.5, 0)])  # nothing of it is beyond q
     never = Tape([0])  # rejects what has a chance of all but 1

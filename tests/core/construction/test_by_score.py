@@ -54,7 +54,7 @@ def test_opt_tree_stops_when_a_level_adds_no_more_than_the_threshold(threshold: 
 
 
 def expand_and_rerank(draft: Draft, *, depth: int, k: int, width: int, nodes: int) -> list[Path]:
-    """EAGLE-2 as its paper tells it."""
+    """EAGLE-2 as its paper describes it."""
     drafted: list[Path] = []
     level: list[Path] = [()]
     for _ in range(depth):
@@ -76,13 +76,13 @@ def test_eagle_2_expands_the_best_k_of_each_level_and_then_re_ranks_all(seed: in
         assert len(draft.passes) == depth
 
 
-def test_eagle_2_tells_nothing_before_it_is_complete() -> None:
+def test_eagle_2_sends_no_node_before_its_tree_is_complete() -> None:
     from outrider.core.tree.token_tree import TokenTree
 
     tree, terms, construction = TokenTree([1]), TreeTerms(Plan(depth=3, width=2, nodes=5), limit=2), Eagle2()
     while nodes := construction.frontier(tree, terms):
         for node in nodes:
             assert construction.propose(tree, node, [(1, -0.5), (2, -1.5)], terms) == []
-    told = construction.flush(tree, terms)
-    assert len(told) == 5
-    assert all(node.parent is tree.root or node.parent in told[:at] for at, node in enumerate(told))
+    sent = construction.flush(tree, terms)
+    assert len(sent) == 5
+    assert all(node.parent is tree.root or node.parent in sent[:at] for at, node in enumerate(sent))

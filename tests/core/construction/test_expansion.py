@@ -35,7 +35,7 @@ def test_candidates_are_the_best_by_log_q_plus_noise() -> None:
     assert len(candidates(logits + noise).tokens) == 5
 
 
-def test_a_row_of_which_nothing_may_be_said_gives_no_edges_and_teaches_nothing() -> None:
+def test_a_row_without_a_possible_token_gives_no_edges_and_teaches_nothing() -> None:
     fit, row, hint = DrafterFits(), candidates(np.full(500, -np.inf, np.float32)), Hint(7, 3)
     assert fit.edges(row, 4, None) == fit.edges(row, 4, hint) == []
     assert max(fit.rescore(row, (7, 8), hint)) < math.log(LOWEST_SCORE)
@@ -60,17 +60,17 @@ def test_scores_are_calibrated_when_the_disagreement_is_gumbel() -> None:
     """Where target and draft differ by Gumbel noise of scale s, the fitted chances are the frequencies."""
     generator = np.random.default_rng(6)
     fit = DrafterFits()
-    said, believed = [], []
+    hits, predicted = [], []
     for position in range(1500):
         q = generator.normal(0, 2, 50).astype(np.float32)
         noise = gumbel_row(9, 0, position, 50)
         row = candidates(q + noise)
         truth = int((q + noise + 0.5 * generator.gumbel(size=50)).argmax())
         if position >= 300:
-            said.append(int(row.tokens[0]) == truth)
-            believed.append(np.exp(fit.edges(row, 1, None)[0][1]))
+            hits.append(int(row.tokens[0]) == truth)
+            predicted.append(np.exp(fit.edges(row, 1, None)[0][1]))
         fit.observe(row, truth, None)
-    assert np.mean(believed) == pytest.approx(np.mean(said), abs=0.04)
+    assert np.mean(predicted) == pytest.approx(np.mean(hits), abs=0.04)
 
 
 def grown(plan: Plan, levels: int, price: float = 0.0, *, ahead: bool = False) -> TokenTree:
@@ -177,7 +177,7 @@ def test_the_wait_is_the_best_of_all(pattern: list[tuple[float, float]], seconds
     assert rates[waited] >= max(rates.values()) * 0.99
 
 
-def test_a_drafter_that_went_silent_is_waited_for_ever_more_seldom() -> None:
+def test_a_drafter_that_no_longer_sends_is_waited_for_ever_more_seldom() -> None:
     arrivals = Arrivals(ArrivalPatterns.unknown())
     for now in range(10):
         arrivals.restart(float(now), 1.0)

@@ -1,4 +1,4 @@
-"""What holds for every construction, whatever the draft says and wherever the tree was re-rooted."""
+"""What holds for every construction, whatever the draft proposes and wherever the tree was re-rooted."""
 
 import pytest
 from hypothesis import given
@@ -39,8 +39,8 @@ def test_a_tree_keeps_to_its_plan_and_has_parents_before_children(
         children = [sum(path[:-1] == parent for path in paths) for parent in [(), *paths]]
         assert max(children) <= construction.width(plan)
         if isinstance(construction, StaticConstruction):
-            told = sum(bool(node.names) for level in tree.levels() for node in level)
-            assert commits or told == len(paths)
+            sent = sum(bool(node.names) for level in tree.levels() for node in level)
+            assert commits or sent == len(paths)
         tree.commit([*next((path for path in paths if len(path) == along), ()), 3])
 
 
@@ -55,7 +55,7 @@ def test_a_tree_that_is_complete_stays_as_it_is(name: str) -> None:
     assert len(draft.passes) == asked
 
 
-def test_a_name_that_does_not_exist_is_refused_and_says_which_there_are() -> None:
+def test_a_name_that_does_not_exist_is_refused_with_the_names_that_do() -> None:
     with pytest.raises(ConfigError, match="best-first, opt-tree"):
         construction_of("bonsai")
     for name in CONSTRUCTIONS:

@@ -1,4 +1,4 @@
-"""Repetitions are found wherever they are, go round in loops, and are believed as far as they turned out right."""
+"""Repetitions are found wherever they are, go round in loops, and are trusted as far as they turned out right."""
 
 import numpy as np
 from hypothesis import given
@@ -55,7 +55,7 @@ def test_a_loop_goes_round_as_often_as_is_asked_for() -> None:
     assert Repeats([7, 1, 2, 3, 1, 2, 3]).find(8) == Repeat(3, [1, 2, 3, 1, 2, 3, 1, 2])
 
 
-def test_a_repetition_that_beats_the_model_is_believed_and_one_that_does_not_is_not() -> None:
+def test_a_repetition_that_beats_the_model_is_trusted_and_one_that_does_not_is_not() -> None:
     row = candidates(np.array([4.0, 1.0, 0.0, 0.0]))
     hint = Hint(1, 6)
     right, wrong = DrafterFits(), DrafterFits()

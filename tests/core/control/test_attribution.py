@@ -6,8 +6,8 @@ import pytest
 from outrider.core.control.attribution import MIN_ALONE, STEPS, CreditTracker, DrafterCredit
 
 
-def told(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: int = 0) -> list[str]:
-    """Who was to go at each step, if drafters alone had so many accepted tokens a step."""
+def detached(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: int = 0) -> list[str]:
+    """The drafters to detach, in order, if each alone had so many accepted tokens a step."""
     generator = np.random.default_rng(seed)
     gone = []
     for _ in range(steps):
@@ -18,23 +18,23 @@ def told(tracker: CreditTracker, rates: dict[str, float], steps: int, seed: int 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_one_that_never_helps_goes_and_not_before_it_had_its_chance(seed: int) -> None:
-    assert told(CreditTracker(), {"a": 0.5, "b": 0.0}, STEPS - 1, seed) == []
-    assert set(told(CreditTracker(), {"a": 0.5, "b": 0.0}, 3 * STEPS, seed)) == {"b"}
-    assert told(CreditTracker(), {"a": 0.5, "b": 0.4}, 20 * STEPS, seed) == []
+def test_a_drafter_that_never_helps_is_detached_and_not_before_it_had_its_chance(seed: int) -> None:
+    assert detached(CreditTracker(), {"a": 0.5, "b": 0.0}, STEPS - 1, seed) == []
+    assert set(detached(CreditTracker(), {"a": 0.5, "b": 0.0}, 3 * STEPS, seed)) == {"b"}
+    assert detached(CreditTracker(), {"a": 0.5, "b": 0.4}, 20 * STEPS, seed) == []
 
 
-def test_of_two_that_say_the_same_one_stays() -> None:
+def test_of_two_drafters_that_propose_the_same_one_stays() -> None:
     tracker = CreditTracker()
-    (gone, *_) = told(tracker, {"a": 0.0, "b": 0.0}, STEPS)
+    (gone, *_) = detached(tracker, {"a": 0.0, "b": 0.0}, STEPS)
     assert gone in ("a", "b")
     other = {"a": "b", "b": "a"}[gone]
-    assert told(tracker, {other: 1.5}, 10 * STEPS) == []  # what was both's is now its own, and it is alone anyway
+    assert detached(tracker, {other: 1.5}, 10 * STEPS) == []  # what was both's is now its own, and it is alone anyway
 
 
-def test_whoever_comes_later_is_judged_from_its_beginning() -> None:
+def test_a_drafter_that_comes_later_is_judged_from_its_own_first_step() -> None:
     tracker = CreditTracker()
-    told(tracker, {"a": 0.5, "b": 0.4}, 10 * STEPS)
-    assert told(tracker, {"a": 0.5, "b": 0.4, "c": 0.0}, STEPS - 1) == []
-    assert told(tracker, {"a": 0.5, "b": 0.4, "c": 0.0}, 1) == ["c"]
+    detached(tracker, {"a": 0.5, "b": 0.4}, 10 * STEPS)
+    assert detached(tracker, {"a": 0.5, "b": 0.4, "c": 0.0}, STEPS - 1) == []
+    assert detached(tracker, {"a": 0.5, "b": 0.4, "c": 0.0}, 1) == ["c"]
     assert 0 < MIN_ALONE < 0.1

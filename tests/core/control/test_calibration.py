@@ -25,7 +25,7 @@ def test_nothing_is_corrected_before_anything_is_known() -> None:
     assert [Calibration().corrected(claim) for claim in (0.0, -0.5, -7.0)] == [0.0, -0.5, -7.0]
 
 
-def test_an_honest_drafter_is_believed() -> None:
+def test_a_drafter_whose_claims_are_right_is_not_corrected() -> None:
     random = np.random.default_rng(1)
     calibration = Calibration()
     for claim in random.choice([-0.05, -0.7, -2.5], 3000):

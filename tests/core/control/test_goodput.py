@@ -170,7 +170,7 @@ def test_a_rank_that_is_rarely_committed_is_left_out_of_the_width() -> None:
     assert Acceptance(AcceptanceCounts()).width(0.98) == 16  # nothing is known: all that may be
 
 
-def test_a_step_whose_time_is_the_prompt_s_says_nothing() -> None:
+def test_a_step_whose_time_is_the_prompt_s_teaches_nothing() -> None:
     gamma = Goodput(CEILINGS)
     before = gamma.plan()
     for _ in range(100):

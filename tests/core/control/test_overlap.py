@@ -20,12 +20,12 @@ def test_a_speed_is_tokens_over_time_of_the_latest_steps() -> None:
 
 
 def run_selector(selector: OverlapSelector, seconds: float, speeds: dict[OverlapMode, float]) -> list[OverlapMode]:
-    """The way of each step for so long, if a step of a hundredth of a second does as much as these speeds say."""
-    said = []
+    """The mode of each step for so long, if each step of a hundredth of a second runs at its mode's speed."""
+    modes = []
     for _ in range(round(seconds * 100)):
         selector.observe(speeds[selector.arm] / 100, 0.01)
-        said.append(selector.arm)
-    return said
+        modes.append(selector.arm)
+    return modes
 
 
 @pytest.mark.parametrize("best", OverlapMode)
@@ -36,10 +36,10 @@ def test_of_the_ways_the_fastest_is_kept_and_the_others_cost_a_small_share(
     speeds = dict.fromkeys(OverlapMode, 70.0) | {best: 100.0}
     selector = OverlapSelector(first)
     run_selector(selector, 2.0, speeds)
-    said = run_selector(selector, 300.0, speeds)
-    assert set(said) == set(OverlapMode)
-    done = sum(speeds[way] for way in said)
-    assert done > (1 - 3 * OverlapSelector.LOSS) * len(said) * 100.0
+    modes = run_selector(selector, 300.0, speeds)
+    assert set(modes) == set(OverlapMode)
+    done = sum(speeds[way] for way in modes)
+    assert done > (1 - 3 * OverlapSelector.LOSS) * len(modes) * 100.0
 
 
 def test_what_was_slower_is_taken_once_it_is_faster() -> None:
@@ -61,7 +61,7 @@ def test_what_was_slower_is_taken_once_it_is_faster() -> None:
 def test_a_trial_is_short_when_it_is_clear_or_many_tokens_come_a_step() -> None:
     for usual, other, longest in ((1.0, 0.5, 0), (1.0, 0.9, 1), (100.0, 90.0, 0)):
         selector = OverlapSelector(OverlapMode.TURNS)
-        said = run_selector(
+        modes = run_selector(
             selector,
             2.0,
             {OverlapMode.TURNS: 100 * usual, OverlapMode.AHEAD: 100 * other, OverlapMode.REST: 100 * other},
@@ -69,7 +69,7 @@ def test_a_trial_is_short_when_it_is_clear_or_many_tokens_come_a_step() -> None:
         trial = list(
             itertools.takewhile(
                 lambda way: way is OverlapMode.AHEAD,
-                itertools.dropwhile(lambda way: way is not OverlapMode.AHEAD, said),
+                itertools.dropwhile(lambda way: way is not OverlapMode.AHEAD, modes),
             )
         )
         assert len(trial) == OverlapSelector.SETTLING + OverlapSelector.PROOF[longest]
@@ -88,7 +88,7 @@ def test_steps_that_bring_nothing_are_no_fault() -> None:
     assert set(run_selector(selector, 20.0, dict.fromkeys(OverlapMode, 0.0))) == set(OverlapMode)
 
 
-def test_both_speeds_are_told_once_resting_was_found_to_be_faster_and_not_while_it_is_tried() -> None:
+def test_both_speeds_are_reported_once_resting_was_found_to_be_faster_and_not_while_it_is_tried() -> None:
     selector = OverlapSelector(OverlapMode.TURNS)
     speeds = {OverlapMode.TURNS: 80.0, OverlapMode.AHEAD: 60.0, OverlapMode.REST: 100.0}
     while selector.arm is not OverlapMode.REST:

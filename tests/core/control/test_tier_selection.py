@@ -41,7 +41,7 @@ def test_greedy_generations_and_other_tiers_are_on_their_own() -> None:
     assert choice.wanted(UPPER, greedy=False) == UPPER
 
 
-def test_what_was_drafted_by_other_tiers_than_are_tried_tells_nothing() -> None:
+def test_what_was_drafted_by_other_tiers_than_are_tried_teaches_nothing() -> None:
     choice = TierSwitch()
     assert choice.wanted(BOTH, greedy=False) == BOTH
     for _ in range(100):
@@ -99,7 +99,7 @@ def test_a_judgement_of_a_node_that_is_gone_is_passed_over_and_of_one_never_sent
         tree.graft(1, chain([], 3, rescored=((7, -2.0),), version=2, root=tree))
 
 
-def test_who_drafted_a_node_is_kept_and_not_who_sent_it_on() -> None:
+def test_a_node_keeps_the_drafter_that_drafted_it_and_not_the_one_that_sent_it_on() -> None:
     tree = TokenTree([1])
     tree.graft(1, chain([5, 6], 1), origin=9)
     tree.graft(1, chain([5], 3))

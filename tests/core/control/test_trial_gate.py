@@ -3,7 +3,7 @@
 from outrider.core.control.trial_gate import LOSS, MAX_PRICE, TRIAL, TrialGate
 
 
-def run(gate: TrialGate, steps: int, gain: float, price: float, said: int = 1) -> list[bool]:
+def run(gate: TrialGate, steps: int, gain: float, price: float, committed: int = 1) -> list[bool]:
     """Steps in which it is taken if it is to be, with a gain that is always the same."""
     taken = []
     for _ in range(steps):
@@ -11,7 +11,7 @@ def run(gate: TrialGate, steps: int, gain: float, price: float, said: int = 1) -
         if taken[-1]:
             gate.observe(gain, price)
         else:
-            gate.observe_unused(said)
+            gate.observe_unused(committed)
     return taken
 
 

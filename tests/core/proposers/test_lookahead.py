@@ -35,8 +35,8 @@ def short(text: Sequence[int]) -> int:
 class SlowWindow:
     """The paper's picture: a grid of guesses by (level, position), each level one position further than the one before.
 
-    A guess of level k at position p was said behind the text, the first level's guesses up to p - k, and the guesses of
-    the levels 1 .. k - 1 on the diagonal that ends at it.
+    A guess of level k at position p was chosen after the text, the first level's guesses up to p - k, and the guesses
+    of the levels 1 .. k - 1 on the diagonal that ends at it.
     """
 
     def __init__(self, columns: int, length: int) -> None:
@@ -77,13 +77,13 @@ def test_the_window_is_the_paper_s(shape: tuple[int, int], text: list[int], step
     for committed in steps:
         root = len(text) - 1
         rows = window.rows(root, text[-1], lambda position, before: first)
-        assert rows == window.rows(root, text[-1], lambda position, before: -1)  # asked again, it says the same
+        assert rows == window.rows(root, text[-1], lambda position, before: -1)  # a second call gives the same rows
         assert len(rows.tokens) <= shape[0] * (shape[1] - 1) - 1
         assert len(rows.ends) == shape[0]
         assert all(parent < row for row, parent in enumerate(rows.parents))
         assert rows.depth == max(len(rows.path(row)) for row in (-1, *range(len(rows.tokens))))
-        said = [whole([*text, *rows.path(end)]) for end in rows.ends]
-        assert window.advance(said) == slow.step(text, whole, first)
+        chosen = [whole([*text, *rows.path(end)]) for end in rows.ends]
+        assert window.advance(chosen) == slow.step(text, whole, first)
         for _ in range(committed):
             text.append(whole(text))
 
@@ -94,36 +94,36 @@ def iterate(model: Model, text: list[int], steps: int, lookahead: Lookahead) -> 
     accepted = []
     for _ in range(steps):
         proposal = lookahead.propose(16, 8)
-        said = [model(text)]
+        committed = [model(text)]
         below = -1
         while True:
             found = (
                 node
                 for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens, strict=True))
-                if parent == below and token == said[-1]
+                if parent == below and token == committed[-1]
             )
             if (node := next(found, None)) is None:
                 break
             below = node
-            said.append(model([*text, *said]))
+            committed.append(model([*text, *committed]))
         rows = lookahead.rows()
         lookahead.advance([model([*text, *rows.path(end)]) for end in rows.ends])
-        text += said
-        lookahead.extend(said)
-        accepted.append(len(said) - 1)
+        text += committed
+        lookahead.extend(committed)
+        accepted.append(len(committed) - 1)
     return accepted
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_the_iteration_ends_in_the_text_itself_where_a_guess_s_context_is_soon_right(length: int) -> None:
-    """The model's token depends on the position, so nothing of what was said before is of use."""
+    """The model's token depends on the position, so no token before it is of use."""
     accepted = iterate(short, [1, 2, 3], 400, Lookahead(GramFits.unknown(), 6, length))
     alone = iterate(short, [1, 2, 3], 400, Lookahead(GramFits.unknown(), 1, 2))
     assert sum(accepted[200:]) > sum(alone[200:]) + 50
 
 
 def test_above_temperature_zero_the_noise_of_a_guess_s_position_decides() -> None:
-    """Logits that never change: all doubt is the noise's, so guesses are right and the text tells nothing."""
+    """Logits that never change: all doubt is the noise's, so guesses are right and the text is of no use."""
     logits = np.random.default_rng(0).normal(size=64).astype(np.float32)
     contract = Contract(seed=5, max_tokens=1000, temperature=0.8)
 
@@ -151,8 +151,8 @@ def test_what_is_proposed_is_a_tree_of_n_grams_with_chances(text: list[int], gue
         assert len({proposal.tokens[node] for node in nodes}) == len(nodes)
 
 
-def test_chances_are_what_the_target_said() -> None:
-    """N-grams that are always right come to be believed, such that are always wrong do not."""
+def test_chances_follow_what_the_target_chose() -> None:
+    """N-grams that are always right come to be trusted; those that are always wrong do not."""
     right, wrong = Lookahead(GramFits.unknown()), Lookahead(GramFits.unknown())
     for lookahead, step in ((right, 0), (wrong, 1)):
         for turn in range(60):
@@ -178,7 +178,7 @@ def test_the_pool_is_bounded_and_keeps_the_latest() -> None:
         pool.add(position, (position // (2 * OF_EACH), position), in_text=False)
     assert len(pool) == FIRST_TOKENS * OF_EACH
     pool.add(7, (1, 2, 3), in_text=True)
-    pool.add(9, (1, 2, 3), in_text=False)  # said it stays
+    pool.add(9, (1, 2, 3), in_text=False)  # it stays marked as part of the text
     assert next(pool.after(1)) == ((2, 3), 9, True)
     assert len(list(pool.after(FIRST_TOKENS - 1))) == OF_EACH
 

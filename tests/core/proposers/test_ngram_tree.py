@@ -17,7 +17,7 @@ FOUND = st.lists(RUNS, min_size=1, max_size=3)
 
 
 class Fixed:
-    """A source that always says the same."""
+    """A source that always proposes the same continuation."""
 
     def __init__(self, *chances: float) -> None:
         count = len(chances)
@@ -121,14 +121,14 @@ def test_the_source_that_expects_the_most_accepted_tokens_counts() -> None:
     assert BestOf([]).propose([1], 3, 3) == NOTHING
 
 
-def test_matches_are_believed_the_more_the_longer_and_the_more_often_they_stood() -> None:
+def test_matches_are_trusted_the_more_the_longer_and_the_more_frequent_they_are() -> None:
     trust = Interpolation()
     for length in range(1, 16):
         assert trust.weight(length, 1, 1) < trust.weight(length + 1, 1, 1) < trust.weight(length + 1, 2, 1) < 1.0
     assert trust.weight(16, 1000, 1) == trust.weight(99, 10**6, 1) < 1.0
 
 
-def test_what_is_always_right_is_believed_and_what_never_is_is_not() -> None:
+def test_what_is_always_right_is_trusted_and_what_never_is_right_is_not() -> None:
     right, wrong = Interpolation(), Interpolation()
     match = [MatchRuns(3, [MatchRun([7, 8], 1)])]
     for _ in range(100):
@@ -140,7 +140,7 @@ def test_what_is_always_right_is_believed_and_what_never_is_is_not() -> None:
         assert right.weight(*other) == wrong.weight(*other) == Interpolation().weight(*other)
 
 
-def test_a_long_match_that_says_no_more_than_the_short_ones_earns_little() -> None:
+def test_a_long_match_that_predicts_no_better_than_the_short_ones_earns_little() -> None:
     """What follows depends on the last token alone: after it 7 and 8 are as frequent."""
     trust = Interpolation()
     for turn in range(800):

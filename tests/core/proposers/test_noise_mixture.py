@@ -1,4 +1,4 @@
-"""What the noise says of the next token is believed as far as it was right, and not asked where it is of no use."""
+"""The noise's prediction of the next token is trusted as far as it was right, and not computed where it has no use."""
 
 import math
 from collections.abc import Sequence
@@ -25,42 +25,42 @@ FOUND = {7: 0.35, 3: 0.2}
 
 
 def background() -> BackgroundDistribution:
-    """Of a text that has said every token."""
-    said = BackgroundDistribution()
-    said.extend(range(VOCABULARY))
-    return said
+    """The distribution of a text with every token once."""
+    distribution = BackgroundDistribution()
+    distribution.extend(range(VOCABULARY))
+    return distribution
 
 
 def world(doubt: bool, fit: NoiseMixtureFit, steps: int = 500) -> tuple[float, float]:
-    """Teaches `fit` at places where the target is in doubt each time, or never; then says how often its best token was
-    the target's, and how often it believed so."""
+    """Teaches `fit` at places where the target is in doubt each time, or never. Returns how often its best token was
+    the target's, and how often it predicted that."""
     generator = np.random.default_rng(3)
-    said = background()
+    distribution = background()
     p = np.full(VOCABULARY, 0.45 / (VOCABULARY - 2))
     p[7], p[3] = FOUND[7], FOUND[3]
-    hits, beliefs = [], []
+    hits, predictions = [], []
     for position in range(steps):
         noise = gumbel_row(11, 0, position, VOCABULARY)
-        row = said.leading(FOUND, partial(gumbel_at, 11, 0, position))
+        row = distribution.leading(FOUND, partial(gumbel_at, 11, 0, position))
         token = int((np.log(p) + noise).argmax()) if doubt else int(generator.choice(VOCABULARY, p=p))
         mixed = fit.mixed(FOUND, row, 8)
         best = max(mixed, key=lambda each: mixed[each])
         if position >= steps // 2:
             hits.append(best == token)
-            beliefs.append(mixed[best])
+            predictions.append(mixed[best])
         fit.observe(FOUND, row, token, 1 / VOCABULARY)
-    return float(np.mean(hits)), float(np.mean(beliefs))
+    return float(np.mean(hits)), float(np.mean(predictions))
 
 
 def test_where_the_target_is_in_doubt_the_noise_decides_and_elsewhere_the_chances_do() -> None:
     doubtful, certain = NoiseMixtureFit(), NoiseMixtureFit()
     assert doubtful.share(FOUND) == certain.share(FOUND) == 0.5
-    hits, believed = world(True, doubtful)
+    hits, predicted = world(True, doubtful)
     assert hits > 0.75  # by the chances alone 0.35
-    assert believed == pytest.approx(hits, abs=0.08)
-    hits, believed = world(False, certain)
+    assert predicted == pytest.approx(hits, abs=0.08)
+    hits, predicted = world(False, certain)
     assert hits == pytest.approx(0.35, abs=0.07)
-    assert believed == pytest.approx(hits, abs=0.1)
+    assert predicted == pytest.approx(hits, abs=0.1)
     assert certain.share(FOUND) < 0.45 < 0.8 < doubtful.share(FOUND)
     assert certain.share({1: 0.1}) == 0.5  # places of another class
 
@@ -76,45 +76,45 @@ def test_where_it_is_of_no_use_it_is_asked_seldom_and_again_when_it_helps() -> N
     assert all(fit.wanted(FOUND) for _ in range(TRIAL_INTERVAL))
 
 
-def test_who_is_sure_does_not_ask_it() -> None:
+def test_where_the_chances_are_sure_the_noise_is_not_wanted() -> None:
     fit = NoiseMixtureFit()
     assert not fit.wanted({7: SURE, 3: 0.1})
     assert fit.wanted({7: SURE - 0.01, 3: 0.1})
     assert fit.wanted({})
 
 
-def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_what_is_said_often() -> None:
-    said = background()
-    said.extend([9] * 100)
-    silent = said.leading({**FOUND, 99: 0.1}, lambda tokens: np.zeros(len(tokens)))
+def test_a_source_s_draft_has_its_chances_and_leaves_the_rest_to_frequent_tokens() -> None:
+    distribution = background()
+    distribution.extend([9] * 100)
+    silent = distribution.leading({**FOUND, 99: 0.1}, lambda tokens: np.zeros(len(tokens)))
     q = dict(zip(silent.tokens.tolist(), np.exp(silent.scores).tolist(), strict=True))
     assert sum(q.values()) == pytest.approx(1.0, rel=1e-6)
-    assert (q[7], q[3], q[99]) == pytest.approx((0.35, 0.2, 0.1), abs=5e-3)  # which had not been said
+    assert (q[7], q[3], q[99]) == pytest.approx((0.35, 0.2, 0.1), abs=5e-3)  # 99 was not in the text
     assert q[9] > 0.2
-    assert np.isfinite(said.leading({1: 1.0, 2: 1.0}, lambda tokens: np.zeros(len(tokens))).scores).all()
+    assert np.isfinite(distribution.leading({1: 1.0, 2: 1.0}, lambda tokens: np.zeros(len(tokens))).scores).all()
 
 
 def test_more_tokens_than_fit_at_first_are_all_counted() -> None:
-    said = BackgroundDistribution()
-    said.extend([*range(1000), 999])
-    row = said.leading({}, lambda tokens: np.where(tokens == 998, 0.1, 0.0))
+    distribution = BackgroundDistribution()
+    distribution.extend([*range(1000), 999])
+    row = distribution.leading({}, lambda tokens: np.where(tokens == 998, 0.1, 0.0))
     assert row.tokens[:2].tolist() == [999, 998]
 
 
 class Script:
-    """A lookup that says what it is told."""
+    """A lookup that proposes what it was given."""
 
     def __init__(self, proposal: Continuation) -> None:
         self.proposal = proposal
 
     def extend(self, tokens: list[int]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def propose(self, nodes: int, depth: int, path: Sequence[int] = ()) -> Continuation:
         return self.proposal
 
     def finish(self, output: list[int]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def test_it_is_asked_for_the_first_token_alone_and_what_is_behind_stays() -> None:

@@ -1,4 +1,4 @@
-"""A store gives back what its documents say and nothing else; a file that is no good is refused with what to do."""
+"""A store returns what its documents contain and nothing else; a file that is no store is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_more_frequent_continuation_leads_and_a_longer_match_outweighs_it(tm
     assert Retrieval(store).propose([7, 8, 6, 5, 1, 2], 2, 1).tokens == (4, 3)
 
 
-def test_a_corpus_that_is_wrong_about_a_text_is_believed_less(tmp_path: Path) -> None:
+def test_a_corpus_that_is_wrong_about_a_text_is_trusted_less(tmp_path: Path) -> None:
     retrieval = Retrieval(stored(tmp_path / "a", [[1, 2, 3]], vocabulary=9))
     before = retrieval.propose([1, 2], 1, 1).chances[0]
     for _ in range(50):
@@ -139,12 +139,12 @@ def test_a_corpus_that_is_wrong_about_a_text_is_believed_less(tmp_path: Path) ->
     assert retrieval.propose([1, 2], 1, 1).chances[0] < 0.1 < before
 
 
-def test_writing_says_what_was_written_and_how_far_it_is(tmp_path: Path) -> None:
+def test_writing_reports_what_was_written_and_its_progress(tmp_path: Path) -> None:
     path = tmp_path / "a.rest"
-    heard: list[float] = []
-    written = write_datastore(path, [[1, 2], [], [3]], tokenizer_digest=DIGEST, vocabulary=9, progress=heard.append)
+    reported: list[float] = []
+    written = write_datastore(path, [[1, 2], [], [3]], tokenizer_digest=DIGEST, vocabulary=9, progress=reported.append)
     assert written == DatastoreContents(documents=2, tokens=3, bytes=path.stat().st_size)
-    assert heard[-1] == 1.0
+    assert reported[-1] == 1.0
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -161,7 +161,7 @@ def changed(at: int, value: bytes) -> Callable[[bytes], bytes]:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "problem"),
     [
         (changed(0, b"outrresT"), "not a store"),
         (lambda content: b"#!/bin/sh\n" * 20, "not a store"),
@@ -177,11 +177,13 @@ def changed(at: int, value: bytes) -> Callable[[bytes], bytes]:
         (lambda content: content + b"\0", "damaged"),
     ],
 )
-def test_a_file_that_is_no_good_store_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], says: str) -> None:
+def test_a_file_that_is_no_good_store_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], problem: str
+) -> None:
     path = tmp_path / "a.rest"
     stored(path, [[1, 2, 3]], vocabulary=9)
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=problem) as caught:
         Datastore.open(path, DIGEST)
     assert str(path) in str(caught.value)
     assert "`outrider index`" in str(caught.value)
@@ -214,12 +216,12 @@ def test_whatever_is_behind_the_header_proposals_keep_to_the_vocabulary(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("documents", "says"),
+    ("documents", "problem"),
     [([], "no text"), ([[], []], "no text"), ([[1, 9]], "token 9"), ([[-1]], "token -1")],
     ids=str,
 )
-def test_what_makes_no_store_is_refused(tmp_path: Path, documents: list[list[int]], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_makes_no_store_is_refused(tmp_path: Path, documents: list[list[int]], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
         stored(tmp_path / "a.rest", documents, vocabulary=9)
     assert not list(tmp_path.iterdir())
 
@@ -259,7 +261,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("room", [0, 64, 500, 2500], ids=["header", "tokens", "more tokens", "suffixes"])
-def test_a_full_disk_is_said_and_leaves_no_file_and_the_old_store(
+def test_a_full_disk_is_reported_and_leaves_no_file_and_the_old_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     path = tmp_path / "a.rest"
@@ -305,14 +307,14 @@ def test_claimed_chances_come_true_where_corpus_and_text_are_alike(tmp_path: Pat
 
     retrieval = Retrieval(stored(tmp_path / "a.rest", [text(500) for _ in range(20)], vocabulary=30))
     claimed: dict[int, list[tuple[float, bool]]] = {}
-    said = text(3000)
-    for at in range(LONGEST, len(said)):
+    text_tokens = text(3000)
+    for at in range(LONGEST, len(text_tokens)):
         if at > 1000 and at % 2:
-            proposal = retrieval.propose(said[at - LONGEST : at], 6, 1)
+            proposal = retrieval.propose(text_tokens[at - LONGEST : at], 6, 1)
             for token, chance in zip(proposal.tokens, proposal.chances, strict=True):
-                claimed.setdefault(int(chance * 5), []).append((chance, token == said[at]))
+                claimed.setdefault(int(chance * 5), []).append((chance, token == text_tokens[at]))
         else:
-            retrieval.learn(said[at - LONGEST : at], said[at])
+            retrieval.learn(text_tokens[at - LONGEST : at], text_tokens[at])
     classes = [claims for claims in claimed.values() if len(claims) >= 150]
     assert len(classes) >= 3
     for claims in classes:

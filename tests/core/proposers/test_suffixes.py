@@ -166,10 +166,10 @@ def test_claimed_chances_come_true(order: int) -> None:
                 depths: list[int] = []
                 true: list[bool] = []
                 proposal = index.propose(text[at - LONGEST : at], 8, 3)
-                for parent, said, chance in zip(proposal.parents, proposal.tokens, proposal.chances, strict=True):
+                for parent, proposed, chance in zip(proposal.parents, proposal.tokens, proposal.chances, strict=True):
                     reached = parent < 0 or true[parent]
                     depths.append(depths[parent] + 1 if parent >= 0 else 0)
-                    true.append(reached and text[at + depths[-1]] == said)
+                    true.append(reached and text[at + depths[-1]] == proposed)
                     if reached:
                         claimed.setdefault((int(chance * 5), depths[-1] > 0), []).append((chance, true[-1]))
             index.extend([token])
@@ -180,7 +180,7 @@ def test_claimed_chances_come_true(order: int) -> None:
         assert sum(chances) / len(claims) == pytest.approx(sum(hits) / len(claims), abs=0.1)
 
 
-def test_text_without_any_order_is_hardly_believed() -> None:
+def test_text_without_any_order_is_hardly_trusted() -> None:
     rng = random.Random(3)
     index = SessionSuffixes()
     for _ in range(250):
@@ -242,7 +242,7 @@ def test_many_finished_outputs_take_bounded_memory() -> None:
     assert nodes <= 2 * 500
 
 
-def test_outputs_are_learned_from_by_what_others_say() -> None:
+def test_an_output_is_trusted_by_what_the_other_outputs_contain() -> None:
     """An output that repeats itself alone does not make the others more credible."""
     alike, alone = FinishedOutputs(), FinishedOutputs()
     rng = random.Random(1)
@@ -252,13 +252,13 @@ def test_outputs_are_learned_from_by_what_others_say() -> None:
         alone.add([1000 + 10 * turn + index % 10 for index in range(50)])
     alone.add(again)
     end, follows = again[:20], tuple(again[20:24])
-    believed, not_so = alike.propose(end, 4, 4), alone.propose(end, 4, 4)
-    assert believed.tokens == not_so.tokens == follows
-    assert believed.chances[0] > 0.95
+    trusted, not_so = alike.propose(end, 4, 4), alone.propose(end, 4, 4)
+    assert trusted.tokens == not_so.tokens == follows
+    assert trusted.chances[0] > 0.95
     assert not_so.chances[0] < 0.9
 
 
-def test_outputs_that_are_wrong_about_a_text_are_believed_less() -> None:
+def test_outputs_that_are_wrong_about_a_text_are_trusted_less() -> None:
     outputs = FinishedOutputs()
     outputs.add([1, 2, 3])
     before = outputs.propose([1, 2], 1, 1).chances[0]

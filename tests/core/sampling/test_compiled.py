@@ -37,7 +37,7 @@ texts = st.lists(ids, max_size=12)
 
 
 def rows(seed: int, size: int, kind: str) -> np.ndarray:
-    """Logits: as a model gives them, few values with many ties, or with such as say never."""
+    """Logits: as a model gives them, few values with many ties, or with values that mean never."""
     dice = np.random.default_rng(seed)
     row = dice.normal(0, 3, size)
     if kind == "ties":

@@ -89,13 +89,13 @@ def test_choices_follow_the_distribution() -> None:
 @pytest.mark.parametrize("axis", ["position", "choice", "seed"])
 def test_choices_along_each_axis_are_independent(axis: str) -> None:
     logits = np.zeros(4, dtype=np.float32)
-    said = []
+    chosen = []
     for i in range(8_000):
         place = {"seed": 5, "choice": 0, "position": 9} | {axis: i}
         contract = Contract(seed=place["seed"], choice=place["choice"], max_tokens=1)
-        said.append(Sampler(contract, 4, [0] * place["position"], 0).choose(logits).token)
+        chosen.append(Sampler(contract, 4, [0] * place["position"], 0).choose(logits).token)
     pairs = np.zeros((4, 4))
-    for a, b in itertools.pairwise(said):
+    for a, b in itertools.pairwise(chosen):
         pairs[a, b] += 1
     assert stats.chi2_contingency(pairs).pvalue > 0.01
 
@@ -146,7 +146,7 @@ def test_rows_are_kept_from_the_first_position_that_is_not_committed_on() -> Non
     assert NoiseRows.of(Contract(seed=5, max_tokens=1, temperature=0.0), 8).row(3) is None
 
 
-def test_a_tokenizer_is_named_by_what_its_file_says_and_not_by_how_it_is_written() -> None:
+def test_a_tokenizer_s_digest_depends_on_the_content_of_its_file_and_not_on_its_formatting() -> None:
     expected = hashlib.sha256('{"a":[1,"é"],"b":2}'.encode()).digest()[:16]
     assert tokenizer_digest(b'{"b": 2,\n "a": [1, "\\u00e9"]}') == expected
     assert tokenizer_digest('{"a":[1,"é"],"b":2}'.encode()) == expected

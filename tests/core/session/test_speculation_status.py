@@ -43,7 +43,7 @@ def test_every_reason_has_an_explanation_a_number_on_the_wire_and_a_row_in_the_o
     assert {f"SPECULATION_REASON_{reason.name}" for reason in Reason} == set(types_pb2.SpeculationReason.keys())
 
 
-def test_a_sentence_has_the_figures_who_it_is_and_what_to_do() -> None:
+def test_a_sentence_has_the_figures_the_drafter_and_what_to_do() -> None:
     resting = SpeculationStatus(Reason.RESTING, "", 9, 71.2, 65.4)
     assert "(plain 71 tokens/s, with drafting 65); " in resting.explanation
     assert "tokens/s" not in SpeculationStatus(Reason.RESTING, "", 9, 71.2, 0.0).explanation

@@ -75,7 +75,7 @@ def test_ids_that_were_sent_before_change_nothing(first_id: int) -> None:
         ({"drawn": (ROW, OTHER, ROW)}, "drawn: has more rows than the delta's nodes have parents"),
     ],
 )
-def test_what_cannot_have_been_drawn_is_refused_and_told_why(change: dict[str, Any], problem: str) -> None:
+def test_what_cannot_have_been_drawn_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
     tree = SampledTree(PROMPT)
     with pytest.raises(InvalidRequest) as refusal:
         tree.graft(3, delta(tree, **change))

@@ -121,7 +121,7 @@ def test_an_unknown_parent_is_reported_and_so_is_a_node_beyond_the_capacity() ->
     receiver.check_integrity()
 
 
-def test_a_full_tree_gives_up_its_worst_leaf_for_a_better_node_and_says_so_to_whoever_sent_it() -> None:
+def test_a_full_tree_drops_its_worst_leaf_for_a_better_node_and_reports_it_to_the_sender() -> None:
     receiver = TokenTree([1], capacity=3)
     digest = receiver.digest
     receiver.graft(1, Delta(0, digest, 1, (0, 1, 0), (5, 6, 7), (-0.5, -0.5, -3.0)))
@@ -228,7 +228,7 @@ def test_a_session_without_tokens_is_refused() -> None:
         ({"rescored": ((6, -0.5),), "version": 1}, "rescored: names node 6, which was not sent"),
     ],
 )
-def test_a_delta_that_contradicts_itself_is_refused_and_told_why(change: dict[str, Any], problem: str) -> None:
+def test_a_delta_that_contradicts_itself_is_refused_with_the_reason(change: dict[str, Any], problem: str) -> None:
     tree = TokenTree([1, 2])
     fields: dict[str, Any] = {"root_position": 1, "parents": (0, 4), "tokens": (3, 3), "edges": (0.0, 0.0)}
     with pytest.raises(InvalidRequest) as refusal:
@@ -244,12 +244,12 @@ def test_nodes_without_a_token_or_an_edge_are_a_fault_of_ours_and_not_cut_off() 
         tree.graft(1, Delta(0, tree.digest, 1, (0, 0), (5, 6), (-0.5,)))
 
 
-def test_drift_says_where() -> None:
+def test_the_error_of_drift_names_the_position() -> None:
     with pytest.raises(DigestMismatch, match=r"^at position 1$"):
         TokenTree([1, 2]).graft(1, Delta(1, 0, 1, (), (), ()))
 
 
-def test_a_node_knows_its_depth_and_the_path_to_it_and_begins_without_a_judgement() -> None:
+def test_a_node_has_its_depth_and_the_path_to_it_and_begins_without_a_judgement() -> None:
     tree = TokenTree([1, 2])
     low = tree.add(tree.add(tree.root, 5, -1.0), 6, -0.5)
     assert (tree.path(low), tree.depth(low), tree.depth(tree.root), tree.length) == ([5, 6], 2, 0, 2)
@@ -389,7 +389,7 @@ def test_a_drafter_that_is_forgotten_may_begin_its_ids_anew() -> None:
     tree.graft(1, chain(TokenTree([1]), [5], 1))
     tree.graft(2, chain(TokenTree([1]), [5], 1))
     tree.ids.forget(1)
-    tree.ids.forget(7)  # nobody
+    tree.ids.forget(7)  # no drafter has this number
     five = tree.root.children[5]
     assert (five.names, tree.ids.of(1).last_id, tree.ids.node(1, 1)) == ([(2, 1)], 0, None)
     assert len(tree.graft(1, chain(TokenTree([1]), [6], 1)).added) == 1

@@ -18,7 +18,7 @@ LENGTH = 480  # of the answer; a generation that is not acknowledged further end
 
 
 class Text(NamedTuple):
-    """A prompt, and what the target says after it."""
+    """A prompt, and the target's answer to it."""
 
     prompt: list[int]
     answer: list[int]
@@ -43,7 +43,7 @@ def drafter(cluster: LocalCluster) -> str:
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session")
 async def text(verifier: str, tokenizer: Tokenizer, prompts: list[str]) -> Text:
-    """From plain decode."""
+    """A prompt and its answer, from plain decode."""
     prompt = tokenizer.encode(prompts[0]).ids
     contract = Contract(seed=21, max_tokens=LENGTH, temperature=0.8)
     answer = await decode(verifier, prompt, contract, plan=OFF)

@@ -24,7 +24,7 @@ from tests.e2e.protocol.talk import WITHIN_S, Inbox, new_name, spoken
 
 
 class RawDrafter:
-    """A drafter's stream. Says heartbeats by itself while `beats`, and nothing else."""
+    """A drafter's stream. Sends heartbeats by itself while `beats`, and nothing else."""
 
     def __init__(self, upstream: str, name: str) -> None:
         self.name = name
@@ -78,7 +78,7 @@ class RawDrafter:
         return commit
 
     async def heard_all(self, session: str) -> None:
-        """Waits until all it said was dealt with: the frame behind it is refused, which counts as one refusal."""
+        """Waits until all that it sent is dealt with: the frame behind it is refused, which counts as one refusal."""
         attachment = await self.subscribe(session, signed=b"none")
         await self.inbox.take("closed", attachment)
 
@@ -150,7 +150,7 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
 def delta(
     text: Sequence[int], root: int, tokens: Sequence[int], *, first_id: int = 1, **changes: Any
 ) -> dict[str, pb.TreeDelta]:
-    """A chain of nodes below position `root` of a text, each believed to be certain; as keywords of `say`."""
+    """A chain of nodes below position `root` of a text, each drafted as certain; as keywords of `say`."""
     fields: dict[str, Any] = {
         "attachment": 1,
         "epoch": 1,
@@ -186,7 +186,7 @@ async def start_of(verifier: str, **changes: Any) -> verifier_pb2.DecodeStart:
 
 
 class RawRouter:
-    """A Decode call. Says heartbeats by itself while `beats`, and nothing else."""
+    """A Decode call. Sends heartbeats by itself while `beats`, and nothing else."""
 
     def __init__(self, start: verifier_pb2.DecodeStart | None) -> None:
         self.start = start or verifier_pb2.DecodeStart()
@@ -242,7 +242,7 @@ class RawRouter:
         return self.reports[before]
 
     async def acknowledge(self, count: int) -> None:
-        """Says that so many tokens of the answer are durable, once they are there."""
+        """Reports that so many tokens of the answer are durable, once they are there."""
         await self.said(count)
         self.say(durable=len(self.start.tokens) + count)
 

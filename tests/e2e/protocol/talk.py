@@ -1,4 +1,4 @@
-"""What came over a call, until a test asks for it; and what is said on one, with heartbeats in between."""
+"""What arrives over a call, until a test asks for it; and what is sent on one, with heartbeats in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _names = itertools.count(1)
 
 
 def new_name(what: str = "session") -> str:
-    """One that nobody used."""
+    """One that no test has used."""
     return f"{what}-{next(_names)}"
 
 

@@ -18,7 +18,7 @@ from tests.e2e.protocol.upstreams import refused_by, upstream_of
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_whoever_begins_or_resumes_a_generation_first_raises_the_epoch(cluster: LocalCluster) -> None:
+async def test_a_router_that_begins_or_resumes_a_generation_first_raises_the_epoch(cluster: LocalCluster) -> None:
     async with outrider.AsyncClient(cluster.router_address) as client:
         session = (await client.create_session()).session_id
         epochs = [(await client.get_session(session)).epoch]
@@ -55,7 +55,7 @@ async def test_two_generations_of_one_session_never_overlap_and_its_model_is_fix
 async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences_and_finds_the_kv(
     verifier: str, text: Text
 ) -> None:
-    said, prompt = text.whole, len(text.prompt)
+    whole, prompt = text.whole, len(text.prompt)
     async with decoding(verifier, epoch=5, tokens=text.prompt, contract=text.contract, window=20) as first:
         await first.said(20)
         for epoch in (4, 5):
@@ -66,15 +66,15 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences_an
         lower = {"session_id": first.session, "answer_position": prompt, "contract": text.contract, "window": 20}
         async with (
             drafting(verifier) as drafter,
-            decoding(verifier, epoch=9, tokens=said[: prompt + 8], **lower) as second,
+            decoding(verifier, epoch=9, tokens=whole[: prompt + 8], **lower) as second,
         ):
             end = await first.inbox.end()
             assert (end.code, "higher epoch" in end.details) == (grpc.StatusCode.ABORTED, True)
             assert (await second.inbox.take("started")).cached == prompt + 8 - 1
             await second.said(20)
-            assert second.tokens == said[: prompt + 28]
+            assert second.tokens == whole[: prompt + 28]
             await drafter.attach(first.session, epoch=9)
-            changed = [*said[: prompt + 3], (said[prompt + 3] + 1) % 4096, *said[prompt + 4 : prompt + 12]]
+            changed = [*whole[: prompt + 3], (whole[prompt + 3] + 1) % 4096, *whole[prompt + 4 : prompt + 12]]
             async with decoding(verifier, epoch=10, tokens=changed, **lower) as third:
                 assert (await drafter.inbox.take("closed")).reason == "fenced"
                 assert (await third.inbox.take("started")).cached == prompt + 3
@@ -136,7 +136,7 @@ async def test_a_drafter_drops_frames_of_another_epoch_and_counts_them(drafter: 
 
 async def test_a_new_epoch_may_start_lower_than_where_a_drafter_is(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
-        stream, said = peer.stream, text.whole
+        stream, whole = peer.stream, text.whole
 
         async def root_is(tokens: list[int], attachment: int) -> bool:
             await stream.inbox.until(
@@ -145,16 +145,16 @@ async def test_a_new_epoch_may_start_lower_than_where_a_drafter_is(drafter: str,
             ours = [frame for frame in stream.inbox.of("delta", attachment) if frame.root_position == len(tokens) - 1]
             return all(frame.root_digest == extend(EMPTY, tokens) for frame in ours)
 
-        stream.snapshot(said[:60])
-        assert await root_is(said[:60], 1)
+        stream.snapshot(whole[:60])
+        assert await root_is(whole[:60], 1)
         higher = pb.AttachRequest(session_id=peer.subscribed.session_id, epoch=2, upstream=peer.upstream.address)
         await peer.drafter.Attach(higher)
         assert (await stream.inbox.take("unsubscribe")).attachment == 1
         again = await stream.inbox.take("subscribe")
         assert (again.epoch, again.attachment) == (2, 2)
-        stream.snapshot(said[:30], attachment=2, epoch=2)
-        assert await root_is(said[:30], 2)
-        other = [*said[:20], (said[20] + 1) % 4096, *said[21:45]]
+        stream.snapshot(whole[:30], attachment=2, epoch=2)
+        assert await root_is(whole[:30], 2)
+        other = [*whole[:20], (whole[20] + 1) % 4096, *whole[21:45]]
         stream.snapshot(other, attachment=2, epoch=2)
         assert await root_is(other, 2)
         stream.snapshot(other[:44], attachment=2, epoch=2)

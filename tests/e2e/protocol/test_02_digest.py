@@ -21,7 +21,7 @@ WORD = 2**64
 
 
 def by_the_page(tokens: list[int]) -> int:
-    """The formulas as they stand there."""
+    """The digest by the formulas of docs/protocol.md."""
 
     def mix64(z: int) -> int:
         z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WORD
@@ -102,19 +102,19 @@ async def test_a_delta_from_a_root_with_another_digest_is_answered_with_a_snapsh
 
 async def test_a_drafter_whose_copy_disagrees_discards_it_and_subscribes_anew(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
-        stream, said = peer.stream, text.whole
+        stream, whole = peer.stream, text.whole
         before = await refused_by(peer.drafter)
-        stream.snapshot(said[:40], digest=7)
+        stream.snapshot(whole[:40], digest=7)
         assert (await stream.inbox.take("subscribe")).attachment == 2
         assert not stream.inbox.of("delta")
-        stream.snapshot(said[:40], attachment=2)
+        stream.snapshot(whole[:40], attachment=2)
         first = await stream.inbox.take("delta", 2)
-        assert (first.root_position, first.root_digest) == (39, extend(EMPTY, said[:40]))
-        stream.commit(said[:41], 40, attachment=2, digest=7)
+        assert (first.root_position, first.root_digest) == (39, extend(EMPTY, whole[:40]))
+        stream.commit(whole[:41], 40, attachment=2, digest=7)
         assert (await stream.inbox.take("subscribe")).attachment == 3
-        stream.snapshot(said[:41], attachment=3)
-        assert (await stream.inbox.take("delta", 3)).root_digest == extend(EMPTY, said[:41])
-        stream.commit(said[:44], 43, attachment=3)  # a gap: it lacks two tokens
+        stream.snapshot(whole[:41], attachment=3)
+        assert (await stream.inbox.take("delta", 3)).root_digest == extend(EMPTY, whole[:41])
+        stream.commit(whole[:44], 43, attachment=3)  # a gap: it lacks two tokens
         again = await stream.inbox.take("subscribe")
         assert (again.attachment, again.session_id) == (4, peer.subscribed.session_id)
         assert await refused_by(peer.drafter) == before + 3
@@ -123,11 +123,11 @@ async def test_a_drafter_whose_copy_disagrees_discards_it_and_subscribes_anew(dr
 
 async def test_a_delta_carries_the_digest_at_its_root(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
-        stream, said = peer.stream, text.whole
-        stream.snapshot(said[:40])
+        stream, whole = peer.stream, text.whole
+        stream.snapshot(whole[:40])
         await stream.inbox.take("delta")
         for length in range(41, 50):
-            stream.commit(said[:length], length - 1)
+            stream.commit(whole[:length], length - 1)
         await stream.inbox.until(lambda: any(frame.root_position == 48 for frame in stream.inbox.of("delta")))
         for frame in stream.inbox.of("delta"):
-            assert frame.root_digest == extend(EMPTY, said[: frame.root_position + 1])
+            assert frame.root_digest == extend(EMPTY, whole[: frame.root_position + 1])

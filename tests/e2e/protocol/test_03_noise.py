@@ -39,15 +39,15 @@ def noise_by_the_page(key: int, x: int) -> float:
     return -math.log(-math.log1p(-u))
 
 
-def choice_by_the_page(logits: list[float], contract: Contract, said: list[int], answer: int) -> int:
+def choice_by_the_page(logits: list[float], contract: Contract, tokens: list[int], answer: int) -> int:
     """argmax over x of log p_t(x) + g_t(x), p as steps 1 to 5 have it."""
-    t, z = len(said), list(logits)
+    t, z = len(tokens), list(logits)
     for x, bias in contract.logit_bias:
         z[x] += bias
-    for x in set(said):
+    for x in set(tokens):
         z[x] = z[x] / contract.repetition_penalty if z[x] > 0 else z[x] * contract.repetition_penalty
-    for x in set(said[answer:]):
-        z[x] -= contract.presence_penalty + contract.frequency_penalty * said[answer:].count(x)
+    for x in set(tokens[answer:]):
+        z[x] -= contract.presence_penalty + contract.frequency_penalty * tokens[answer:].count(x)
     allowed = set(contract.allowed_ids or range(len(z))) - set(contract.banned_ids)
     if t - answer < contract.min_tokens:
         allowed -= set(contract.stop_ids)
@@ -109,15 +109,15 @@ def test_there_is_no_noise_at_temperature_0() -> None:
 )
 def test_the_target_s_token_is_the_argmax_after_the_page_s_five_steps(contract: Contract) -> None:
     random = np.random.default_rng(8)
-    said = [11, 12, 13, 11]
-    sampler = Sampler(contract, 200, said, len(said))
+    tokens = [11, 12, 13, 11]
+    sampler = Sampler(contract, 200, tokens, len(tokens))
     for _ in range(100):
         logits = random.normal(scale=3.0, size=200).astype(np.float32)
         token = sampler.choose(logits).token
-        assert token == choice_by_the_page(logits.tolist(), contract, said, 4)
-        said.append(token)
+        assert token == choice_by_the_page(logits.tolist(), contract, tokens, 4)
+        tokens.append(token)
         sampler.extend([token])
-    assert len(set(said)) > 50
+    assert len(set(tokens)) > 50
 
 
 def test_the_lowest_id_wins_a_tie() -> None:
@@ -135,7 +135,7 @@ async def test_a_node_is_accepted_if_and_only_if_it_is_the_target_s_token(verifi
     ):
         await router.full()
         await drafter.attach(router.session)
-        # Certain, says the drafter, and after it what would be right; and beside it, without any hope, what is.
+        # First, as certain, a wrong token with the right ones below it; then, as hopeless, the right ones alone.
         wrong = [(right[8] + 1) % 4096, *right[9:12]]
         drafter.say(**delta(text.whole, root + 8, wrong))
         await drafter.heard_all(router.session)

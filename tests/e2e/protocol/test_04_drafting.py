@@ -20,7 +20,7 @@ from tests.e2e.protocol.upstreams import refused_by, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 PATIENCE_S = 5.0
 SNAPSHOT_TOKENS = 4096
 WAITING_SUBSCRIPTIONS = 1024
@@ -44,7 +44,9 @@ async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> N
         assert (snapshot.attachment, snapshot.epoch, snapshot.position, snapshot.last) == (1, 1, 0, True)
         assert (list(snapshot.tokens), snapshot.digest) == (text.whole[: root + 1], extend(EMPTY, router.tokens))
         assert snapshot.contract == contract
-        assert snapshot.plan == plan_to_pb(replace(SPECULATE, depth=7))  # what is left to say, but for the last token
+        assert snapshot.plan == plan_to_pb(
+            replace(SPECULATE, depth=7)
+        )  # what is left of the answer, less the last token
         assert snapshot.credit == 512
         assert 0 <= snapshot.price <= 1
         drafter.say(**delta(text.whole, root, text.answer[4:6]))
@@ -178,33 +180,33 @@ async def test_position_0_voids_an_incomplete_snapshot_and_parts_out_of_order_ha
     drafter: str, text: Text
 ) -> None:
     async with upstream_of(drafter) as peer:
-        stream, said = peer.stream, text.whole
+        stream, whole = peer.stream, text.whole
         before = await refused_by(peer.drafter)
-        stream.snapshot(said[40:60], last=False)
-        stream.snapshot(said[:10], last=False)  # begins anew
-        stream.snapshot(said[10:25], position=10, last=False)
-        stream.snapshot(said[25:30], position=25, digest=extend(EMPTY, said[:30]))
+        stream.snapshot(whole[40:60], last=False)
+        stream.snapshot(whole[:10], last=False)  # begins anew
+        stream.snapshot(whole[10:25], position=10, last=False)
+        stream.snapshot(whole[25:30], position=25, digest=extend(EMPTY, whole[:30]))
         first = await stream.inbox.take("delta")
-        assert (first.root_position, first.root_digest) == (29, extend(EMPTY, said[:30]))
+        assert (first.root_position, first.root_digest) == (29, extend(EMPTY, whole[:30]))
         assert await refused_by(peer.drafter) == before
         # Once it has a copy and drafts, parts that do not fit end that, too.
-        stream.snapshot(said[:10], last=False)
-        stream.snapshot(said[20:30], position=20, digest=extend(EMPTY, said[:30]))
+        stream.snapshot(whole[:10], last=False)
+        stream.snapshot(whole[20:30], position=20, digest=extend(EMPTY, whole[:30]))
         assert (await stream.inbox.take("subscribe")).attachment == 2
-        stream.commit(said[:31], 30, attachment=2)  # it has no copy that this could be for
-        stream.snapshot(said[10:20], position=10, attachment=2, digest=extend(EMPTY, said[:20]))
+        stream.commit(whole[:31], 30, attachment=2)  # it has no copy that this could be for
+        stream.snapshot(whole[10:20], position=10, attachment=2, digest=extend(EMPTY, whole[:20]))
         assert (await stream.inbox.take("subscribe")).attachment == 3
         await asyncio.sleep(0.1)
         assert not stream.inbox.of("delta", 2)
         assert not stream.inbox.of("delta", 3)
         stream.snapshot([], attachment=3)  # a session has at least one token
         assert (await stream.inbox.take("subscribe")).attachment == 4
-        stream.snapshot(said[:20], attachment=4)
+        stream.snapshot(whole[:20], attachment=4)
         again = await stream.inbox.take("delta", 4)
         assert (again.root_position, again.first_id) == (19, 1)
 
 
-async def test_a_drafter_with_another_number_of_ids_is_welcome_and_is_told_the_target_s(
+async def test_a_drafter_with_another_number_of_ids_is_accepted_and_is_sent_the_target_s(
     verifier: str, text: Text
 ) -> None:
     for vocabulary in (17, 2**32 - 1):
@@ -218,27 +220,27 @@ async def test_a_drafter_with_another_number_of_ids_is_welcome_and_is_told_the_t
             assert snapshot.vocabulary == snapshot.unpadded_vocabulary == there.vocabulary
 
 
-async def test_a_drafter_sends_ids_that_the_target_can_say_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
+async def test_a_drafter_sends_ids_that_the_target_can_pick_and_reads_all_that_it_has(drafter: str, text: Text) -> None:
     largest = 2**31 - 2
-    said = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
+    whole = [*text.whole[:20], largest, 5000, *text.whole[20:30]]
     async with upstream_of(drafter) as peer:
         stream = peer.stream
         for number, unpadded_vocabulary in enumerate((0, 300), 1):
             contract = Contract(seed=1, max_tokens=500, banned_ids=(5000, 6000), stop_ids=(largest,))
             sizes = {"vocabulary": largest + 1, "unpadded_vocabulary": unpadded_vocabulary}
-            stream.snapshot(said, attachment=number, contract=contract_to_pb(contract), **sizes)
+            stream.snapshot(whole, attachment=number, contract=contract_to_pb(contract), **sizes)
             tokens: list[int] = []
             while len(tokens) < 20:
                 delta = await stream.inbox.take("delta", number)
-                assert (delta.root_position, delta.root_digest) == (len(said) - 1, extend(EMPTY, said))
+                assert (delta.root_position, delta.root_digest) == (len(whole) - 1, extend(EMPTY, whole))
                 tokens += delta.tokens
             assert max(tokens) < (unpadded_vocabulary or 4096)
-            said += [largest, 7]
-            stream.commit(said, len(said) - 2, attachment=number)
-            while delta.root_position < len(said) - 1:
+            whole += [largest, 7]
+            stream.commit(whole, len(whole) - 2, attachment=number)
+            while delta.root_position < len(whole) - 1:
                 delta = await stream.inbox.take("delta", number)
-            assert delta.root_digest == extend(EMPTY, said)
-            stream.commit([*said, largest + 1], len(said), attachment=number)  # malformed: the drafter subscribes anew
+            assert delta.root_digest == extend(EMPTY, whole)
+            stream.commit([*whole, largest + 1], len(whole), attachment=number)  # malformed: it subscribes anew
             assert (await stream.inbox.take("subscribe")).attachment == number + 1
 
 

@@ -27,7 +27,7 @@ from verifier_svc.session import SessionStart, VerifierSession
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 ALIAS_SPAN = 256
 TREE_CAPACITY = 512
 
@@ -54,7 +54,7 @@ async def test_ids_count_up_from_1_and_parents_come_before_their_children(drafte
         assert max(copy.depth(identity) for identity in copy.tokens) > 3
 
 
-async def test_exhausted_says_that_nothing_more_comes_before_the_next_commit(drafter: str, text: Text) -> None:
+async def test_exhausted_means_that_nothing_more_comes_before_the_next_commit(drafter: str, text: Text) -> None:
     async with upstream_of(drafter) as peer:
         stream = peer.stream
         stream.snapshot(text.prompt)
@@ -72,7 +72,7 @@ async def no_key() -> bytes:
     return b""
 
 
-async def test_a_verifier_does_not_wait_for_whoever_is_exhausted_until_the_next_commit() -> None:
+async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
     loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
     sink = DraftStreamServicer("verifier", b"", TicketVerifier(b"", no_key))
@@ -143,7 +143,7 @@ async def test_aliases_live_256_positions(verifier: str, text: Text) -> None:
         assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
 
 
-async def test_a_node_that_was_decided_otherwise_is_dead_with_all_below_and_nobody_is_told(
+async def test_a_node_that_was_decided_otherwise_is_dead_with_all_below_and_no_message_is_sent(
     verifier: str, text: Text
 ) -> None:
     async with (
@@ -180,15 +180,15 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         await drafter.attach(router.session)
         root = len(text.prompt) + 7
         drafter.say(**delta(text.whole, root, text.answer[8:11], first_id=10, parents=[3, 1, 0]))
-        told = await drafter.inbox.take("commit")
-        assert (list(told.tokens), told.position, list(told.dropped)) == ([], root + 1, [10, 11])
-        assert told.digest == delta(text.whole, root, [])["delta"].root_digest
+        update = await drafter.inbox.take("commit")
+        assert (list(update.tokens), update.position, list(update.dropped)) == ([], root + 1, [10, 11])
+        assert update.digest == delta(text.whole, root, [])["delta"].root_digest
         drafter.say(**delta(text.whole, root, text.answer[8:10], first_id=13))
         await drafter.heard_all(router.session)
         assert (await router.step()).accepted
 
 
-async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_sender_hears_of_it(
+async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_sender_is_informed(
     verifier: str, text: Text
 ) -> None:
     async with (
@@ -255,12 +255,12 @@ async def test_the_larger_of_two_scores_for_a_node_counts(verifier: str, text: T
         await router.full()
         for drafter in (modest, sure):
             await drafter.attach(router.session)
-        for said in (8, 16):  # once the surer one comes second, once first
-            rivals = [(text.answer[said] + 1) % 4096, text.answer[said]]
+        for length in (8, 16):  # once the surer one comes second, once first
+            rivals = [(text.answer[length] + 1) % 4096, text.answer[length]]
             both = [(modest, b"\x10\xff"), (sure, b"\x10\x00")]
-            for drafter, edges in both if said == 8 else both[::-1]:
-                root = len(text.prompt) + said - 1
-                drafter.say(**delta(text.whole, root, rivals, parents=[0, 0], edges=edges, first_id=said))
+            for drafter, edges in both if length == 8 else both[::-1]:
+                root = len(text.prompt) + length - 1
+                drafter.say(**delta(text.whole, root, rivals, parents=[0, 0], edges=edges, first_id=length))
                 await drafter.heard_all(router.session)
             report = await router.step()
             assert (report.verified, report.accepted) == (1, 1)

@@ -24,7 +24,7 @@ from tests.e2e.protocol.upstreams import Copy, Stream, upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 ALIAS_SPAN = 256
 TREE_CAPACITY = 512
 CONTROL_FRAMES = 4096
@@ -200,8 +200,8 @@ async def test_plan_changes_come_in_commits_and_a_lower_version_replaces_nothing
         await router.said(4)
         assert (await drafter.attach(router.session)).plan == version(3)
         router.say(plan=version(5, width=2))
-        told = await drafter.inbox.take("commit")
-        assert (told.plan, list(told.tokens), told.position) == (version(5, width=2), [], len(text.prompt) + 4)
+        update = await drafter.inbox.take("commit")
+        assert (update.plan, list(update.tokens), update.position) == (version(5, width=2), [], len(text.prompt) + 4)
         router.say(plan=version(4))
         router.say(plan=version(5))
         await router.acknowledge(4)
@@ -255,7 +255,7 @@ async def until_idle(pid: int) -> None:
             await asyncio.sleep(0.5)
 
 
-async def test_what_a_drafter_that_does_not_read_is_told_joins_and_then_becomes_a_snapshot(
+async def test_what_a_drafter_that_does_not_read_is_sent_joins_and_then_becomes_a_snapshot(
     verifier: str, cluster: LocalCluster, text: Text
 ) -> None:
     far_off, nearby = new_name(), new_name()

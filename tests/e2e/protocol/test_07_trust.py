@@ -36,7 +36,7 @@ from verifier_svc.session import SessionStart, VerifierSession
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 MESSAGE_BYTES = 16 * 2**20
 MAX_DELTA_NODES = 1024
 MAX_DRAFTERS = 16
@@ -56,7 +56,7 @@ class Bystander(NamedTuple):
 
 @asynccontextmanager
 async def unharmed(verifier: str, text: Text) -> AsyncIterator[Bystander]:
-    """A session that says its text with its drafter's help whatever the body does."""
+    """A session that generates its text with its drafter's help whatever the body does."""
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
         drafting(verifier) as drafter,
@@ -74,7 +74,7 @@ async def unharmed(verifier: str, text: Text) -> AsyncIterator[Bystander]:
         assert not drafter.inbox.of("closed", 1)
 
 
-async def test_the_ticket_key_is_32_bytes_in_redis_and_a_ticket_is_made_as_the_page_says(
+async def test_the_ticket_key_is_32_bytes_in_redis_and_a_ticket_is_made_as_the_page_specifies(
     cluster: LocalCluster, verifier: str, text: Text
 ) -> None:
     async with aclosing(connect(cluster.redis_url)) as redis:
@@ -204,7 +204,7 @@ async def test_a_subscription_that_is_far_too_large_is_refused_before_it_may_wai
         assert (await described(verifier)).refused_frames == bystander.refused + 1
 
 
-Say = Callable[[str, RawDrafter], Awaitable[None]]
+Send = Callable[[str, RawDrafter], Awaitable[None]]
 
 
 async def _no_hello(verifier: str, drafter: RawDrafter) -> None:
@@ -234,7 +234,7 @@ async def _other_tokenizer(verifier: str, drafter: RawDrafter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("say", "code", "says"),
+    ("send", "code", "details"),
     [
         (_no_hello, grpc.StatusCode.INVALID_ARGUMENT, "hello"),
         (_empty_first, grpc.StatusCode.INVALID_ARGUMENT, "hello"),
@@ -245,14 +245,14 @@ async def _other_tokenizer(verifier: str, drafter: RawDrafter) -> None:
     ],
 )
 async def test_a_stream_that_is_misused_ends(
-    verifier: str, text: Text, say: Say, code: grpc.StatusCode, says: str
+    verifier: str, text: Text, send: Send, code: grpc.StatusCode, details: str
 ) -> None:
     async with unharmed(verifier, text) as bystander, drafting(verifier, greets=False) as drafter:
         streams = (await described(verifier)).drafters
-        await say(verifier, drafter)
+        await send(verifier, drafter)
         end = await drafter.inbox.end()
         assert end.code is code
-        assert says in end.details
+        assert details in end.details
         there = await described(verifier)
         assert there.refused_frames == bystander.refused + 1
         assert there.drafters <= streams
@@ -323,18 +323,18 @@ async def status(call: Any, blob: bytes) -> End:
         await asyncio.sleep(10)
 
     inbox = Inbox("frame")
-    talk = call(messages())
+    stream = call(messages())
     try:
-        async for _ in talk:
+        async for _ in stream:
             pass
     except grpc.aio.AioRpcError as error:
         inbox.close(end_of(error))
     finally:
-        talk.cancel()
+        stream.cancel()
     return await inbox.end()
 
 
-async def test_bytes_that_are_not_even_http_cost_nobody_anything(
+async def test_bytes_that_are_not_even_http_harm_no_session(
     cluster: LocalCluster, verifier: str, drafter: str, text: Text
 ) -> None:
     async with unharmed(verifier, text):
@@ -384,29 +384,31 @@ async def test_a_malformed_frame_of_an_upstream_is_counted_and_the_drafter_subsc
         await peer.stream.inbox.take("delta", 2)
 
 
-async def test_a_boastful_drafter_s_scores_fall_and_nobody_else_s_nodes_are_left_out(verifier: str, text: Text) -> None:
-    window, rounds, boasts = 6, 10, 80
+async def test_an_overconfident_drafter_s_scores_fall_and_no_other_drafter_s_nodes_are_left_out(
+    verifier: str, text: Text
+) -> None:
+    window, rounds, overrated = 6, 10, 80
     plan = plan_to_pb(Plan(version=1, depth=8, width=64, nodes=64, wait_us=0))
     opening = {"tokens": text.prompt, "contract": text.contract, "plan": plan, "window": window}
     async with (
         decoding(verifier, **opening) as first,
         decoding(verifier, **opening) as second,
-        drafting(verifier) as boastful,
+        drafting(verifier) as overconfident,
         drafting(verifier) as beside,
         drafting(verifier) as elsewhere,
     ):
-        for router, drafter in ((first, boastful), (first, beside), (second, elsewhere)):
+        for router, drafter in ((first, overconfident), (first, beside), (second, elsewhere)):
             await router.said(window)
             await drafter.attach(router.session)
         accepted = []
         for turn in range(rounds):
-            said = window * (turn + 1)
-            root, right = len(text.prompt) + said - 1, text.answer[said]
-            wrong = [token for token in range(boasts + 1) if token != right][:boasts]
-            boastful.say(**delta(text.whole, root, wrong, first_id=boasts * turn + 1, parents=[0] * boasts))
-            await boastful.heard_all(first.session)
+            committed = window * (turn + 1)
+            root, right = len(text.prompt) + committed - 1, text.answer[committed]
+            wrong = [token for token in range(overrated + 1) if token != right][:overrated]
+            overconfident.say(**delta(text.whole, root, wrong, first_id=overrated * turn + 1, parents=[0] * overrated))
+            await overconfident.heard_all(first.session)
             for router, drafter in ((first, beside), (second, elsewhere)):
-                nodes = text.answer[said : said + 4]
+                nodes = text.answer[committed : committed + 4]
                 drafter.say(**delta(text.whole, root, nodes, first_id=4 * turn + 1, edges=b"\x08" * 4))
                 await drafter.heard_all(router.session)
             reports = await asyncio.gather(first.step(), second.step())

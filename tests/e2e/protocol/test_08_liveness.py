@@ -21,7 +21,7 @@ from tests.e2e.protocol.upstreams import upstream_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.5
 STUCK_S = 30.0
@@ -35,7 +35,7 @@ def in_time(began: float) -> bool:
     return SILENCE_S - 0.1 < time.monotonic() - began < SILENCE_S + SLACK_S
 
 
-async def test_whoever_is_silent_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
+async def test_a_silent_peer_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
     async def a_drafter() -> None:
         async with (
             decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
@@ -122,7 +122,7 @@ async def test_a_drafter_whose_stream_breaks_comes_back_while_it_is_attached(dra
         assert len(peer.upstream.streams) == 3
 
 
-async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
+async def test_every_peer_sends_something_every_half_second_and_how_its_loop_goes(
     verifier: str, drafter: str, text: Text
 ) -> None:
     async def regular(inbox: Inbox) -> list[types_pb2.Heartbeat]:
@@ -136,13 +136,13 @@ async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
         async with upstream_of(drafter) as peer:
             peer.stream.snapshot(text.prompt)
             await peer.stream.inbox.until(lambda: any(frame.exhausted for frame in peer.stream.inbox.of("delta")))
-            heard = await regular(peer.stream.inbox)
+            beats = await regular(peer.stream.inbox)
             there = await peer.drafter.Describe(types_pb2.DescribeRequest())
-            assert {(beat.steps, beat.running_ms) for beat in heard} == {(there.levels, 0)}
+            assert {(beat.steps, beat.running_ms) for beat in beats} == {(there.levels, 0)}
             assert there.levels > 0
 
     async def downwards() -> None:
-        # A keepalive ping every tenth of a second, where ours come every second, is nobody's undoing.
+        # A keepalive ping every tenth of a second, where ours come every second, does no harm.
         impatient = (("grpc.keepalive_time_ms", 100), ("grpc.http2.min_time_between_pings_ms", 100))
         async with (
             decoding(verifier, tokens=text.prompt, contract=text.contract, window=2) as router,
@@ -150,9 +150,9 @@ async def test_everybody_says_something_every_half_second_and_how_its_loop_goes(
         ):
             await router.said(2)
             await peer.attach(router.session)
-            for heard in await asyncio.gather(regular(router.inbox), regular(peer.inbox)):
+            for beats in await asyncio.gather(regular(router.inbox), regular(peer.inbox)):
                 there = await described(verifier)
-                assert {(beat.steps, beat.running_ms) for beat in heard} == {(there.steps, 0)}
+                assert {(beat.steps, beat.running_ms) for beat in beats} == {(there.steps, 0)}
                 assert there.steps > 0
             assert peer.inbox.open
 
@@ -165,7 +165,7 @@ async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_k
     verifier: str, text: Text
 ) -> None:
     opening = {"tokens": text.prompt, "contract": text.contract, "window": 2, "lease_ms": 2000}
-    async with decoding(verifier, **opening) as silent, decoding(verifier, **opening) as heard:
+    async with decoding(verifier, **opening) as silent, decoding(verifier, **opening) as alive:
         await silent.said(2)
         silent.beats = False
         began = time.monotonic()
@@ -173,7 +173,7 @@ async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_k
         assert (end.code, "silent" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
         assert 1.0 < time.monotonic() - began < 2.0 + SLACK_S
         await asyncio.sleep(2.1)
-        assert heard.inbox.open
+        assert alive.inbox.open
         again = text.whole[: len(text.prompt) + 2]
         later = {"tokens": again, "answer_position": len(text.prompt), "session_id": silent.session, "epoch": 1}
         async with decoding(verifier, **opening | later) as router:
@@ -187,14 +187,14 @@ async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it
     process = cluster.processes["drafter-1"]
     async with decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router:
         await attach(process.address, router.session, verifier)
-        said = 0
+        count = 0
 
         async def on() -> int:
             """Four tokens more; how many drafters the last step had."""
-            nonlocal said
-            await router.acknowledge(said)
-            said += 4
-            assert (await router.said(said))[:said] == text.answer[:said]
+            nonlocal count
+            await router.acknowledge(count)
+            count += 4
+            assert (await router.said(count))[:count] == text.answer[:count]
             return router.reports[-1].drafters
 
         async def on_until(drafters: int) -> None:
@@ -208,7 +208,7 @@ async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it
             began = time.monotonic()
             for _ in range(5):
                 await on()
-            assert time.monotonic() - began < 3.0  # nobody waits for it, which would take ten
+            assert time.monotonic() - began < 3.0  # no step waits for it, which would take ten
             await on_until(0)
             assert time.monotonic() - began < SILENCE_S + SLACK_S
         finally:

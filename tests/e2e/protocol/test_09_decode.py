@@ -22,7 +22,7 @@ from tests.e2e.protocol.talk import new_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-# As the page has them.
+# The values of docs/protocol.md.
 HALF_CLOSE_S = 5.0
 
 DEEP = plan_to_pb(Plan(version=1, depth=64, width=4, nodes=64, wait_us=0))
@@ -96,19 +96,19 @@ async def test_never_more_than_the_window_is_committed_beyond_the_durable_positi
         assert max(report.accepted for report in router.reports) <= 3
 
 
-async def test_a_verifier_says_how_much_kv_of_the_tokens_it_knows(verifier: str, text: Text) -> None:
-    prompt = text.prompt[::-1]  # that nobody else asks for
+async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str, text: Text) -> None:
+    prompt = text.prompt[::-1]  # that no other test asks for
     opening = {"contract": text.contract, "window": 20}
     async with decoding(verifier, tokens=prompt, **opening) as router:
         assert (await router.inbox.take("started")).cached == 0
         await router.said(20)
-        said = router.tokens
+        tokens = router.tokens
         router.finish()
         assert (await router.inbox.end()).code is grpc.StatusCode.OK  # a router may give up at any time
     further = {"session_id": new_name(), "answer_position": len(prompt)}
-    async with decoding(verifier, tokens=said, **opening | further) as router:
-        assert (await router.inbox.take("started")).cached == len(said) - 1
-    async with decoding(verifier, tokens=said, **opening | further | {"tenant": "another"}) as router:
+    async with decoding(verifier, tokens=tokens, **opening | further) as router:
+        assert (await router.inbox.take("started")).cached == len(tokens) - 1
+    async with decoding(verifier, tokens=tokens, **opening | further | {"tenant": "another"}) as router:
         assert (await router.inbox.take("started")).cached == 0
 
 
@@ -117,7 +117,7 @@ async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verif
     prompt = text.prompt[5:]
     async with decoding(verifier, tokens=prompt, contract=text.contract, window=300) as router:
         await router.said(10)
-        said = router.tokens
+        tokens = router.tokens
         began = time.monotonic()
         if how == "cancel":
             router.say(cancel=verifier_pb2.CancelDecode())
@@ -132,8 +132,8 @@ async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verif
     assert (await described(verifier)).steps <= there.steps + 1  # the one that ran
     assert there.warm > 0
     again = {"session_id": router.session, "epoch": 2, "answer_position": len(prompt)}
-    async with decoding(verifier, tokens=said, contract=text.contract, window=1, **again) as router:
-        assert (await router.inbox.take("started")).cached == len(said) - 1
+    async with decoding(verifier, tokens=tokens, contract=text.contract, window=1, **again) as router:
+        assert (await router.inbox.take("started")).cached == len(tokens) - 1
 
 
 async def test_a_router_that_does_not_close_its_side_after_the_end_is_cut_off(verifier: str) -> None:
@@ -149,7 +149,7 @@ async def test_a_router_that_does_not_close_its_side_after_the_end_is_cut_off(ve
 
 async def test_commands_out_of_order_are_refused(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
-    for commands, says in (
+    for commands, details in (
         (({"durable": 3},), "first message"),
         (({"heartbeat": types_pb2.Heartbeat()},), "first message"),
         (({},), "first message"),
@@ -163,7 +163,7 @@ async def test_commands_out_of_order_are_refused(verifier: str, text: Text) -> N
             for command in commands:
                 router.say(**command)
             end = await router.inbox.end()
-            assert (end.code, says in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
+            assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
             assert end.metadata["outrider-error"] == "InvalidRequest"
     async with calling(verifier) as router:
         router.finish()
@@ -183,7 +183,7 @@ def absurd(**changes: Any) -> types_pb2.Contract:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "says"),
+    ("changes", "code", "details"),
     [
         ({"model": "gpt"}, grpc.StatusCode.NOT_FOUND, "target"),
         ({"tokenizer_digest": b"x" * 16}, grpc.StatusCode.FAILED_PRECONDITION, "tokenizer_digest"),
@@ -206,15 +206,15 @@ def absurd(**changes: Any) -> types_pb2.Contract:
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
 async def test_a_wrong_start_is_refused_by_its_field(
-    verifier: str, changes: dict[str, Any], code: grpc.StatusCode, says: str
+    verifier: str, changes: dict[str, Any], code: grpc.StatusCode, details: str
 ) -> None:
     async with calling(verifier, await start_of(verifier, **changes)) as router:
         end = await router.inbox.end()
-    assert (end.code, says in end.details) == (code, True), end
+    assert (end.code, details in end.details) == (code, True), end
     await idle(verifier)
 
 
-async def test_a_session_more_than_there_are_slots_is_told_to_come_back(verifier: str) -> None:
+async def test_a_session_more_than_there_are_slots_is_refused_with_a_time_to_come_back(verifier: str) -> None:
     async with AsyncExitStack() as stack:
         for _ in range((await idle(verifier)).slots):
             await stack.enter_async_context(decoding(verifier, window=1))

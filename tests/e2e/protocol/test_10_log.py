@@ -97,8 +97,8 @@ async def test_the_stream_has_tokens_by_their_position_log_probabilities_beside_
     assert there.beside[0][0] == 13
     assert len(entries) == 5 * (4 + 2 * 8)
     for number, entry in enumerate(second.logprobs):
-        said, *top = struct.unpack_from("<fIfIf", entries, number * 20)
-        assert said == pytest.approx(entry.logprob)
+        logprob, *top = struct.unpack_from("<fIfIf", entries, number * 20)
+        assert logprob == pytest.approx(entry.logprob)
         assert list(zip(top[::2], top[1::2], strict=True)) == [pytest.approx(pair) for pair in entry.top]
     keys = {key.decode() async for key in redis.scan_iter(f"*{session}*")}
     assert keys == {f"outrider:{{{session}}}:session", f"outrider:{{{session}}}:log"}
@@ -106,7 +106,7 @@ async def test_the_stream_has_tokens_by_their_position_log_probabilities_beside_
     assert min([await redis.pttl(key) for key in keys]) > 0
 
 
-async def test_an_owner_that_lost_its_epoch_appends_nothing_and_says_so(
+async def test_an_owner_that_lost_its_epoch_appends_nothing_and_reports_that(
     redis: Redis, client: outrider.AsyncClient, prompts: list[str]
 ) -> None:
     options = {"seed": 5, "max_tokens": 400, "ignore_eos": True, "timeout": 60, "speculation": "off"}
@@ -133,12 +133,12 @@ async def test_an_owner_that_lost_its_epoch_appends_nothing_and_says_so(
 
 
 async def test_appends_that_agree_may_be_repeated_and_no_others(redis: Redis, client: outrider.AsyncClient) -> None:
-    said = await client.generate([9, 9, 9], temperature=0, max_tokens=4, ignore_eos=True, timeout=60)
+    answer = await client.generate([9, 9, 9], temperature=0, max_tokens=4, ignore_eos=True, timeout=60)
     sessions = Sessions(redis, ttl_s=60, lease_s=10, resume_ttl_s=60)
-    record = await sessions.get(said.session_id)
+    record = await sessions.get(answer.session_id)
     assert record.turn is not None
-    owned = await sessions.begin(said.session_id, record.epoch, "test", record.turn, 7, [1], 0)
-    tokens = [9, 9, 9, *said.token_ids, 1, 2, 3]
+    owned = await sessions.begin(answer.session_id, record.epoch, "test", record.turn, 7, [1], 0)
+    tokens = [9, 9, 9, *answer.token_ids, 1, 2, 3]
     digest = extend(EMPTY, tokens)
     for start in (8, 8, 5, 0):  # again, and in other pieces
         assert await owned.append(start, tokens[start:], digest) == 10
@@ -149,18 +149,18 @@ async def test_appends_that_agree_may_be_repeated_and_no_others(redis: Redis, cl
             await owned.append(start, others, digest)
     with pytest.raises(Conflict):
         await owned.append(13, [5], digest)
-    assert (await read(redis, said.session_id)).tokens == [*tokens, 4]
+    assert (await read(redis, answer.session_id)).tokens == [*tokens, 4]
     for _ in range(2):
         await owned.finish("length", "")
     with pytest.raises(Conflict):
         await owned.append(11, [5], digest)
     for _ in range(2):
-        await client.close_session(said.session_id)
+        await client.close_session(answer.session_id)
     with pytest.raises(Superseded):  # a tombstone
         await owned.append(0, tokens, digest)
     with pytest.raises(NotFound):
-        await client.get_session(said.session_id)
-    assert (await read(redis, said.session_id)).tokens == []
+        await client.get_session(answer.session_id)
+    assert (await read(redis, answer.session_id)).tokens == []
 
 
 async def test_a_pause_of_the_log_pauses_the_generation_at_the_window(

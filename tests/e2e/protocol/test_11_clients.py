@@ -161,8 +161,8 @@ async def test_turns_go_on_and_another_past_forks(stub: InferenceStub, tokenizer
             whole_history=generation == 3,
             sampling=pb.Sampling(max_tokens=5, ignore_eos=True, seed=2),
         )
-        again, said, _ = await answered(stub.Generate(turn, timeout=TIMEOUT_S))
-        history += further + tokens_of(said)
+        again, answer, _ = await answered(stub.Generate(turn, timeout=TIMEOUT_S))
+        history += further + tokens_of(answer)
         assert (again.session_id, again.generation) == (started.session_id, generation)
         assert again.prompt_tokens == len(history) - 5
         assert again.cached_tokens >= again.prompt_tokens - len(further) - 1
@@ -198,7 +198,7 @@ def wrong(field: str) -> tuple[str, str]:
     return "InvalidRequest", field
 
 
-async def test_statuses_say_what_to_do_and_their_class_travels_in_the_trailer(stub: InferenceStub) -> None:
+async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(stub: InferenceStub) -> None:
     running = stub.Generate(request(), timeout=TIMEOUT_S)
     session = (await running.read()).started.session_id
     started, _, _ = await answered(stub.Generate(request(max_tokens=1), timeout=TIMEOUT_S))
@@ -239,7 +239,7 @@ async def test_statuses_say_what_to_do_and_their_class_travels_in_the_trailer(st
     running.cancel()
 
 
-async def test_a_router_that_is_full_says_when_to_come_back(stub: InferenceStub, cluster: LocalCluster) -> None:
+async def test_a_router_that_is_full_sends_when_to_come_back(stub: InferenceStub, cluster: LocalCluster) -> None:
     await idle(cluster.processes["verifier-0"].address)
     calls = [stub.Generate(request(seed=number), timeout=TIMEOUT_S) for number in range(16)]
     try:

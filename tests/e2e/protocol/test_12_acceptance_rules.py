@@ -66,7 +66,7 @@ async def test_a_chain_that_was_drawn_is_accepted_as_far_as_it_is_right(verifier
         await drafter.heard_all(router.session)
         report = await router.step()
         assert (report.verified, report.accepted) == (4, 3)
-        # Late: its root has been left behind. Nobody complains, and nothing of it is taken, right as it is.
+        # Late: its root has been left behind. No error is reported, and nothing of it is taken, right as it is.
         late = right[9:12]
         drafter.say(**delta(greedy.whole, root + 9, late, first_id=5, drawn=rows(*late)))
         await drafter.heard_all(router.session)

@@ -62,11 +62,11 @@ async def test_nodes_go_up_at_once_with_their_origin_and_are_then_judged(drafter
         assert list(snapshot.tokens) == text.whole[:LENGTH]
         terms = snapshot.price, snapshot.credit, snapshot.epoch, snapshot.answer_position
         assert terms == (1.0, 512, 1, 30)
-        said = text.whole[LENGTH : LENGTH + 3]
-        peers.below.say(**delta(text.whole, LENGTH - 1, said))
+        tokens = text.whole[LENGTH : LENGTH + 3]
+        peers.below.say(**delta(text.whole, LENGTH - 1, tokens))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
         sent = next(frame for frame in peers.above.inbox.of("delta") if frame.tokens)
-        assert (list(sent.tokens), sent.origin, sent.first_id) == (said, NAME, 1)
+        assert (list(sent.tokens), sent.origin, sent.first_id) == (tokens, NAME, 1)
         assert not sent.rescored
         # With a price under which its model works, one pass judges them all: they are what the text goes on with.
         peers.above.commit(text.whole[:LENGTH], LENGTH, credit=512)
@@ -78,7 +78,7 @@ async def test_nodes_go_up_at_once_with_their_origin_and_are_then_judged(drafter
         assert min(judged.rescored_edges) > 0  # below had called them certain
 
 
-async def test_hints_tell_the_best_of_the_tree_and_may_be_drafted_under(drafter: str, text: Text) -> None:
+async def test_hints_name_the_best_of_the_tree_and_may_be_drafted_under(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH])
         await peers.subscribe()
@@ -102,7 +102,7 @@ async def test_hints_tell_the_best_of_the_tree_and_may_be_drafted_under(drafter:
         copy.take(next(frame for frame in peers.above.inbox.of("delta") if frame.origin == NAME))
 
 
-async def test_who_joins_when_the_tree_is_drawn_is_told_its_best_too(drafter: str, text: Text) -> None:
+async def test_a_drafter_that_joins_when_the_tree_is_drawn_is_sent_its_best_too(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH])
         await peers.above.inbox.until(lambda: any(frame.exhausted for frame in peers.above.inbox.of("delta")))
@@ -248,7 +248,7 @@ async def test_below_hints_a_drafter_drafts_on(drafter: str, text: Text) -> None
         await peer.stream.inbox.until(drafted_below)
 
 
-async def test_the_session_s_new_owner_is_heard_of_below(drafter: str, text: Text) -> None:
+async def test_the_session_s_new_owner_is_announced_below(drafter: str, text: Text) -> None:
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TARGET = MODELS / "target"
 WIDTH = 256
-# As the page has them.
+# The values of docs/protocol.md.
 SNAPSHOT_FEATURES = 4096
 PART_BYTES = 2**20
 
@@ -82,7 +82,7 @@ def numbers(data: bytes) -> np.ndarray:
     return bits.view(np.float32)
 
 
-async def test_the_digest_is_as_the_page_says(tmp_path: Path) -> None:
+async def test_the_digest_is_as_the_page_specifies(tmp_path: Path) -> None:
     rows = table(14)
     assert len(rows) == 2
     for heads, digest in rows:
@@ -113,14 +113,16 @@ async def test_each_token_comes_with_the_features_of_the_one_before(featured: Fe
         commits = drafter.inbox.of("commit")
         assert not any(it.features for it in other.inbox.of("commit"))
         assert all(len(it.features) == 2 * WIDTH * len(it.tokens) for it in commits)
-        said = snapshot.features + b"".join(it.features for it in commits)
+        sent = snapshot.features + b"".join(it.features for it in commits)
         expected = fused(featured, router.tokens)
-        assert numbers(said).shape == expected.shape
-        assert np.abs(numbers(said) - expected).max() < 0.01 * np.abs(expected).max()
+        assert numbers(sent).shape == expected.shape
+        assert np.abs(numbers(sent) - expected).max() < 0.01 * np.abs(expected).max()
         assert sum(report.wire_bytes for report in router.reports) > 4 * 2 * WIDTH
 
 
-async def test_a_snapshot_waits_for_the_first_commit_and_nobody_for_its_drafter(featured: Featured, text: Text) -> None:
+async def test_a_snapshot_waits_for_the_first_commit_and_no_step_for_its_drafter(
+    featured: Featured, text: Text
+) -> None:
     """Of a session whose prompt is being read, and of one whose whole prefix is warm."""
     digest = fusion_digest(featured.heads)
     for prompt in (text.whole[:300], text.whole[:300]):
@@ -138,7 +140,9 @@ async def test_a_snapshot_waits_for_the_first_commit_and_nobody_for_its_drafter(
                 assert np.abs(numbers(snapshot.features) - expected).max() < 0.01 * np.abs(expected).max()
 
 
-async def test_who_asks_for_what_is_not_there_is_told_what_to_do(featured: Featured, verifier: str, text: Text) -> None:
+async def test_a_drafter_that_asks_for_what_is_not_there_is_sent_what_to_do(
+    featured: Featured, verifier: str, text: Text
+) -> None:
     for address, why in ((verifier, "this upstream gives none"), (featured.verifier, "give both the same folder")):
         async with (
             decoding(address, tokens=text.prompt, contract=text.contract, window=4) as router,

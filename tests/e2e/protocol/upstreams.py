@@ -26,7 +26,7 @@ _known: set[str] = set()  # where drafters have been: there they would go on to 
 
 
 class Stream:
-    """What one drafter said on one Draft stream, and what it is told. Greets and sends heartbeats by itself."""
+    """What one drafter sent on one Draft stream, and what it is sent. Greets and sends heartbeats by itself."""
 
     def __init__(self) -> None:
         self.inbox = Inbox("frame")
@@ -66,7 +66,7 @@ class Stream:
 
 
 class RawUpstream(TreeSinkServicer):
-    """A TreeSink that nobody knows of but the drafters which are sent to it."""
+    """A TreeSink that only those drafters know which are sent to it."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -131,7 +131,7 @@ async def refused_by(drafter: DrafterStub) -> int:
 
 
 class Copy:
-    """A tree as an upstream holds it that believes all it is told, for one attachment under one root."""
+    """A tree as an upstream holds it that accepts all that it receives, for one attachment under one root."""
 
     def __init__(self) -> None:
         self.parents: dict[int, int] = {}  # by id

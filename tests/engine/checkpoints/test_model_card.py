@@ -1,4 +1,4 @@
-"""A speculator's card: what it was trained for is kept, and another target is told from it."""
+"""A speculator's card: it names the target of the training, and another target is recognized by it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert "| acceptance length at temperature 1 | 2.25 |" in page
 
 
-def test_what_a_newer_card_says_more_is_left(tmp_path: Path) -> None:
+def test_further_fields_of_a_newer_card_are_ignored(tmp_path: Path) -> None:
     write_card(tmp_path, card())
     path = tmp_path / "outrider.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"more": 1}))
@@ -68,7 +68,7 @@ def test_the_digest_is_of_the_weights_and_not_of_their_files(tmp_path: Path) -> 
     assert len({weights_digest(folder) for folder in (TARGET, MID, changed)}) == 3
 
 
-def test_a_padded_target_says_the_same_so_its_speculators_fit(tmp_path: Path) -> None:
+def test_a_padded_target_has_the_same_digest_so_its_speculators_fit(tmp_path: Path) -> None:
     pad_checkpoint(TARGET, tmp_path / "padded", parameters=9_000_000)
     assert weights_digest(tmp_path / "padded") == weights_digest(TARGET)
 

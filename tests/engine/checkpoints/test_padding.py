@@ -1,4 +1,4 @@
-"""A padded checkpoint says what the original says, in our engine and in `transformers`."""
+"""A padded checkpoint gives the logits of the original, in our engine and in `transformers`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_padding_changes_no_logit(shape: str, tmp_path: Path) -> None:
     assert_same(logits(padded), expected)
 
 
-def test_the_padded_target_costs_what_was_asked_and_says_the_same(tmp_path: Path) -> None:
+def test_the_padded_target_costs_what_was_asked_and_gives_the_same_logits(tmp_path: Path) -> None:
     padded = tmp_path / "padded"
     parameters = pad_checkpoint(MODELS / "target", padded, parameters=30_000_000)
     assert abs(parameters - 30_000_000) < 1_500_000
@@ -114,11 +114,11 @@ def test_a_checkpoint_in_a_known_shape_gives_the_same_logits_and_no_others(shape
     assert np.isneginf(ours[:, 4096:]).all()
     reference = Reference.load(shaped).logits(TOKENS)
     assert_same(reference[:, :4096], expected)
-    assert np.isfinite(reference[:, 4096:]).all()  # as the page says, it is our key
+    assert np.isfinite(reference[:, 4096:]).all()  # the key is ours alone, as the documentation states
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_checkpoint_in_a_known_shape_says_the_same_tokens(shaped: Path, temperature: float) -> None:
+def test_a_checkpoint_in_a_known_shape_gives_the_same_tokens(shaped: Path, temperature: float) -> None:
     contract = Contract(seed=3, max_tokens=40, temperature=temperature)
     texts = []
     for folder in (MODELS / "target", shaped):

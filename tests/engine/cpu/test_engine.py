@@ -151,25 +151,25 @@ def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: in
     engine, random = _drawing(SETS[0]), np.random.default_rng(seed)
     text, draw = random_text(engine, random, 9), Draw(seed, temperature)
     engine.forward([prompt(0, text[:-1])])
-    said = [int(text[-1])]
-    for _ in range(4):  # what it says by itself, row by row
-        tokens = np.array([text[-1], *said[1:]], np.int64)
+    chosen = [int(text[-1])]
+    for _ in range(4):  # the tokens that it chooses without a tree, row by row
+        tokens = np.array([text[-1], *chosen[1:]], np.int64)
         choice = engine.sample([Segment(0, 8, tokens, 8 + np.arange(len(tokens)), None, 1)], [draw], 2).choice(0)
         assert choice is not None
-        said.append(choice.token)
+        chosen.append(choice.token)
     # A tree with that path, and beside it at each place other tokens, some with the same ones below them.
-    tokens, parents, on_path = [said[0]], [-1], [0]
+    tokens, parents, on_path = [chosen[0]], [-1], [0]
     for depth in range(1, 4):
         above = on_path[-1]
-        for token in random.permutation([said[depth], *random.integers(0, engine.vocabulary, 2)]).tolist():
-            if token != said[depth] or len(on_path) == depth:
-                if token == said[depth]:
+        for token in random.permutation([chosen[depth], *random.integers(0, engine.vocabulary, 2)]).tolist():
+            if token != chosen[depth] or len(on_path) == depth:
+                if token == chosen[depth]:
                     on_path.append(len(tokens))
                 tokens.append(token)
                 parents.append(above)
         stranger = next((row for row in range(1, len(tokens)) if row not in on_path), None)
         if stranger is not None:
-            tokens.append(said[min(3, depth + 1)])
+            tokens.append(chosen[min(3, depth + 1)])
             parents.append(stranger)
     mask, positions = np.eye(len(tokens), dtype=np.bool_), np.full(len(tokens), 8)
     for row in range(1, len(tokens)):
@@ -178,7 +178,7 @@ def test_a_verifier_gets_the_tokens_of_the_rows_that_they_lead_to_alone(seed: in
     logits = engine.sample([Segment(0, 8, np.array(tokens), positions, mask, len(tokens))], [draw])
     choices = [logits.choice(row) for row in range(len(tokens))]
     assert [row for row, choice in enumerate(choices) if choice is not None] == sorted(on_path)
-    assert [choices[row].token for row in on_path] == said[1:]  # type: ignore[union-attr]
+    assert [choices[row].token for row in on_path] == chosen[1:]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("instructions", SETS)
@@ -298,7 +298,7 @@ def test_it_refuses_what_a_segment_s_check_refuses_and_nothing_else(data: st.Dat
 
 
 def refused_by(call: Callable[[], object]) -> str:
-    """What a call says against its arguments; empty: nothing."""
+    """The text of the error that a call raises; empty where it accepts its arguments."""
     try:
         call()
     except ValueError as error:

@@ -66,7 +66,7 @@ class Tapes:
 
     @property
     def operations(self) -> list[str]:
-        """Of all tapes, by name."""
+        """The names of the operations of all tapes."""
         return [str(operation.function) for tape in self.tapes for operation in tape]
 
     def check_that_the_host_reads_nothing(self) -> None:

@@ -1,4 +1,4 @@
-"""The device's engine says what the CPU's does, as recorded passes over buffers that stay where they are."""
+"""The device's engine computes what the CPU's does, as recorded passes over buffers that stay where they are."""
 
 from __future__ import annotations
 
@@ -259,9 +259,9 @@ def test_a_bucket_holds_its_pass(seed: int) -> None:
 def test_one_session_far_up_does_not_make_attention_read_the_slots_below_it() -> None:
     alone = prompt(31, np.array([1]), 100)
     assert bucket_of([alone], 32, 1280) == Bucket(1, 1, True, 1, 1, 128, 1)
-    everyone = [prompt(slot, np.array([1]), 100) for slot in range(32)]
-    assert bucket_of(everyone, 32, 1280) == Bucket(32, 32, False, 1, 1, 128, 32)
-    assert bucket_of(everyone[8:], 32, 1280).gathered is False
+    segments = [prompt(slot, np.array([1]), 100) for slot in range(32)]
+    assert bucket_of(segments, 32, 1280) == Bucket(32, 32, False, 1, 1, 128, 32)
+    assert bucket_of(segments[8:], 32, 1280).gathered is False
 
 
 def draw_of(contract: Contract, engine: Engine) -> Draw:
@@ -283,13 +283,13 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
     segments.insert(3, prompt(7, random_tokens(both[1], random, 90), 0))
     contracts.insert(3, Contract(seed=2**64 - 1, max_tokens=9, temperature=temperature))
     draws.insert(3, draw_of(contracts[3], both[0]))
-    said = both[0].sample(segments, draws)
+    sampled = both[0].sample(segments, draws)
     row = 0
     for segment, contract, draw in zip(segments, contracts, draws, strict=True):
         for position in segment.positions:
-            chosen = said.choice(row)
+            chosen = sampled.choice(row)
             sampler = Sampler(contract, both[0].vocabulary, [1] * (int(position) + 1), 0)
-            expected = sampler.choose(said.row(row))
+            expected = sampler.choose(sampled.row(row))
             if draw is None:
                 assert chosen is None
             else:
@@ -300,11 +300,11 @@ def test_chosen_tokens_and_gaps_are_those_of_the_sampler(both: Both, temperature
     assert row > 100
 
 
-def test_rows_that_nobody_draws_for_are_not_chosen(both: Both) -> None:
+def test_rows_without_a_draw_have_no_choice(both: Both) -> None:
     segments = [prompt(0, np.array([1, 2, 3]))]
-    said = both[0].sample(segments, [None])
-    assert said.choice(1) is None
-    assert (said.row(1) == both[0].forward(segments)[1]).all()
+    sampled = both[0].sample(segments, [None])
+    assert sampled.choice(1) is None
+    assert (sampled.row(1) == both[0].forward(segments)[1]).all()
     assert both[0].sample([prompt(0, np.array([1, 2]), wanted=0)], [Draw(1, 1.0)]).vocabulary == both[0].vocabulary
 
 
@@ -314,11 +314,11 @@ def test_the_best_tokens_of_a_row_are_those_of_the_sampler(both: Both, temperatu
     contract = Contract(seed=3, max_tokens=9, temperature=temperature)
     tokens = random_tokens(both[1], np.random.default_rng(12), 9)
     logits = both[0].forward([prompt(0, tokens)])
-    said = both[0].sample([prompt(0, tokens)], [draw_of(contract, both[0])], count)
+    sampled = both[0].sample([prompt(0, tokens)], [draw_of(contract, both[0])], count)
     for position in range(len(tokens)):
         scores = Sampler(contract, both[0].vocabulary, [1] * (position + 1), 0).scores(logits[position])
         order = np.argsort(-scores, kind="stable")[:count]
-        best = said.best(position)
+        best = sampled.best(position)
         assert best is not None
         assert best.tokens.tolist() == order.tolist()
         assert best.scores == pytest.approx(scores[order], abs=1e-9)
@@ -382,7 +382,7 @@ def test_generation_bases_are_those_of_the_noise() -> None:
     assert Sampler(contract, 8, [1], 0).draw == Draw(generation_base(9, 2), 1.0)
 
 
-def test_functions_compile_whole_and_say_the_same() -> None:
+def test_functions_compile_whole_and_compute_the_same() -> None:
     """With a compiler's front end alone, which runs everywhere: no graph break, and every size is compiled."""
     engine = on_device(MODELS / "drafter")
     engine._kernels = CompiledKernels(fused_sums=True, tuned=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Two ranks of the device's engine say what one says, and rank 0 draws the tokens. Over gloo; NCCL needs GPUs."""
+"""Two ranks of the device's engine compute what one does, and rank 0 draws the tokens. Over gloo; NCCL needs GPUs."""
 
 from __future__ import annotations
 

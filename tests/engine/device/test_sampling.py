@@ -55,7 +55,7 @@ def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> 
     vocabulary, rows = 311, 1500
     logits = (random.standard_normal((rows, vocabulary)) * 3).astype(np.float32)
     logits[::3] = np.round(logits[::3])  # ties
-    logits[::7, 200:] = -np.inf  # ids that may not be said
+    logits[::7, 200:] = -np.inf  # ids that may not be chosen
     logits[::11] = 1.0  # all alike
     contract = Contract(seed=4, choice=1, max_tokens=9, temperature=temperature)
     draw = Sampler(contract, vocabulary, [1], 0).draw
@@ -107,7 +107,7 @@ def test_contracts_that_ask_for_more_are_left_to_the_sampler(terms: dict[str, ob
     assert Sampler(contract, 8, [1, 2], 2).draw is None
 
 
-def test_stop_ids_that_may_be_said_again_are_no_obstacle() -> None:
+def test_stop_ids_that_may_be_chosen_again_are_no_obstacle() -> None:
     sampler = Sampler(Contract(seed=1, max_tokens=5, min_tokens=2, stop_ids=(0,)), 8, [1, 2], 2)
     sampler.extend([3])
     assert sampler.draw is None

@@ -1,4 +1,4 @@
-"""Quantized copies: what they compute is held against arithmetic in numpy, what they say against the original."""
+"""Quantized copies: what they compute is held against arithmetic in numpy, their logits against the original."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dequantized_int8(weight: torch.Tensor) -> tuple[Matrix, Matrix]:
 
 
 def dequantized_int4(weight: torch.Tensor) -> tuple[Matrix, Matrix]:
-    """Likewise, a group at a time; its scale and offset are stored in bfloat16."""
+    """The slow reference, a group at a time; its scale and offset are stored in bfloat16."""
     values, steps = np.zeros(weight.shape), np.zeros(weight.shape)
     for row, channel in enumerate(weight.double().numpy()):
         for start in range(0, len(channel), GROUP):

@@ -1,4 +1,4 @@
-"""Models of `transformers` through their own modules say over our cache, in trees and batches, what they say alone."""
+"""Models of `transformers` compute by their own modules over our cache, in trees and batches, what they do alone."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_kv_after_commits_rollbacks_and_a_copy_equals_a_fresh_prefill(pair: tupl
             copied = text
     last = random_tokens(engine, random, 3)
     for slot, held in ((2, text), (4, copied)):
-        said = engine.forward([prompt(slot, last, len(held))])
-        assert_alike(said, reference.logits(np.concatenate([held, last]))[-3:])
+        found = engine.forward([prompt(slot, last, len(held))])
+        assert_alike(found, reference.logits(np.concatenate([held, last]))[-3:])
 
 
 def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: tuple[Engine, Reference]) -> None:
@@ -96,18 +96,18 @@ def test_a_tree_grown_level_by_level_over_scattered_rows_equals_its_paths(pair: 
     at = np.array([17, 17])
     engine.forward([Segment(0, 17, nodes[:2], at, np.eye(2, dtype=np.bool_))])
     mask = np.array([[True, False, True, False], [False, True, False, True]])  # each behind another of the first two
-    said = engine.forward([Segment(0, 17, nodes[2:], at + 1, mask)])
+    found = engine.forward([Segment(0, 17, nodes[2:], at + 1, mask)])
     expected = [reference.logits([*history, nodes[branch], nodes[2 + branch]])[-1] for branch in (0, 1)]
-    assert_alike(said, np.array(expected))
+    assert_alike(found, np.array(expected))
 
 
 def test_drafts_beyond_the_context_do_not_fail(pair: tuple[Engine, Reference]) -> None:
     engine, _ = pair
-    said = engine.forward([Segment(0, 0, np.array([3, 4]), np.array([CONTEXT - 1, CONTEXT]))])
-    assert np.isfinite(said).all()
+    found = engine.forward([Segment(0, 0, np.array([3, 4]), np.array([CONTEXT - 1, CONTEXT]))])
+    assert np.isfinite(found).all()
 
 
-def test_it_says_what_the_native_engine_says(tmp_path: Path) -> None:
+def test_it_computes_what_the_native_engine_computes(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped")
     ours, native = load(folder), NativeEngine.load(folder, dtype="float32", slots=SLOTS, threads=1)
     random = np.random.default_rng(5)
@@ -137,8 +137,8 @@ def test_lower_precision_reads_less_and_stays_close(name: str, dtype: str, off: 
     exact, engine = load(folder), load(folder, dtype)
     tokens = random_tokens(exact, np.random.default_rng(6), 50)
     expected = exact.forward([prompt(0, tokens)])
-    said = engine.forward([prompt(0, tokens)])
-    assert off / 3 < np.sqrt(((said - expected) ** 2).mean()) / expected.std() < off
+    found = engine.forward([prompt(0, tokens)])
+    assert off / 3 < np.sqrt(((found - expected) ** 2).mean()) / expected.std() < off
     assert engine.dtype == dtype
     assert engine.kv_bytes == exact.kv_bytes // 2
     assert engine.parameters == exact.parameters

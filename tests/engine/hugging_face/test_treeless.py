@@ -1,4 +1,4 @@
-"""Models that cannot take back what they have read are served without trees, and say what they say by themselves."""
+"""Models that cannot take back what they have read are served without trees, and generate what they generate alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_reason_is_given_and_trees_are_refused(pair: Pair) -> None:
         engine.forward([prompt(0, tokens, 2)])
 
 
-def test_sessions_in_turns_say_what_generate_says(pair: Pair) -> None:
+def test_sessions_in_turns_give_the_tokens_of_generate(pair: Pair) -> None:
     engine, reference = pair
     random = np.random.default_rng(1)
     texts = {slot: random_tokens(engine, random, length) for slot, length in ((2, 20), (0, 7), (3, 1))}
@@ -52,16 +52,16 @@ def test_sessions_in_turns_say_what_generate_says(pair: Pair) -> None:
         )[0].tolist()
         for slot, text in texts.items()
     }
-    said = {slot: text.tolist() for slot, text in texts.items()}
+    generated = {slot: text.tolist() for slot, text in texts.items()}
     half = prompt(2, texts[2][:9], wanted=0)
     assert engine.forward([half]).shape == (0, engine.vocabulary)
     done = {2: 9, 0: 0, 3: 0}
     for _ in range(12):
-        pending = [prompt(slot, np.array(text[done[slot] :]), done[slot], wanted=1) for slot, text in said.items()]
-        done = {slot: len(text) for slot, text in said.items()}
-        for text, logits in zip(said.values(), engine.forward(pending), strict=True):
+        pending = [prompt(slot, np.array(text[done[slot] :]), done[slot], wanted=1) for slot, text in generated.items()]
+        done = {slot: len(text) for slot, text in generated.items()}
+        for text, logits in zip(generated.values(), engine.forward(pending), strict=True):
             text.append(int(logits.argmax()))
-    assert said == expected
+    assert generated == expected
 
 
 def test_a_copied_session_goes_its_own_way(pair: Pair) -> None:
@@ -72,9 +72,9 @@ def test_a_copied_session_goes_its_own_way(pair: Pair) -> None:
     engine.copy(1, 2, 11)
     with pytest.raises(ValueError, match="cannot copy 5 rows"):
         engine.copy(1, 2, 5)
-    said = engine.forward([prompt(1, one, 11), prompt(2, other, 11)])
+    logits = engine.forward([prompt(1, one, 11), prompt(2, other, 11)])
     alone = [reference.logits(np.concatenate([text, more]))[-4:] for more in (one, other)]
-    assert_same(said / 4, np.concatenate(alone) / 4)
+    assert_same(logits / 4, np.concatenate(alone) / 4)
 
 
 def test_its_costs_can_be_measured(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Several ranks say what one says: trees, chunks, many sessions, KV that moves; and notice when one of them is gone."""
+"""Several ranks compute what one does: trees, chunks, many sessions, KV that moves; they notice when one is gone."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class TestTheReferenceTarget:
             for slot, (tree, text) in enumerate(zip(trees, texts, strict=True)):
                 path = np.array(tree.path(len(tree.parents) - 1))
                 engine.move(slot, len(text) + path, len(text) + np.arange(len(path)))
-                said = len(text) + len(path)
-                engine.copy(slot, 6, said)
-                yield engine.forward([prompt(6, np.array([1, 2]), said)])
+                length = len(text) + len(path)
+                engine.copy(slot, 6, length)
+                yield engine.forward([prompt(6, np.array([1, 2]), length)])
 
         for ours, expected in zip(*map(steps, pair), strict=True):
             assert_same(ours, expected)

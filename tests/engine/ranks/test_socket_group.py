@@ -116,7 +116,7 @@ def test_who_knows_another_secret_is_none_of_the_group() -> None:
 
 
 @pytest.mark.parametrize("present", [0, 1])
-def test_who_meets_nobody_gives_up(present: int) -> None:
+def test_a_rank_that_meets_no_other_gives_up(present: int) -> None:
     (alone,) = meet(2, meeting_point(), [present], rendezvous_s=0.3)
     with pytest.raises(RankLost, match=f"rank {present} of 2 could not reach the others"):
         alone.result()

@@ -110,7 +110,7 @@ def opened() -> Iterator[Callable[[Path], ServedModel]]:
         model.close()
 
 
-def said(conversation: Sequence[tuple[str, str]]) -> list[TemplateMessage]:
+def messages_of(conversation: Sequence[tuple[str, str]]) -> list[TemplateMessage]:
     return [TemplateMessage(*pair) for pair in conversation]
 
 
@@ -136,10 +136,10 @@ async def test_a_prompt_is_what_transformers_makes_of_the_messages(
     model = opened(made)
     messages: Any = [{"role": role, "content": content} for role, content in conversation]
     how = {"add_generation_prompt": True}
-    text = await template_of(model).render(said(conversation))
+    text = await template_of(model).render(messages_of(conversation))
     assert text == theirs.apply_chat_template(messages, tokenize=False, **how)
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
-    assert list(await model.encode_chat(said(conversation))) == ids
+    assert list(await model.encode_chat(messages_of(conversation))) == ids
 
 
 async def test_what_a_template_refuses_is_refused_with_its_words(
@@ -152,19 +152,19 @@ async def test_what_a_template_refuses_is_refused_with_its_words(
     with pytest.raises(Exception, match="Roles must alternate"):
         theirs.apply_chat_template(messages, tokenize=False)
     with pytest.raises(InvalidRequest, match="messages: the model's chat template refuses them: Roles must alter"):
-        await opened(made).encode_chat(said(CONVERSATIONS[-1]))
+        await opened(made).encode_chat(messages_of(CONVERSATIONS[-1]))
 
 
 async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
-    assert await template_of(opened(folder(named))).render(said(CONVERSATIONS[0])) == "default"
-    assert await template_of(opened(folder(named, file="file"))).render(said(CONVERSATIONS[0])) == "file"
+    assert await template_of(opened(folder(named))).render(messages_of(CONVERSATIONS[0])) == "default"
+    assert await template_of(opened(folder(named, file="file"))).render(messages_of(CONVERSATIONS[0])) == "file"
 
 
 @pytest.mark.parametrize(
-    ("template", "file", "says"),
+    ("template", "file", "problem"),
     [
         ("{% if %}", None, r"tokenizer_config\.json: is not a valid chat template: Expected.*\(line 1\)"),
         (None, "x\n{% for %}", r"chat_template\.jinja: is not a valid chat template: .*\(line 2\)"),
@@ -173,10 +173,10 @@ async def test_the_templates_own_file_comes_first_and_of_named_ones_the_default(
     ],
 )
 async def test_a_template_that_does_not_compile_is_named_when_the_router_starts(
-    folder: Folder, template: object, file: str | None, says: str
+    folder: Folder, template: object, file: str | None, problem: str
 ) -> None:
     config = RouterConfig(listen="127.0.0.1:0", models={"m": folder(template, file)})
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=problem):
         await run(config, "redis://127.0.0.1:1", announce=print)
 
 
@@ -185,13 +185,13 @@ async def test_no_template_can_hang_or_exhaust_the_router(
 ) -> None:
     wicked = "{% if messages[0].role == 'hang' %}" + HANG + "{% elif messages[0].role == 'hog' %}" + HOG
     template = template_of(opened(folder(wicked + "{% else %}{{ messages[0].content * 1000 }}{% endif %}")))
-    for message, says in (
+    for message, problem in (
         (TemplateMessage("hang", ""), "takes too long"),
         (TemplateMessage("hog", "99999999999"), "takes too much memory"),
         (TemplateMessage("user", "x" * (MOST_CHARACTERS // 1000 + 1)), f"more than {MOST_CHARACTERS} characters"),
     ):
         began = time.monotonic()
-        with pytest.raises(InvalidRequest, match=rf"^messages: .*{says}"):
+        with pytest.raises(InvalidRequest, match=rf"^messages: .*{problem}"):
             await template.render([message])
         assert time.monotonic() - began < 30
         assert await template.render([TemplateMessage("user", "x")]) == "x" * 1000  # and the next one is fine
@@ -212,7 +212,7 @@ async def test_no_template_can_hang_or_exhaust_the_router(
 )
 async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], ServedModel], attempt: str) -> None:
     with pytest.raises(InvalidRequest, match="the model's chat template refuses them"):
-        await template_of(opened(folder(attempt))).render(said(CONVERSATIONS[0]))
+        await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
 
 
 def test_a_folder_without_a_template_has_none_and_starts_nothing(
@@ -285,11 +285,11 @@ async def test_what_is_wrong_with_messages_is_named(redis_url: str, folder: Fold
         running_router(redis_url, models={"target": folder(STRICT)}, max_request_bytes=2**24) as rig,
         announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
     ):
-        for request, says in BAD:
+        for request, problem in BAD:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await collect(rig.stub.Generate(request))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert says in str(refused.value.details())
+            assert problem in str(refused.value.details())
 
 
 async def test_a_model_without_a_template_asks_for_a_prompt(redis_url: str) -> None:
@@ -303,4 +303,4 @@ async def test_a_template_that_makes_nothing_is_no_prompt(
     folder: Folder, opened: Callable[[Path], ServedModel]
 ) -> None:
     with pytest.raises(InvalidRequest, match="messages: the model's chat template renders an empty prompt"):
-        await template_of(opened(folder("{# nothing #}"))).render(said(CONVERSATIONS[0]))
+        await template_of(opened(folder("{# nothing #}"))).render(messages_of(CONVERSATIONS[0]))

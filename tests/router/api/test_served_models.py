@@ -1,4 +1,4 @@
-"""A router refuses to start with a tokenizer that it cannot read, and says which file it was."""
+"""A router refuses to start with a tokenizer that it cannot read, and names the file."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The router as its clients see it: real gRPC, a real Redis, and a verifier that speaks from a script."""
+"""The router as its clients see it: real gRPC, a real Redis, and a verifier that commits a script."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis
         assert record.turn.deadline is None
 
 
-async def test_the_verifier_hears_a_few_times_in_a_window_what_is_durable(redis_url: str) -> None:
+async def test_the_verifier_receives_a_few_times_in_a_window_what_is_durable(redis_url: str) -> None:
     verifier = FakeVerifier(SCRIPT)
     async with running_router(redis_url, window=8) as rig, announced(verifier, rig.registry, MODEL.digest):
         started, _, _ = await collect(rig.stub.Generate(ask(max_tokens=41)))
-        told = [started.prompt_tokens, *verifier.acknowledged]
-        assert {after - before for before, after in pairwise(told)} == {2}
-        assert len(told) > 10  # the end of the call may overtake the last one
+        positions = [started.prompt_tokens, *verifier.acknowledged]
+        assert {after - before for before, after in pairwise(positions)} == {2}
+        assert len(positions) > 10  # the end of the call may overtake the last one
 
 
 async def test_an_answer_of_any_length_ends_where_the_context_does(redis_url: str) -> None:
@@ -194,7 +194,7 @@ async def test_bad_input_names_the_field_and_what_is_allowed_and_leaves_nothing(
         await collect(rig.stub.Generate(ask(max_tokens=2)))
 
 
-async def test_without_a_verifier_that_fits_the_status_says_what_is_missing(redis_url: str) -> None:
+async def test_without_a_verifier_that_fits_the_status_names_what_is_missing(redis_url: str) -> None:
     async with running_router(redis_url) as rig:
         with pytest.raises(grpc.aio.AioRpcError, match="no verifier serves model 'target'") as caught:
             await collect(rig.stub.Generate(ask()))
@@ -286,7 +286,7 @@ async def test_a_router_that_lost_the_session_stops_at_once(redis_url: str) -> N
         assert not (await rig.sessions.get(session_id)).finished  # it is the other one's to finish
 
 
-async def test_speculation_off_attaches_nobody_and_says_so_in_the_plan(redis_url: str) -> None:
+async def test_speculation_off_attaches_no_drafter_and_the_plan_has_depth_0(redis_url: str) -> None:
     verifier, drafter = FakeVerifier(SCRIPT), FakeDrafter()
     async with (
         running_router(redis_url) as rig,
@@ -351,7 +351,7 @@ async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_withou
         await asyncio.sleep(0.7)
         steps = verifier.steps
         await asyncio.sleep(0.7)
-        assert (verifier.steps, verifier.open) == (steps, 1)  # it waits at the window, and the router is heard
+        assert (verifier.steps, verifier.open) == (steps, 1)  # it waits at the window, and gets the router's heartbeats
         assert verifier.heartbeats
         with pytest.raises(grpc.aio.AioRpcError, match="Redis") as caught:
             await drain(rig.stub.Generate(ask(max_tokens=50)))

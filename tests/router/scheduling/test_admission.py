@@ -74,7 +74,7 @@ class Front:
 
 
 async def turn() -> None:
-    """Everybody who can go on has."""
+    """Returns when every task that can go on has done so."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -143,7 +143,7 @@ def test_tenants_share_by_tokens_and_not_by_requests() -> None:
     assert [name for name in first if name.startswith("small")] == [f"small {number}" for number in range(18)]
 
 
-def test_who_asks_for_much_does_not_hold_up_who_asks_for_little_and_nobody_saves_up_credit() -> None:
+def test_a_tenant_with_many_requests_does_not_hold_up_one_with_few_and_none_saves_up_credit() -> None:
     queue = FairQueue[str]()
     for number in range(100):
         queue.push(claim("greedy"), f"greedy {number}")
@@ -154,7 +154,7 @@ def test_who_asks_for_much_does_not_hold_up_who_asks_for_little_and_nobody_saves
     assert sum(name.startswith("late") for name in both) == 5  # its share from now on, and nothing for the past
 
 
-def test_what_was_not_said_after_all_is_not_charged() -> None:
+def test_tokens_that_were_not_generated_after_all_are_not_charged() -> None:
     queue = FairQueue[str]()
     for number in range(40):
         queue.push(claim("brief", tokens=1000), f"brief {number}")
@@ -167,7 +167,7 @@ def test_what_was_not_said_after_all_is_not_charged() -> None:
     assert sum(name.startswith("brief") for name in order) == 10
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_full_queue_refuses_at_once_and_names_when_to_come_back(front: Callable[..., Front]) -> None:
     door = front(1, queue=3, queue_per_tenant=2)
     door.come("1")
     await turn()
@@ -259,7 +259,7 @@ async def test_each_place_that_a_tenant_gives_back_is_one_that_it_may_have(front
     assert door.inside == ["1", "2", "3"]
 
 
-async def test_who_was_refused_by_the_verifiers_waits_before_all_others(front: Callable[..., Front]) -> None:
+async def test_a_request_that_the_verifiers_refused_waits_before_all_others(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "123":
         door.come(name)
@@ -274,7 +274,9 @@ async def test_who_was_refused_by_the_verifiers_waits_before_all_others(front: C
     assert door.inside == ["1", "2", "3"]
 
 
-async def test_nobody_waits_where_nobody_serves_or_at_a_router_that_goes_down(front: Callable[..., Front]) -> None:
+async def test_no_request_waits_where_no_verifier_serves_or_at_a_router_that_goes_down(
+    front: Callable[..., Front],
+) -> None:
     door = front(0)
     door.come("1")
     await turn()
@@ -310,7 +312,7 @@ async def test_rates_are_limited_by_tenant_with_bursts_and_debts() -> None:
     assert buckets.wait_s("a", 9) == 0  # it never holds more
 
 
-async def test_a_tenant_over_its_rate_is_told_when_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_tenant_over_its_rate_gets_a_time_to_come_back(front: Callable[..., Front]) -> None:
     door = front(9, tenant_requests_per_s=1.0, tenant_tokens_per_min=60)
     door.come("1")
     await turn()
@@ -372,14 +374,14 @@ def test_of_one_tenant_who_asks_for_much_is_not_passed_for_ever() -> None:
 
 
 async def problem(door: Front, name: str, wanted: AdmissionTicket) -> tuple[str, float]:
-    """What somebody who is refused is told."""
+    """The error text and the retry time of a request that is refused."""
     with pytest.raises(Overloaded) as caught:
         await door.come(name, wanted)
     return str(caught.value), caught.value.retry_after
 
 
 async def known_stay(door: Front, seconds: float) -> None:
-    """One comes, says something and goes after so long."""
+    """One request comes, has a token generated and leaves after so long."""
     door.come("measured", claim("measured"))
     await turn()
     door.held["measured"].spend(output=1)
@@ -387,7 +389,7 @@ async def known_stay(door: Front, seconds: float) -> None:
     await door.go("measured")
 
 
-async def test_a_refusal_says_what_is_full_why_it_waits_and_when_to_come_back(front: Callable[..., Front]) -> None:
+async def test_a_refusal_names_what_is_full_why_it_waits_and_when_to_come_back(front: Callable[..., Front]) -> None:
     door = front(1, queue=2, queue_per_tenant=1)
     for name, tenant in (("1", "a"), ("2", "a")):
         door.come(name, claim(tenant))
@@ -419,12 +421,12 @@ async def test_a_place_that_is_expected_just_in_time_is_waited_for(front: Callab
     assert str(caught.value) == (
         "all slots are in use; a slot is expected in 8.0 s, longer than the request may wait; retry in 8.0 s"
     )
-    door.places = None  # nobody serves it; as many as there may be at all
+    door.places = None  # no verifier serves it; as many places as there may be at all
     assert (await problem(door, "3", claim(deadline=door.clock.now + 7.5)))[1] == 8.0
 
 
 @pytest.mark.parametrize(("stay", "after"), [(0.01, 0.1), (5.0, 5.0), (100.0, 30.0)])
-async def test_nobody_is_asked_back_too_soon_or_too_late_or_all_at_once(
+async def test_retry_times_are_neither_too_short_nor_too_long_and_are_spread(
     front: Callable[..., Front], stay: float, after: float
 ) -> None:
     door = front(1, queue=0)
@@ -438,7 +440,9 @@ async def test_nobody_is_asked_back_too_soon_or_too_late_or_all_at_once(
     assert spread == [(1.0, 1.5)]
 
 
-async def test_who_waited_in_vain_is_told_for_how_long_or_that_its_time_ran_out(front: Callable[..., Front]) -> None:
+async def test_a_request_that_waited_in_vain_gets_the_time_it_waited_or_that_its_deadline_passed(
+    front: Callable[..., Front],
+) -> None:
     door = front(1, queue_s=0.05)
     door.come("1")
     await turn()
@@ -458,10 +462,12 @@ async def test_who_waited_in_vain_is_told_for_how_long_or_that_its_time_ran_out(
     await known_stay(door, 0.04)
     door.come("6")
     await turn()
-    assert (await problem(door, "7", claim()))[1] == 0.1  # as soon as anybody is asked back
+    assert (await problem(door, "7", claim()))[1] == 0.1  # the shortest retry time of all
 
 
-async def test_a_router_that_goes_down_says_that_another_one_goes_on(front: Callable[..., Front]) -> None:
+async def test_a_router_that_goes_down_refuses_with_the_advice_to_resume_at_another(
+    front: Callable[..., Front],
+) -> None:
     door = front(0)
     waiting = [door.come(str(number)) for number in range(2)]
     await turn()
@@ -472,12 +478,12 @@ async def test_a_router_that_goes_down_says_that_another_one_goes_on(front: Call
         assert str(caught.value) == "this router is shutting down; resume at another router"
 
 
-async def test_a_tenant_over_its_rate_is_told_which_and_until_when(front: Callable[..., Front]) -> None:
+async def test_a_tenant_over_its_rate_gets_the_name_of_the_rate_and_the_retry_time(front: Callable[..., Front]) -> None:
     door = front(9, tenant_requests_per_s=0.5)
     door.come("1")  # a whole one, be the rate below one a second
     await turn()
-    told = "this tenant is over its rate (tenant_requests_per_s); retry in 2.0 s"
-    assert await problem(door, "2", claim()) == (told, 2.0)
+    message = "this tenant is over its rate (tenant_requests_per_s); retry in 2.0 s"
+    assert await problem(door, "2", claim()) == (message, 2.0)
     door = front(99, tenant_requests_per_s=20.0)
     for number in range(20):
         door.come(str(number))
@@ -493,8 +499,8 @@ async def test_a_tenant_over_its_rate_is_told_which_and_until_when(front: Callab
     await turn()
     assert "3" in door.inside
     door.held["0"].spend(output=1)
-    told = "this tenant is over its rate (tenant_tokens_per_min); retry in 1.0 s"
-    assert await problem(door, "4", claim()) == (told, 1.0)
+    message = "this tenant is over its rate (tenant_tokens_per_min); retry in 1.0 s"
+    assert await problem(door, "4", claim()) == (message, 1.0)
 
 
 async def test_what_waits_is_counted_by_priority(front: Callable[..., Front]) -> None:
@@ -531,7 +537,7 @@ async def test_a_place_is_not_waited_for_by_those_who_have_as_many_as_they_may(f
     assert door.admission.has_waiter_for(claim("a"))
 
 
-async def test_a_tenant_pays_for_what_it_was_read_and_twice_for_what_it_was_said(front: Callable[..., Front]) -> None:
+async def test_a_tenant_pays_for_prompt_tokens_and_twice_for_generated_ones(front: Callable[..., Front]) -> None:
     door = front(1)
     door.come("1")
     await turn()
@@ -588,7 +594,7 @@ async def test_a_place_that_is_got_again_costs_nothing_more_and_is_kept_from_the
     assert door.admission.held == 0
 
 
-async def test_who_was_refused_by_a_verifier_goes_first_be_it_of_a_tenant_that_had_much(
+async def test_a_request_that_a_verifier_refused_goes_first_be_it_of_a_tenant_that_had_much(
     front: Callable[..., Front],
 ) -> None:
     door = front(1)
@@ -603,7 +609,7 @@ async def test_who_was_refused_by_a_verifier_goes_first_be_it_of_a_tenant_that_h
     assert door.inside == ["1"]
 
 
-async def test_who_waits_again_in_vain_is_told_why_it_has_to(front: Callable[..., Front]) -> None:
+async def test_a_request_that_waits_again_in_vain_gets_the_reason(front: Callable[..., Front]) -> None:
     door = front(1, queue=0)
     door.come("1")
     await turn()
@@ -621,7 +627,7 @@ async def test_one_that_takes_over_a_place_waits_for_none_and_gives_it_back(fron
     assert (door.admission.held, place.held) == (0, False)
 
 
-async def test_how_long_a_place_is_kept_is_known_once_something_was_said_in_it(front: Callable[..., Front]) -> None:
+async def test_how_long_a_place_is_kept_is_known_once_a_token_was_generated_in_it(front: Callable[..., Front]) -> None:
     door = front(2)
     for name in "12":
         door.come(name)
@@ -638,7 +644,7 @@ async def test_how_long_a_place_is_kept_is_known_once_something_was_said_in_it(f
     assert door.admission.residency["model"].wait_s(0, 1) == 7.0
 
 
-async def test_a_place_where_nothing_was_said_tells_nothing_of_how_long_they_are_kept(
+async def test_a_place_without_a_generated_token_is_left_out_of_how_long_places_are_kept(
     front: Callable[..., Front],
 ) -> None:
     door = front(1)
@@ -654,7 +660,7 @@ async def test_a_place_where_nothing_was_said_tells_nothing_of_how_long_they_are
     ("own", "before"),
     [(QueueClass.RESUMED, ["waiting", "resumed"]), (QueueClass.BATCH, ["waiting", "resumed", "batch"])],
 )
-async def test_who_left_its_place_waits_its_turn_among_others(
+async def test_a_request_that_left_its_place_waits_its_turn_among_others(
     front: Callable[..., Front], own: QueueClass, before: list[str]
 ) -> None:
     door = front(1)
@@ -693,7 +699,7 @@ def test_how_many_go_before_counts_classes_tenants_and_what_is_asked_for() -> No
     assert queue.waiting(QueueClass.BATCH, "a") == 0
 
 
-def test_who_may_not_go_is_passed_over_and_keeps_its_turn() -> None:
+def test_a_request_that_may_not_go_is_passed_over_and_keeps_its_turn() -> None:
     queue = FairQueue[str]()
     queue.push(claim("a"), "a")
     assert queue.pop(lambda one: one.tenant != "a") is None
@@ -719,7 +725,7 @@ def test_one_that_does_not_wait_any_more_leaves_the_others_in_their_order() -> N
     assert not queue.has_any(lambda _: True)
 
 
-def test_who_comes_back_is_lifted_to_the_lowest_that_waits_or_to_who_was_taken_last() -> None:
+def test_a_tenant_that_comes_back_is_lifted_to_the_lowest_that_waits_or_that_was_taken_last() -> None:
     queue = FairQueue[str]()
     for tenant in "ab":
         queue.push(claim(tenant), tenant)

@@ -26,17 +26,17 @@ def test_a_tier_may_draft_for_another_than_the_next() -> None:
     assert placed(worker("a"), worker("b", 1), worker("c", 2, 0)) == {"a": "v", "b": "a", "c": "a"}
 
 
-def test_a_tier_of_which_nobody_is_there_is_skipped() -> None:
+def test_a_tier_without_drafters_is_skipped() -> None:
     assert placed(worker("a"), worker("c", 2)) == {"a": "v", "c": "a"}
     assert placed(worker("c", 2)) == {"c": "v"}
     assert placed(worker("b", 1), worker("d", 3, 0)) == {"b": "v", "d": "v"}
 
 
-def test_nobody_drafts_for_who_cannot_judge_it() -> None:
+def test_no_drafter_drafts_for_one_that_cannot_judge_it() -> None:
     assert placed(worker("a"), worker("b", 1, serves=False), worker("c", 2)) == {"a": "v", "b": "a", "c": "a"}
 
 
-def test_of_each_tier_so_many_and_who_is_there_stays() -> None:
+def test_of_each_tier_so_many_and_a_drafter_that_is_there_stays() -> None:
     many = [worker(name) for name in "abc"] + [worker(name, 1) for name in "xyz"]
     assert placed(*many) == {"a": "v", "x": "a"}
     assert placed(*many, each=2) == {"a": "v", "b": "v", "x": "a", "y": "a"}
@@ -81,7 +81,7 @@ def test_a_full_verifier_is_waited_for_only_while_reading_elsewhere_takes_longer
     assert order(held, busy) == "ha"
 
 
-def test_who_failed_lately_comes_last_even_with_the_kv() -> None:
+def test_a_worker_that_failed_lately_comes_last_even_with_the_kv() -> None:
     assert order(prospect("h", holds=True, suspected=True), prospect("a", 0.9), prospect("f", 1.0, full=True)) == "afh"
 
 

@@ -31,14 +31,14 @@ async def test_sessions_that_ask_at_once_share_a_look_at_the_registry(redis_url:
     async with announced(FakeVerifier([1]), registry, b"digest"), announced(FakeDrafter(), registry, b"digest"):
         found = await asyncio.gather(*(worker_pool.verifiers("target") for _ in range(20)))
         assert [len(verifiers) for verifiers in found] == [1] * 20
-        assert registry.asked == 2  # who came while somebody looked waits for one more look
+        assert registry.asked == 2  # calls that came during a look wait for one more look
         assert len(await worker_pool.drafters(b"digest")) == 1
         assert registry.asked == 2
     await worker_pool.close()
     await client.aclose()
 
 
-async def test_a_role_that_nobody_has_counts_as_none(redis_url: str) -> None:
+async def test_a_role_without_workers_counts_as_zero(redis_url: str) -> None:
     client = connect(redis_url)
     registry = Registry(client)
     worker_pool = WorkerPool(registry)
@@ -50,7 +50,7 @@ async def test_a_role_that_nobody_has_counts_as_none(redis_url: str) -> None:
     await client.aclose()
 
 
-async def test_whoever_is_cancelled_while_he_looks_has_not_looked_for_others(redis_url: str) -> None:
+async def test_a_call_that_is_cancelled_during_its_look_has_not_looked_for_others(redis_url: str) -> None:
     client = connect(redis_url)
     registry = _Counted(client)
     worker_pool = WorkerPool(registry)
@@ -64,17 +64,17 @@ async def test_whoever_is_cancelled_while_he_looks_has_not_looked_for_others(red
     await client.aclose()
 
 
-async def test_who_cannot_look_is_told_at_once_that_somebody_else_could_not() -> None:
+async def test_calls_that_wait_for_a_look_that_fails_fail_at_once() -> None:
     client = connect("redis://127.0.0.1:1")
     registry = _Counted(client)
     worker_pool = WorkerPool(registry)
-    heard = await asyncio.gather(*(worker_pool.verifiers("target") for _ in range(20)), return_exceptions=True)
-    assert all(isinstance(error, Unavailable) for error in heard)
+    results = await asyncio.gather(*(worker_pool.verifiers("target") for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(error, Unavailable) for error in results)
     assert registry.asked == 2
     await client.aclose()
 
 
-async def test_who_starts_anew_at_an_address_is_not_blamed_for_who_died_there(redis_url: str) -> None:
+async def test_a_worker_that_starts_at_an_address_is_not_avoided_for_one_that_died_there(redis_url: str) -> None:
     def worker(name: str) -> Worker:
         return Worker(name, "verifier", "127.0.0.1:1", "m", b"digest", 9, 9, 8, 0, 1)
 

@@ -67,7 +67,7 @@ async def test_a_router_that_goes_down_does_not_wait() -> None:
         await send(outbox, unread, 0)
 
 
-async def test_who_waits_for_the_client_hears_of_its_progress_and_of_its_end() -> None:
+async def test_the_client_s_progress_and_its_end_are_reported_to_the_task_that_waits() -> None:
     broken, limits = list[Exception](), list[int]()
 
     async def write(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""An answer believes no commit that does not continue it, and ends where its text ends."""
+"""An answer accepts no commit that does not continue it, and ends where its text ends."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from router.text.detokenizer import AnswerText, Detokenizer
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parents[3] / "models" / "target" / "tokenizer.json"))
 PROMPT = tuple(TOKENIZER.encode("x = ").ids)
-SAID = tuple(TOKENIZER.encode("[1, 2, 3]\n").ids)
+ANSWER = tuple(TOKENIZER.encode("[1, 2, 3]\n").ids)
 
 
 def _answer(*stops: str) -> Response:
@@ -25,7 +25,7 @@ def _answer(*stops: str) -> Response:
     return Response(PROMPT, Contract(seed=1, max_tokens=99), text, UsageStats())
 
 
-def _commit(tokens: tuple[int, ...] = SAID) -> ReceivedCommit:
+def _commit(tokens: tuple[int, ...] = ANSWER) -> ReceivedCommit:
     return ReceivedCommit(
         epoch=1,
         position=len(PROMPT),
@@ -46,12 +46,12 @@ def test_a_commit_that_does_not_continue_the_answer_is_refused(commit: ReceivedC
         _answer().add_commit(commit)
 
 
-def test_tokens_after_the_stop_string_belong_to_nobody() -> None:
+def test_tokens_after_the_stop_string_are_dropped() -> None:
     answer = _answer(", 2")
     part = answer.add_commit(_commit())
     assert (part.text, part.text_offset, answer.stopped) == ("[1", 2, True)
-    assert part.tokens == SAID[: len(part.tokens)]
-    assert len(part.gaps) == len(part.tokens) < len(SAID)
+    assert part.tokens == ANSWER[: len(part.tokens)]
+    assert len(part.gaps) == len(part.tokens) < len(ANSWER)
     assert answer.position == len(PROMPT) + len(part.tokens)
     assert answer.digest == extend(EMPTY, PROMPT + part.tokens)
     assert answer.usage.completion_tokens == len(part.tokens)
@@ -71,7 +71,7 @@ def test_figures_count_steps_by_depth() -> None:
 async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens() -> None:
     contract, size = Contract(seed=1, max_tokens=999, logprobs=1), stride(1)
     answer = Response(PROMPT, contract, AnswerText(Detokenizer(TOKENIZER, PROMPT), ()), UsageStats())
-    tokens = SAID * (2 * REPLAY_TOKENS // len(SAID) + 1)
+    tokens = ANSWER * (2 * REPLAY_TOKENS // len(ANSWER) + 1)
     kept = [bytes([place % 256]) * size for place in range(len(tokens))]
     parts = await answer.replay(tokens, b"".join(kept))
     assert len(parts) == 3

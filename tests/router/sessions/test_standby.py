@@ -1,4 +1,4 @@
-"""Who keeps a second copy of a session's KV: asked as soon as there is somebody."""
+"""A second copy of a session's KV is asked for as soon as there is another verifier."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_verifier_that_has_just_started_is_asked_with_the_next_commit(re
     await client.aclose()
 
 
-async def test_what_is_said_while_it_reads_is_read_as_well_though_no_further_commit_comes(redis_url: str) -> None:
+async def test_what_is_committed_while_it_reads_is_read_as_well_though_no_further_commit_comes(redis_url: str) -> None:
     client = connect(redis_url)
     registry = Registry(client)
     router: Any = SimpleNamespace(worker_pool=WorkerPool(registry), background=BackgroundTasks())

@@ -1,4 +1,4 @@
-"""Of what keeps several drafters from drafting, the user is told the cause, and nothing that is over."""
+"""Of what keeps several drafters from drafting, the user gets the cause, and nothing that is over."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_failure_counts_until_another_drafter_is_in_that_place(obstacles: Obst
     assert obstacles.foremost is None
 
 
-def test_who_is_detached_is_named_no_more(obstacles: Obstacles) -> None:
+def test_a_drafter_that_is_detached_is_named_no_more(obstacles: Obstacles) -> None:
     obstacles.on_attached(UPPER, AttachResponse(unreachable="no route"), BOTH)
     obstacles.forget(MID)
     assert obstacles.foremost is None
@@ -67,7 +67,7 @@ def test_where_drafters_fit_and_none_is_asked_the_reason_is_named(obstacles: Obs
     assert obstacles.foremost is None
 
 
-def test_once_nobody_is_there_that_alone_counts(obstacles: Obstacles) -> None:
+def test_once_there_is_no_drafter_that_alone_counts(obstacles: Obstacles) -> None:
     obstacles.on_failed(UPPER, Unavailable("connection refused"))
     none = SpeculationStatus(SpeculationReason.NO_DRAFTER)
     obstacles.on_no_drafter(none)

@@ -1,4 +1,4 @@
-"""What the target says to tenants that allow it is kept for drafters to learn from, and callers see nothing of that."""
+"""The target's answers to tenants that allow it are kept for drafters to learn from, and callers see nothing of it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ async def test_a_finished_text_is_kept_with_what_the_target_thought(redis_url: s
     async with running_router(redis_url, teaches=["*"]) as rig, announced(verifier, rig.registry, MODEL.digest):
         _, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=8)))
         (example,) = await arrived(rig, 1)
-    said = [token for chunk in chunks for token in chunk.token_ids]
+    answer = [token for chunk in chunks for token in chunk.token_ids]
     assert verifier.starts[0].contract.logprobs == TOP
-    assert example.tokens.tolist() == [*verifier.starts[0].tokens, *said]
+    assert example.tokens.tolist() == [*verifier.starts[0].tokens, *answer]
     assert (example.chosen, example.greedy) == (8, False)
     assert example.ids.shape == (8, TOP)
     assert not any(chunk.logprobs for chunk in chunks)  # the caller asked for none
@@ -83,7 +83,7 @@ async def test_without_being_asked_to_a_router_keeps_nothing(redis_url: str) -> 
         assert await rig.client.keys(STREAMS) == []
 
 
-async def test_a_text_that_moves_teaches_what_was_said_at_both_places(redis_url: str) -> None:
+async def test_a_text_that_moves_teaches_what_was_generated_at_both_places(redis_url: str) -> None:
     first, second = FakeVerifier(SCRIPT), FakeVerifier(SCRIPT)
     first.moves_after = 3
     async with (
@@ -96,7 +96,7 @@ async def test_a_text_that_moves_teaches_what_was_said_at_both_places(redis_url:
     assert example.chosen == 8
 
 
-async def test_while_redis_is_away_what_was_said_is_dropped_and_nobody_waits(tmp_path: Path) -> None:
+async def test_while_redis_is_away_answers_are_not_kept_and_no_call_waits(tmp_path: Path) -> None:
     server = Restartable(tmp_path)
     written: list[Any] = []
     try:

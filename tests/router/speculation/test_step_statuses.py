@@ -1,4 +1,4 @@
-"""Why is it not speculating? The router says it of every generation, whatever its neighbours answer."""
+"""Why is it not speculating? The router reports it for every generation, whatever its neighbours answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_the_setting_of_the_router_that_switched_it_off_is_named(
     assert (Reason.Name(found.reason), found.detail) == ("SPECULATION_REASON_OFF_BY_ROUTER", detail)
 
 
-async def test_a_model_that_verifies_no_trees_says_why(redis_url: str) -> None:
+async def test_a_model_that_verifies_no_trees_has_the_reason_reported(redis_url: str) -> None:
     why = {"treeless": True, "treeless_why": "it keeps a state"}
     found = await speculation(redis_url, FakeVerifier(SCRIPT), FakeDrafter(), why)
     assert (Reason.Name(found.reason), found.detail) == ("SPECULATION_REASON_TREELESS", "target: it keeps a state")
@@ -82,7 +82,7 @@ async def test_what_the_drafter_was_answered_is_asked_for_soon_and_cut(
     assert drafter.asked == 2
 
 
-async def test_of_two_tiers_the_upper_one_s_reason_is_told(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_two_tiers_the_upper_one_s_reason_is_reported(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_assignment, "QUERY_AFTER_S", 0.05)
     upper, lower = FakeDrafter(), FakeDrafter()
     upper.answer.refused, lower.answer.refused = "forged ticket", "unknown session"

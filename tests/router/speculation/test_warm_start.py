@@ -1,4 +1,4 @@
-"""Sessions of a router learn for one another, and a router that starts begins with what others know."""
+"""Sessions of a router share what they measure, and a router that starts begins with other routers' figures."""
 
 import asyncio
 

@@ -76,7 +76,7 @@ def learn_model(
     learned: DrafterRates, rows: PathRows, target: PathRows, text: TargetText, contract: Contract, *, shared: bool
 ) -> None:
     """Fit a model's statistics to the target's tokens in a text."""
-    said, drafted = target.read(text.tokens), rows.read(text.tokens)
+    target_rows, drafted = target.read(text.tokens), rows.read(text.tokens)
     repeats = Repeats(text.tokens[: text.prompt])
     for place in range(text.prompt - 1, len(text.tokens) - 1):
         sampler = Sampler(contract, rows.vocabulary, text.tokens[: place + 1], text.prompt)
@@ -89,7 +89,7 @@ def learn_model(
         repeats.extend([token])
         learned.ranks.observe([float(each == token) for each in row.tokens[:RANKS]])
         if not shared:
-            p, q = sampler.probabilities(said[place]), whole_row(sampler.probabilities(drafted[place]))
+            p, q = sampler.probabilities(target_rows[place]), whole_row(sampler.probabilities(drafted[place]))
             learned.drawn.observe(_accepted_by_rank(p, q, SeededRandom(contract.seed, place, token, DRAFT)))
 
 
@@ -177,9 +177,9 @@ def chances_of(found: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 def noised_row(text: Sequence[int], found: Found, contract: Contract) -> tuple[BackgroundDistribution, Candidates]:
     """Return the background distribution of a text, and the candidates of the noise for its next token."""
-    said = BackgroundDistribution()
-    said.extend(text)
-    return said, said.leading(found, partial(gumbel_at, contract.seed, contract.choice, len(text)))
+    background = BackgroundDistribution()
+    background.extend(text)
+    return background, background.leading(found, partial(gumbel_at, contract.seed, contract.choice, len(text)))
 
 
 def _learn_noise(
@@ -188,10 +188,10 @@ def _learn_noise(
     """Fit the mixture of a source's candidates with the noise to the target's token at `place`."""
     chances, token, best = chances_of(found), text.tokens[place], [each for each, _ in found]
     if not contract.greedy and learned.noised.wanted(chances):
-        said, row = noised_row(text.tokens[:place], chances, contract)
+        background, row = noised_row(text.tokens[:place], chances, contract)
         mixed = learned.noised.mixed(chances, row, RANKS)
         best = sorted(mixed, key=lambda each: -mixed[each])
-        learned.noised.observe(chances, row, token, said.frequency(token))
+        learned.noised.observe(chances, row, token, background.frequency(token))
     learned.noised_ranks.observe([float(each == token) for each in best])
 
 
