@@ -20,7 +20,7 @@ from tests.chaos.pounding import Pounding
 from tests.chaos.pounding import table as findings_table
 from tests.chaos.report import last_line, missed, status, table
 from tests.chaos.servers import Forward, Servers, Shape
-from tests.chaos.striking import Say, Striker, Struck
+from tests.chaos.striking import Report, Striker, Struck
 
 SESSIONS = 32
 LEAVING = 0.1  # the share of answers that their client leaves or cancels
@@ -89,7 +89,7 @@ async def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         log = stack.enter_context(options.log.open("w", encoding="utf-8")) if options.log else None
 
-        def say(line: str) -> None:
+        def report(line: str) -> None:
             print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True)
 
         def forward(name: str, line: str) -> None:
@@ -98,7 +98,7 @@ async def run(options: argparse.Namespace) -> int:
 
         alone = not (options.whole or options.quick or options.blows) and options.scenario == POUNDING
         if alone:
-            return await pound(options, say, forward)
+            return await pound(options, report, forward)
         parts = WHOLE if options.whole else QUICK if options.quick else None
         parts = parts or (Part(((options.scenario, options.count),), options.minutes),)
         work = [(part.blows(options.seed), part.minutes) for part in parts]
@@ -111,19 +111,19 @@ async def run(options: argparse.Namespace) -> int:
         tally = Tally()
         try:
             for blows, minutes in work:
-                await strike(blows, minutes, options, done, tally, say, forward)
+                await strike(blows, minutes, options, done, tally, report, forward)
         finally:  # what was measured counts, whatever became of the run
             print(table(done, tally))
             for line in missed(done):
                 print(line)
             print(last_line(done, tally))
-        pounded = await pound(options, say, forward) if options.whole else 0
+        pounded = await pound(options, report, forward) if options.whole else 0
     return status(done, tally) or pounded
 
 
-async def pound(options: argparse.Namespace, say: Say, forward: Forward) -> int:
+async def pound(options: argparse.Namespace, report: Report, forward: Forward) -> int:
     """Hostile callers, against clusters of their own; the exit status."""
-    pounding = Pounding(say, forward, options.pound_s)
+    pounding = Pounding(report, forward, options.pound_s)
     try:
         await pounding.run()
     finally:
@@ -137,21 +137,21 @@ async def strike(
     options: argparse.Namespace,
     done: list[Struck],
     tally: Tally,
-    say: Say,
+    report: Report,
     forward: Forward,
 ) -> None:
     """Strikes a cluster of its own. What came of the blows is put into `done`, and of the answers into the tally."""
     proxied = any(blow.kind == "black-hole" for blow in blows)
     async with Servers(Shape(proxied=proxied, standby=options.standby), forward) as servers:
-        say("all servers are there")
+        report("all servers are there")
         async with Load(servers, cases(options.sessions), options.seed, LEAVING, tally) as load:
             await load.undisturbed()
-            say(f"the undisturbed answers: {load.said} tokens")
+            report(f"the undisturbed answers: {load.received_tokens} tokens")
             load.begin()
             await load.more(UP_TO_SPEED, 10.0)
-            await Striker(servers, load, say, done).run(blows, 60 * minutes)
+            await Striker(servers, load, report, done).run(blows, 60 * minutes)
             await load.end()
-            say(f"{tally.answers} answers, as they must be: {not tally.wrong}")
+            report(f"{tally.answers} answers, as they must be: {not tally.wrong}")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def cases(count: int, context: int = CONTEXT) -> list[Case]:
 
 
 @dataclass
-class Heard:
+class Received:
     """What a client got of one answer."""
 
     case: Case
@@ -100,7 +100,7 @@ class Tally:
         """Whether the answers show anything that must not happen."""
         return bool(self.lost or self.repeated or self.changed or self.errors)
 
-    def judge(self, received: Heard, whole: Heard) -> None:
+    def judge(self, received: Received, whole: Received) -> None:
         """Adds one answer; `whole` is its undisturbed one."""
         self.answers += 1
         self.tokens += len(received.tokens)
@@ -126,9 +126,9 @@ class Load:
     ) -> None:
         """`leaving`: the share of answers that their client leaves or cancels on the way."""
         self.tally = tally or Tally()
-        self.received: list[Heard] = []  # all, while the load runs
-        self.whole: dict[int, Heard] = {}
-        self.said = 0  # tokens
+        self.received: list[Received] = []  # all, while the load runs
+        self.whole: dict[int, Received] = {}
+        self.received_tokens = 0  # tokens
         self._servers = servers
         self._asked = asked
         self._rng = {case.number: random.Random(f"{seed}/{case.number}") for case in asked}
@@ -151,7 +151,7 @@ class Load:
         await self._stack.aclose()
 
     @property
-    def running(self) -> list[Heard]:
+    def running(self) -> list[Received]:
         """The answers that have begun and not ended."""
         return [received for received in self.received if received.running]
 
@@ -174,8 +174,8 @@ class Load:
 
     async def more(self, tokens: int, within_s: float) -> None:
         """Waits until all sessions together have received so many more tokens, or until so much time has passed."""
-        until, give_up = self.said + tokens, time.monotonic() + within_s
-        while self.said < until and time.monotonic() < give_up:
+        until, give_up = self.received_tokens + tokens, time.monotonic() + within_s
+        while self.received_tokens < until and time.monotonic() < give_up:
             await asyncio.sleep(LOOK_S)
 
     async def _again(self, case: Case) -> None:
@@ -201,8 +201,8 @@ class Load:
     def _client(self, case: Case) -> outrider.AsyncClient:
         return self._clients[case.number % len(self._clients)]
 
-    async def _answer(self, case: Case, *, plain: bool = False) -> Heard:
-        received = Heard(case)
+    async def _answer(self, case: Case, *, plain: bool = False) -> Received:
+        received = Received(case)
         self.received.append(received)
         rng = self._rng[case.number]
         leaves = not plain and rng.random() < self._leaving
@@ -222,7 +222,7 @@ class Load:
                 async for chunk in stream:
                     received.session_id = received.session_id or stream.session_id
                     received.take(chunk)
-                    self.said += len(chunk.token_ids)
+                    self.received_tokens += len(chunk.token_ids)
                     if len(received.tokens) >= until:
                         received.left = True
                         if until % 2:

@@ -47,7 +47,7 @@ NARROW = (  # what gRPC takes for a client that does not read grows to megabytes
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def table(findings: Sequence[Finding]) -> str:
 class Pounding:
     """All of it, against clusters of its own."""
 
-    def __init__(self, say: Say, forward: Forward, seconds: float, refused: int = REFUSED) -> None:
+    def __init__(self, report: Report, forward: Forward, seconds: float, refused: int = REFUSED) -> None:
         """`seconds`: how long others are measured beside each kind of client that does not read."""
         self.findings: list[Finding] = []
-        self._say = say
+        self._report = report
         self._forward = forward
         self._seconds = seconds
         self._refused = refused
@@ -95,14 +95,14 @@ class Pounding:
 
     def _found(self, what: str, measured: str, bound: str, met: bool) -> None:
         self.findings.append(Finding(what, measured, bound, met))
-        self._say(f"{what}: {measured} (bound: {bound}){'' if met else '  NOT MET'}")
+        self._report(f"{what}: {measured} (bound: {bound}){'' if met else '  NOT MET'}")
 
     async def _beside_unread(self, target: Target) -> None:
         """Other callers, beside each kind of client that does not read."""
         await target.first_tokens(2.0)
         empty = sorted(await target.first_tokens(self._seconds / 6))
         bound_s = SLOWER * quantile(empty, 0.99)
-        self._say(f"an empty cluster: first token p99 {quantile(empty, 0.99):.3f} s of {len(empty)} callers")
+        self._report(f"an empty cluster: first token p99 {quantile(empty, 0.99):.3f} s of {len(empty)} callers")
         whole = await target.text(await target.whole())
         kinds: tuple[tuple[str, Callable[[], Any], float], ...] = (
             (f"{SLOTS} that do not read", lambda: target.unread(SLOTS), self._seconds),
@@ -120,7 +120,7 @@ class Pounding:
                 took = await target.first_tokens(max(2.0, seconds - SLOW_CLIENT_S))
                 grown = target.router_bytes() - before
                 p99 = quantile(sorted([*stall, *took]), 0.99)
-                self._say(f"beside {name}, {time.monotonic() - began:.0f} s: {len(stall) + len(took)} callers")
+                self._report(f"beside {name}, {time.monotonic() - began:.0f} s: {len(stall) + len(took)} callers")
                 self._found(
                     f"first token beside {name}, after the stall limit",
                     f"worst {max(took):.3f} s of {len(took)}",
@@ -170,7 +170,7 @@ class Pounding:
             await self._over("SIGTERM of the router", target, sessions, began)
             await router.child.wait()
             took = time.monotonic() - began
-            self._say(f"the router's process had ended after {took:.2f} s")
+            self._report(f"the router's process had ended after {took:.2f} s")
             await target.servers.start(router)
 
     async def _over(self, name: str, target: Target, sessions: Sequence[str], began: float) -> None:
@@ -225,7 +225,7 @@ class Pounding:
         await asyncio.gather(*tasks)
         finished = [text for texts in answers for text in texts]
         wrong = sum(text != whole for text in finished) + len(errors)
-        self._say(", ".join(f"{name}: {code} {count}" for (name, code), count in sorted(outcomes.items())))
+        self._report(", ".join(f"{name}: {code} {count}" for (name, code), count in sorted(outcomes.items())))
         self._found(
             f"{outcomes.total()} refused calls against {RUNNING} generations",
             f"{wrong} of {len(finished)} answers disturbed",

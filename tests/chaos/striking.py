@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.chaos.blows import FLAPS, Blow
-from tests.chaos.load import Heard, Load
+from tests.chaos.load import Load, Received
 from tests.chaos.servers import Server, Servers
 
 UNDER_WAY_S = 0.3  # tokens that arrive so soon after a blow may have been sent before it
@@ -20,7 +20,7 @@ PATIENCE_S = 20.0  # for a session to go on
 BETWEEN_S = 10.0  # at most between two blows, if hardly a token comes
 LOOK_S = 0.02
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Struck:
     blow: Blow
     server: str
     at: float  # monotonic
-    sessions: list[Heard]  # that depended on the server
+    sessions: list[Received]  # that depended on the server
     recoveries: list[float] = field(default_factory=list)  # s, from the blow to each one's next token
     read_again: list[float] = field(default_factory=list)  # s of these, from asking a verifier to its first token
     besides: list[float] = field(default_factory=list)  # s of each recovery that were not spent on that
@@ -47,13 +47,13 @@ class Struck:
 
 
 class Striker:
-    """Has a cluster struck. `say` receives a line for each blow; `done` gets them, behind what it holds."""
+    """Has a cluster struck. `report` receives a line for each blow; `done` gets them, behind what it holds."""
 
-    def __init__(self, servers: Servers, load: Load, say: Say, done: list[Struck] | None = None) -> None:
+    def __init__(self, servers: Servers, load: Load, report: Report, done: list[Struck] | None = None) -> None:
         self.done = [] if done is None else done
         self._servers = servers
         self._load = load
-        self._say = say
+        self._report = report
         self._reviving: dict[str, asyncio.Task[None]] = {}  # by name of the server
         self._before: dict[int, tuple[str, float]] = {}  # pid -> role and processor time when the blow fell
 
@@ -67,13 +67,13 @@ class Striker:
         for number, blow in enumerate(blows, 1):
             began, left = time.monotonic(), len(blows) - number + 1
             if began > until:
-                self._say(f"out of time: {left} of {len(blows)} blows were not struck")
+                self._report(f"out of time: {left} of {len(blows)} blows were not struck")
                 break
             await self._whole(blow, until - (until - began) * (left - 1) / left)
             await self._load.more(blow.after, BETWEEN_S)
             struck = await self._strike(blow)
             self.done.append(struck)
-            self._say(
+            self._report(
                 f"{number}/{len(blows)} {blow} ({struck.server}): {len(struck.sessions)} sessions struck, worst "
                 f"{struck.worst:.2f} s, stranded {struck.stranded}; {self._load.tally.answers} answers, "
                 f"{len(self._load.tally.errors)} errors; "
@@ -134,7 +134,7 @@ class Striker:
     def _revive(self, server: Server) -> None:
         self._reviving[server.name] = asyncio.create_task(self._servers.revive(server))
 
-    async def _choose(self, blow: Blow) -> tuple[Server, list[Heard]]:
+    async def _choose(self, blow: Blow) -> tuple[Server, list[Received]]:
         """The server to strike, and the sessions that depend on it."""
         running = {received.session_id: received for received in self._load.running}
         records = await self._servers.records(running)
@@ -175,12 +175,12 @@ class Striker:
         return {**times, os.getpid(): ("clients", time.process_time())}
 
 
-def went_on(received: Heard, at: float) -> bool:
+def went_on(received: Received, at: float) -> bool:
     """Whether a session has received tokens since, beyond what was under way; or has ended."""
     return received.ended is not None or bool(received.times and received.times[-1] > at + UNDER_WAY_S)
 
 
-def recovery(received: Heard, at: float, under_way_s: float = UNDER_WAY_S) -> float | None:
+def recovery(received: Received, at: float, under_way_s: float = UNDER_WAY_S) -> float | None:
     """Seconds from a blow to the token after the longest silence that it began; None if no token came since."""
     since = [at, *(moment for moment in received.times if moment > at)]
     silences = [(end - begin, end - at) for begin, end in pairwise(since) if begin <= at + under_way_s]

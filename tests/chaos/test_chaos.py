@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from tests.chaos.blows import SCENARIOS, read, scenario, write
-from tests.chaos.load import Case, Heard, Load, Tally, cases
+from tests.chaos.load import Case, Load, Received, Tally, cases
 from tests.chaos.report import last_line, missed, rows, status, table
 from tests.chaos.servers import ROLES, Servers, Shape
 from tests.chaos.striking import Striker, Struck, recovery, went_on
@@ -58,8 +58,8 @@ def test_what_is_no_scenario_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
-    def received(*times: float) -> Heard:
-        return Heard(CASE, "s", times=list(times))
+    def received(*times: float) -> Received:
+        return Received(CASE, "s", times=list(times))
 
     assert recovery(received(9.0, 10.05, 12.0, 12.1, 15.0), 10.0) == pytest.approx(2.0)  # one token was under way
     assert recovery(received(9.0, 10.4, 14.0), 10.0) == pytest.approx(0.4)  # a later silence is not of this blow
@@ -69,7 +69,7 @@ def test_recovery_is_the_end_of_the_silence_that_the_blow_began() -> None:
 
 
 def test_every_way_to_go_wrong_is_counted_as_what_it_is() -> None:
-    whole = Heard(CASE, "s", [5, 6, 7, 8], [1.0, 1.0, 1e-5, 1.0])
+    whole = Received(CASE, "s", [5, 6, 7, 8], [1.0, 1.0, 1e-5, 1.0])
 
     def judged(**changes: object) -> Tally:
         tally = Tally()

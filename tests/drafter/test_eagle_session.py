@@ -25,7 +25,7 @@ from outrider.engine.logits import HostLogits, logits_rows
 from outrider.rpc.codec import FeatureRows
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
-from tests.engine.test_heads import said
+from tests.engine.test_heads import decoded
 
 PLAN = Plan(version=1, depth=5, width=3, nodes=10)
 
@@ -111,7 +111,7 @@ class Rig:
         tokens = self.session.tokens[self.known - 1 :]
         features: Tensor = text.fused[self.known - 1 : self.known - 1 + len(tokens)].float()
         with torch.no_grad():
-            expected = said(self.shape, entered(self.network), self.ends, tokens, features, path).numpy()
+            expected = decoded(self.shape, entered(self.network), self.ends, tokens, features, path).numpy()
         assert np.abs(row - expected).max() < 1e-4 * max(1.0, np.abs(expected).max())
         self.compared += 1
 

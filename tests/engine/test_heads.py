@@ -56,10 +56,10 @@ class Case:
     def reference(self, tokens: Sequence[int], features: Tensor, path: Sequence[int]) -> Tensor:
         """The slow reference: after a text and a path of drafted tokens, from the beginning."""
         with torch.no_grad():
-            return said(self.shape, self.network, self.ends, tokens, features, path)
+            return decoded(self.shape, self.network, self.ends, tokens, features, path)
 
 
-def said(
+def decoded(
     shape: HeadsConfig,
     network: Network,
     ends: TargetEmbeddings,
@@ -168,7 +168,7 @@ def test_a_long_text_is_read_in_chunks_beside_the_others(tmp_path: Path) -> None
     assert again is not None
     assert np.allclose(second, again, atol=1e-4)
     with torch.no_grad():
-        expected = said(shape, network, ends, texts[0], features[0], ()).numpy()
+        expected = decoded(shape, network, ends, texts[0], features[0], ()).numpy()
     assert np.abs(first - expected).max() < 1e-3
 
 

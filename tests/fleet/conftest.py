@@ -50,7 +50,7 @@ def config(ranks: int = 1, drafters: int = 1, **verifier: object) -> ClusterConf
     )
 
 
-async def say(address: str) -> list[outrider.Generation]:
+async def generate_all(address: str) -> list[outrider.Generation]:
     """Answers to all that is asked, at once. A caller whose retries are used up comes back until it has its answer."""
     async with outrider.AsyncClient(address) as client:
         return await asyncio.gather(*(_answer(client, *asked) for asked in ASKED))
@@ -85,7 +85,7 @@ def assert_same(answers: list[outrider.Generation], expected: list[outrider.Gene
 async def expected() -> list[outrider.Generation]:
     """The answers of one rank, with no drafter."""
     async with LocalCluster(config(drafters=0)) as cluster:
-        return await say(cluster.router_address)
+        return await generate_all(cluster.router_address)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import outrider
-from tests.fleet.conftest import DRAFTER, RAY, TARGET, assert_same, say
+from tests.fleet.conftest import DRAFTER, RAY, TARGET, assert_same, generate_all
 from tests.fleet.hosts import Host, network, permitted
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.long]
@@ -110,10 +110,10 @@ async def test_three_hosts_and_then_two(expected: list[outrider.Generation], tmp
     with network(3) as hosts, ray_over(hosts, resources, tmp_path) as up:
         ready = await up.matching(r"Try: outrider generate --address (\S+)")
         assert ready[1].startswith(hosts[0].address)
-        assert_same(await say(ready[1]), expected)
-        answers = asyncio.create_task(say(ready[1]))
+        assert_same(await generate_all(ready[1]), expected)
+        answers = asyncio.create_task(generate_all(ready[1]))
         await asyncio.sleep(0.2)
         hosts[2].cut_off()
         await up.matching("all ranks are started again")
         assert_same(await answers, expected)
-        assert_same(await say(ready[1]), expected)
+        assert_same(await generate_all(ready[1]), expected)

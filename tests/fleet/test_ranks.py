@@ -26,7 +26,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.server import NOT_SERVING, SERVING
 from outrider.v1.types_pb2 import DescribeRequest
 from outrider.v1.verifier_pb2_grpc import VerifierStub
-from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, end_node, free_port, say, start_node
+from tests.fleet.conftest import DRAFTER, TARGET, assert_same, config, end_node, free_port, generate_all, start_node
 
 NOTHING = TARGET.parent / "nothing"
 
@@ -58,14 +58,14 @@ async def test_two_ranks_on_a_ray_of_their_own_answer_as_one_does_and_come_back(
     lines: list[str] = []
     probes = f"127.0.0.1:{free_port()}"  # of the process that watches the ranks: no probe knows where rank 0 is
     async with LocalCluster(config(ranks=2, health=probes), forward=lambda name, line: lines.append(line)) as cluster:
-        assert_same(await say(cluster.router_address), expected)
+        assert_same(await generate_all(cluster.router_address), expected)
         assert await health(probes) == SERVING
         verifier = cluster.processes["verifier-0"].pid
         running = ranks_of(verifier)
         assert len(running) == 2
         for rank in running:  # the compiled engine needs no torch
             assert "libtorch" not in Path(f"/proc/{rank}/maps").read_text()  # noqa: ASYNC240
-        answers = asyncio.create_task(say(cluster.router_address))
+        answers = asyncio.create_task(generate_all(cluster.router_address))
         await asyncio.sleep(0.3)
         os.kill(max(running), signal.SIGKILL)
         async with asyncio.timeout(30):
@@ -90,13 +90,13 @@ async def test_four_ranks_and_a_drafter_of_two_on_a_cluster_that_is_there(
     small = {"dtype": "float32", "tensor_parallel": 2, "cpus": 0.5}
     wanted = config(ranks=4, drafters=0).model_copy(update={"drafter": [DrafterConfig(model=DRAFTER, **small)]})
     async with RayCluster(wanted, ray_address) as cluster:
-        assert_same(await say(cluster.router_address), expected)
+        assert_same(await generate_all(cluster.router_address), expected)
         async with open_channel(cluster.processes["verifier-0"].address) as channel:
             assert (await VerifierStub(channel).Describe(DescribeRequest())).ranks == 4
         async with outrider.AsyncClient(cluster.router_address) as client:
             alone = await client.generate("def add(a, b):", max_tokens=64, ignore_eos=True, timeout=60)
             assert alone.usage.acceptance_length > 1.0
-            answers = asyncio.create_task(say(cluster.router_address))
+            answers = asyncio.create_task(generate_all(cluster.router_address))
             await cluster.scale([*wanted.drafters, *config().drafters])
             assert {"drafter-0", "drafter-1"} < cluster.processes.keys()
             await cluster.scale(config().drafters)

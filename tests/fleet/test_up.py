@@ -23,7 +23,7 @@ from outrider.fleet.cluster import Cluster
 from outrider.fleet.local import LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
 from outrider.fleet.supervisor import ClusterSupervisor
-from tests.fleet.conftest import DRAFTER, ROOT, TARGET, assert_same, say
+from tests.fleet.conftest import DRAFTER, ROOT, TARGET, assert_same, generate_all
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -103,7 +103,7 @@ async def test_drafters_come_and_go_and_what_is_killed_comes_back_while_sessions
         generating.cancel()
         with suppress(asyncio.CancelledError):
             await generating
-        assert_same(await say(cluster.router_address), expected)
+        assert_same(await generate_all(cluster.router_address), expected)
 
 
 @pytest.mark.timeout(240)  # more than all that is waited for below, so that what was printed is shown
@@ -123,7 +123,7 @@ async def test_the_command_serves_on_a_ray_and_ends_everything_on_a_signal(
         async with asyncio.timeout(90):
             await _read(up.stdout, printed, until=b"Try: ")
             (address,) = set(re.findall(r"router is ready on (\S+:\d+)", printed.decode()))
-            assert_same(await say(address), expected)
+            assert_same(await generate_all(address), expected)
         up.send_signal(signal.SIGINT)
         await asyncio.wait_for(_read(up.stdout, printed), 30)
     finally:
@@ -163,7 +163,7 @@ async def _read(stream: asyncio.StreamReader, printed: bytearray, *, until: byte
 
 async def _generate(address: str, expected: list[outrider.Generation]) -> None:
     while True:
-        assert_same(await say(address), expected)
+        assert_same(await generate_all(address), expected)
 
 
 async def test_the_end_of_the_router_ends_the_cluster(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from outrider.config import GatewayConfig
 from outrider.gateway.server import bound, server
 from tests.gateway.conftest import Front, fronted
 from tests.router.fakes import CONTEXT, FakeVerifier
-from tests.router.rig import MODEL, SAID, SCRIPT, finished_reason, until
+from tests.router.rig import ANSWER, MODEL, SCRIPT, finished_reason, until
 
 PROMPT = "import os\n"
 PROMPT_TOKENS = len(MODEL.tokenizer.encode(PROMPT).ids)
@@ -32,7 +32,7 @@ async def test_a_completion_has_the_router_s_answer_and_its_usage(front: Front) 
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", "target")
     (choice,) = answer.choices
-    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, SAID, "length", None)
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, ANSWER, "length", None)
     usage = answer.usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (PROMPT_TOKENS, len(SCRIPT))
@@ -52,7 +52,7 @@ async def test_a_stream_brings_the_same_text_in_pieces(front: Front) -> None:
         model="target", prompt=PROMPT, max_tokens=len(SCRIPT), stream=True, stream_options={"include_usage": True}
     )
     pieces = [piece async for piece in stream]
-    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == SAID
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == ANSWER
     assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
     assert len({piece.id for piece in pieces}) == 1
     assert pieces[-1].choices == []
@@ -79,7 +79,7 @@ async def test_token_ids_are_a_prompt(front: Front) -> None:
 
 async def test_a_stop_string_is_no_part_of_the_text(front: Front) -> None:
     answer = await front.client.completions.create(model="target", prompt=PROMPT, max_tokens=60, stop=["return"])
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (SAID.partition("return")[0], "stop")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (ANSWER.partition("return")[0], "stop")
 
 
 async def test_log_probabilities_name_their_tokens(front: Front) -> None:
@@ -263,7 +263,7 @@ async def test_a_chat_is_rendered_by_the_models_own_template(chat_front: Front) 
     )
     deltas = [piece.choices[0].delta async for piece in stream]
     assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == SAID
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
 
 
 async def test_an_answer_goes_back_as_a_part_of_the_conversation_and_fills_the_context(chat_front: Front) -> None:

@@ -115,7 +115,7 @@ class Drafter:
         if added:
             self._send(at, Graft(at.number, at.epoch, draft.announce(added)))
 
-    def lie(self, random: random.Random) -> None:
+    def send_garbage(self, random: random.Random) -> None:
         """Nodes from nowhere: any root, any digest, any parents, any of the sessions."""
         at = random.choice(list(self.attachments.values()))
         draft, count = at.draft, random.randint(1, 3)

@@ -40,11 +40,11 @@ def answer(prompt: tuple[int, ...], max_tokens: int, stops: tuple[str, ...]) -> 
     while len(generated) < max_tokens and (not generated or generated[-1] != STOP_ID):
         generated.append(choice(digest))
         digest = extend(digest, generated[-1:])
-    return told(prompt, tuple(generated), stops)
+    return expected_answer(prompt, tuple(generated), stops)
 
 
 @lru_cache
-def told(prompt: tuple[int, ...], generated: tuple[int, ...], stops: tuple[str, ...]) -> Answer:
+def expected_answer(prompt: tuple[int, ...], generated: tuple[int, ...], stops: tuple[str, ...]) -> Answer:
     """An answer by its tokens: what of them belongs to it, and its text, decoded at once."""
     text = AnswerText(Detokenizer(MODEL.tokenizer, prompt, silent=MODEL.eos_ids), stops)
     taken = text.feed(generated)

@@ -162,7 +162,7 @@ class Life(RuleBasedStateMachine):
         chance = random.Random(seed)
         drafter = chance.choice([drafter for drafter in self.world.drafters if drafter.attachments])
         if what == "lie":
-            drafter.lie(chance)
+            drafter.send_garbage(chance)
         elif what == "replay" and drafter.sent:
             drafter.replay(chance)
         elif what == "grow" and drafter.drafts:

@@ -258,7 +258,7 @@ class Router:
         )
         self._calls: dict[Link, asyncio.Task[Any]] = {}
 
-    def hear(self, link: Link, message: Any) -> None:
+    def receive(self, link: Link, message: Any) -> None:
         """A client's request, or the end of its call."""
         if isinstance(message, Ended):
             task = self._calls.pop(link, None)

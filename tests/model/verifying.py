@@ -71,7 +71,7 @@ class Verifier:
                 self._commit(session, nodes)
         self._pump()
 
-    def hear_router(self, link: Link, message: Any) -> None:
+    def receive_from_router(self, link: Link, message: Any) -> None:
         """One message of a Decode call."""
         if isinstance(message, DecodeStart):
             self._open(link, message)
@@ -90,7 +90,7 @@ class Verifier:
                     self._close(session)
         self._pump()
 
-    def hear_drafter(self, link: Link, frame: Any) -> None:
+    def receive_from_drafter(self, link: Link, frame: Any) -> None:
         """One frame of a Draft stream; the first one opens it."""
         if isinstance(frame, Ended):
             stream = self._streams.pop(link, None)

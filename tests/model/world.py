@@ -13,7 +13,7 @@ from outrider.config import RouterConfig
 from outrider.store.registry import Worker
 from tests.model.asking import Canceller, Client, Wish
 from tests.model.drafting import Drafter
-from tests.model.language import MODEL, VOCABULARY, answer, choice, told
+from tests.model.language import MODEL, VOCABULARY, answer, choice, expected_answer
 from tests.model.loop import Clock
 from tests.model.redis import LEASE_S, RESUME_TTL_S, Outcome, Redis, Request, Violation
 from tests.model.routing import Fleet, Note, Router
@@ -305,7 +305,7 @@ class World:
         if prompt[-len(wish.prompt) :] != wish.prompt:
             raise Violation(f"a client that asked {wish.prompt} reads what follows {prompt}")
         tokens, whole = tuple(client.tokens), client.reason in ("stop", "length")
-        ours = told(prompt, tokens, wish.stops)
+        ours = expected_answer(prompt, tokens, wish.stops)
         if self.steady:
             truth = answer(prompt, wish.max_tokens, wish.stops)
             if truth.tokens[: len(tokens)] != tokens:
@@ -411,19 +411,19 @@ class World:
 
     def _dial_router(self, index: int, receive: Callable[[Any], None]) -> Link:
         router = self.routers[index]
-        link = Link(f"client {router.name}", lambda message: router.hear(link, message), receive)
+        link = Link(f"client {router.name}", lambda message: router.receive(link, message), receive)
         self.links.append((link, "client", router.name))
         return link
 
     def _dial_verifier(self, router: str, worker: str, receive: Callable[[Any], None]) -> Link:
         verifier = self._named(worker)
-        link = Link(f"{router} {worker}", lambda message: verifier.hear_router(link, message), receive)
+        link = Link(f"{router} {worker}", lambda message: verifier.receive_from_router(link, message), receive)
         self.links.append((link, router, worker))
         return link
 
     def _dial_sink(self, drafter: str, worker: str, receive: Callable[[Any], None]) -> Link:
         verifier = self._named(worker)
-        link = Link(f"{drafter} {worker}", lambda frame: verifier.hear_drafter(link, frame), receive)
+        link = Link(f"{drafter} {worker}", lambda frame: verifier.receive_from_drafter(link, frame), receive)
         self.links.append((link, drafter, worker))
         return link
 

@@ -71,7 +71,7 @@ class FakeVerifier(VerifierServicer):
             try:
                 try:
                     await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
-                    await self._speak(start, context)
+                    await self._run_script(start, context)
                 finally:
                     self.open -= 1
                 await asyncio.wait({listener}, timeout=HALF_CLOSE_S)  # the router closes its side first
@@ -95,7 +95,7 @@ class FakeVerifier(VerifierServicer):
             else:
                 self.plans.append(request.plan)
 
-    async def _speak(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _run_script(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         committed, stopped = len(start.tokens) - start.answer_position, False
         digest, sent_at = start.digest, time.monotonic()
         while committed < start.contract.max_tokens and not stopped:

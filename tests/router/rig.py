@@ -29,8 +29,8 @@ from router.server import run
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
 MODEL = load_model("target", FOLDER)
-SAID = "def f(x):\n    return x + 1  # é🙂\n"
-SCRIPT = MODEL.tokenizer.encode(SAID).ids
+ANSWER = "def f(x):\n    return x + 1  # é🙂\n"
+SCRIPT = MODEL.tokenizer.encode(ANSWER).ids
 
 
 class Rig:

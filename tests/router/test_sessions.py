@@ -19,7 +19,7 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from router.api.requests import parse
 from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import FOLDER, MODEL, SAID, SCRIPT, Rig, ask, collect, drain, released, running_router, until
+from tests.router.rig import ANSWER, FOLDER, MODEL, SCRIPT, Rig, ask, collect, drain, released, running_router, until
 
 
 def turn(session: str, prompt: str, **sampling: Any) -> pb.GenerateRequest:
@@ -129,7 +129,7 @@ async def test_a_finished_answer_can_be_read_again_from_every_position(redis_url
         inside = 0
         for chunk in [pb.Chunk(next_position=started.prompt_tokens), *chunks]:
             text, tokens, again = await pieces(rig, started.session_id, chunk.next_position, chunk.text_offset)
-            assert SAID[: chunk.text_offset] + text == SAID
+            assert ANSWER[: chunk.text_offset] + text == ANSWER
             committed = chunk.next_position - started.prompt_tokens
             assert tokens == SCRIPT[committed:]
             assert (again.reason, again.usage.steps) == (finished.reason, finished.usage.steps)
@@ -158,7 +158,7 @@ async def test_a_generation_that_broke_off_anywhere_goes_on_at_another_router(re
         call.cancel()
         again, chunks, finished = await collect(second.stub.Resume(resume(started.session_id, position, offset)))
         assert (again.seed, again.generation) == (3, 1)
-        assert text + "".join(chunk.text for chunk in chunks) == SAID
+        assert text + "".join(chunk.text for chunk in chunks) == ANSWER
         assert tokens + [token for chunk in chunks for token in chunk.token_ids] == SCRIPT
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         assert finished.usage.completion_tokens == len(SCRIPT)
@@ -172,7 +172,7 @@ async def test_resuming_takes_a_running_generation_over_and_its_first_reader_is_
         await call.read()
         reader = asyncio.create_task(status(call))
         text, tokens, _ = await pieces(rig, session, 0, 0)
-        assert (text, tokens) == (SAID, SCRIPT)
+        assert (text, tokens) == (ANSWER, SCRIPT)
         assert await reader == grpc.StatusCode.ABORTED
         await until(lambda: verifier.open == 0)
 
@@ -341,7 +341,7 @@ async def test_a_client_that_does_not_read_loses_its_place_and_gets_it_back(
         monkeypatch.setattr(servicer, "_send", real)
         last = events[-1].chunk
         text, _, _ = await pieces(rig, session, last.next_position, last.text_offset)
-        assert SAID[: last.text_offset] + text == SAID
+        assert ANSWER[: last.text_offset] + text == ANSWER
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -391,4 +391,4 @@ async def test_a_take_over_that_fails_leaves_no_lease(redis_url: str, monkeypatc
         await released(rig, session)
         monkeypatch.undo()
         _, chunks, _ = await collect(rig.stub.Resume(resume(session)))
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER

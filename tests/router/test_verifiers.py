@@ -16,8 +16,8 @@ from outrider.v1 import verifier_pb2
 from router.sessions.maintenance import REFRESH_S
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import (
+    ANSWER,
     MODEL,
-    SAID,
     SCRIPT,
     ask,
     collect,
@@ -100,7 +100,7 @@ async def test_when_all_verifiers_are_gone_the_client_gets_the_error_and_can_res
                 session_id=session_id, next_position=chunk.next_position, text_offset=chunk.text_offset
             )
             _, chunks, _ = await collect(rig.stub.Resume(rest))
-            assert SAID[: chunk.text_offset] + "".join(part.text for part in chunks) == SAID
+            assert ANSWER[: chunk.text_offset] + "".join(part.text for part in chunks) == ANSWER
 
 
 async def test_a_full_verifier_is_passed_over_and_all_full_is_overload(redis_url: str) -> None:
@@ -139,12 +139,12 @@ class Confused(FakeVerifier):
         super().__init__(SCRIPT, stride=stride)
         self._changes = changes
 
-    async def _speak(self, start: verifier_pb2.DecodeStart, context: Any) -> None:
+    async def _run_script(self, start: verifier_pb2.DecodeStart, context: Any) -> None:
         other = verifier_pb2.DecodeStart()
         other.CopyFrom(start)
         for name, value in self._changes.items():
             setattr(other, name, value)
-        await super()._speak(other, context)
+        await super()._run_script(other, context)
 
 
 @pytest.mark.parametrize(

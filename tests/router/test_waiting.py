@@ -24,7 +24,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from router.sessions import maintenance, session_open
 from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import MODEL, SAID, SCRIPT, Rig, ask, collect, drain, finished_reason, running_router, until
+from tests.router.rig import ANSWER, MODEL, SCRIPT, Rig, ask, collect, drain, finished_reason, running_router, until
 
 
 def free_port() -> int:
@@ -148,7 +148,7 @@ async def test_what_full_verifiers_refuse_waits_with_its_lease_kept_and_goes_on(
         assert (await rig.sessions.get(session)).lease > time.time()
         verifier.full = False
         started, chunks, finished = await asyncio.wait_for(call, 5)
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER
         assert (await rig.sessions.get(started.session_id)).epoch == 1  # no other router could have taken it
         assert finished.usage.first_token_us > 1_500_000
 
@@ -168,7 +168,7 @@ async def test_a_verifier_that_goes_down_in_order_is_no_failure_and_another_one_
         assert len(leaving.starts) == 1  # though it is listed still
         await stack.enter_async_context(announced(steady, rig.registry, MODEL.digest))
         started, chunks, _ = await asyncio.wait_for(call, 5)
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER
         assert (await rig.sessions.get(started.session_id)).epoch == 2
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -206,7 +206,7 @@ async def test_a_router_that_goes_down_hands_all_to_another_at_once(
         await old.__aexit__(None, None, None)
         assert time.monotonic() - began < 3.0  # not the five seconds that calls may take
         for answer in await asyncio.gather(*answers):
-            assert (answer.text, answer.resumes) == (SAID, 1)
+            assert (answer.text, answer.resumes) == (ANSWER, 1)
             assert answer.usage.steps == len(SCRIPT)  # those before are on record, too
 
 

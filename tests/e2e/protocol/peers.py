@@ -36,7 +36,7 @@ class RawDrafter:
         self._attachments = 0
         self._outgoing: asyncio.Queue[pb.DraftUp | None] = asyncio.Queue()
 
-    def say(self, **frame: Any) -> None:
+    def send_frame(self, **frame: Any) -> None:
         """Sends a DraftUp with this frame, or an empty one."""
         self._outgoing.put_nowait(pb.DraftUp(**frame))
 
@@ -59,7 +59,7 @@ class RawDrafter:
         self._attachments = max(self._attachments, attachment)
         if signed is None:
             signed = await ticket(self._upstream, session, self.name, epoch)
-        self.say(
+        self.send_frame(
             subscribe=pb.Subscribe(
                 session_id=session, epoch=epoch, attachment=attachment, ticket=signed, features=features
             )
@@ -77,7 +77,7 @@ class RawDrafter:
             assert not commit.dropped
         return commit
 
-    async def heard_all(self, session: str) -> None:
+    async def received_all(self, session: str) -> None:
         """Waits until all that it sent is dealt with: the frame behind it is refused, which counts as one refusal."""
         attachment = await self.subscribe(session, signed=b"none")
         await self.inbox.take("closed", attachment)
@@ -113,7 +113,7 @@ async def drafting(
         running = asyncio.create_task(drafter._run(channel))
         try:
             if greets:
-                drafter.say(hello=await hello_to(upstream, drafter.name))
+                drafter.send_frame(hello=await hello_to(upstream, drafter.name))
                 await drafter.inbox.take("welcome")
             yield drafter
         finally:
@@ -150,7 +150,7 @@ def subscribed(tokens: Sequence[int], fused: Any = None) -> Any:
 def delta(
     text: Sequence[int], root: int, tokens: Sequence[int], *, first_id: int = 1, **changes: Any
 ) -> dict[str, pb.TreeDelta]:
-    """A chain of nodes below position `root` of a text, each drafted as certain; as keywords of `say`."""
+    """A chain of nodes below position `root` of a text, each drafted as certain; as keywords of `send_frame`."""
     fields: dict[str, Any] = {
         "attachment": 1,
         "epoch": 1,
@@ -195,7 +195,7 @@ class RawRouter:
         self.inbox = Inbox("event")
         self._outgoing: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
         if start is not None:
-            self.say(start=start)
+            self.send_frame(start=start)
 
     @property
     def session(self) -> str:
@@ -210,7 +210,7 @@ class RawRouter:
     def reports(self) -> list[types_pb2.StepReport]:
         return [commit.report for commit in self.inbox.of("commit")]
 
-    def say(self, **command: Any) -> None:
+    def send_frame(self, **command: Any) -> None:
         """Sends a DecodeRequest with this command, or an empty one."""
         self.durable = max(self.durable, command.get("durable", 0))
         self._outgoing.put_nowait(verifier_pb2.DecodeRequest(**command))
@@ -219,7 +219,7 @@ class RawRouter:
         """Closes its side."""
         self._outgoing.put_nowait(None)
 
-    async def said(self, count: int) -> list[int]:
+    async def generated(self, count: int) -> list[int]:
         """The answer, once it has `count` tokens."""
         length = len(self.start.tokens) + count
         await self.inbox.until(lambda: len(self.tokens) >= length)
@@ -237,14 +237,14 @@ class RawRouter:
         """
         await self.full()
         before = len(self.reports)
-        self.say(durable=len(self.tokens))
+        self.send_frame(durable=len(self.tokens))
         await self.full()
         return self.reports[before]
 
     async def acknowledge(self, count: int) -> None:
         """Reports that so many tokens of the answer are durable, once they are there."""
-        await self.said(count)
-        self.say(durable=len(self.start.tokens) + count)
+        await self.generated(count)
+        self.send_frame(durable=len(self.start.tokens) + count)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         heartbeat = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())

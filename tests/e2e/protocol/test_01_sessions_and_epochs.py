@@ -57,7 +57,7 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences_an
 ) -> None:
     whole, prompt = text.whole, len(text.prompt)
     async with decoding(verifier, epoch=5, tokens=text.prompt, contract=text.contract, window=20) as first:
-        await first.said(20)
+        await first.generated(20)
         for epoch in (4, 5):
             stale = await start_of(verifier, session_id=first.session, epoch=epoch)
             async with calling(verifier, stale) as refused:
@@ -71,17 +71,17 @@ async def test_an_epoch_that_is_not_higher_is_refused_and_a_higher_one_fences_an
             end = await first.inbox.end()
             assert (end.code, "higher epoch" in end.details) == (grpc.StatusCode.ABORTED, True)
             assert (await second.inbox.take("started")).cached == prompt + 8 - 1
-            await second.said(20)
+            await second.generated(20)
             assert second.tokens == whole[: prompt + 28]
             await drafter.attach(first.session, epoch=9)
             changed = [*whole[: prompt + 3], (whole[prompt + 3] + 1) % 4096, *whole[prompt + 4 : prompt + 12]]
             async with decoding(verifier, epoch=10, tokens=changed, **lower) as third:
                 assert (await drafter.inbox.take("closed")).reason == "fenced"
                 assert (await third.inbox.take("started")).cached == prompt + 3
-                await third.said(10)
+                await third.generated(10)
                 alone = decoding(verifier, tokens=changed, answer_position=prompt, contract=text.contract, window=10)
                 async with alone as fourth:
-                    await fourth.said(10)
+                    await fourth.generated(10)
                     assert third.tokens[: len(changed) + 10] == fourth.tokens
 
 
@@ -104,17 +104,17 @@ async def test_a_delta_of_another_epoch_is_dropped_and_counted(verifier: str, te
         decoding(verifier, epoch=5, tokens=text.prompt, contract=text.contract, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session, epoch=5)
         before = (await described(verifier)).refused_frames
         wrong = delta(text.whole, len(text.prompt) + 7, [9999] * 4)  # an upstream that looked at it would refuse it
         for epoch in (4, 6):
             wrong["delta"].epoch = epoch
-            drafter.say(**wrong)
-        await drafter.heard_all(router.session)
+            drafter.send_frame(**wrong)
+        await drafter.received_all(router.session)
         assert (await described(verifier)).refused_frames == before + 3
-        drafter.say(**delta(text.whole, len(text.prompt) + 7, text.answer[8:12], epoch=5))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, len(text.prompt) + 7, text.answer[8:12], epoch=5))
+        await drafter.received_all(router.session)
         assert (await router.step()).accepted
         assert not drafter.inbox.of("closed")
 

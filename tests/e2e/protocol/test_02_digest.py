@@ -58,12 +58,12 @@ async def test_commits_and_snapshots_carry_the_digest_over_all_tokens_up_to_thei
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         snapshot = await drafter.attach(router.session)
         assert list(snapshot.tokens) == router.tokens
         assert snapshot.digest == extend(EMPTY, router.tokens)
         await router.acknowledge(4)
-        await router.said(8)
+        await router.generated(8)
         for commit in router.inbox.of("commit"):
             assert commit.digest == extend(EMPTY, text.whole[: commit.position + len(commit.tokens)])
         await drafter.inbox.until(lambda: ends(drafter.inbox.of("commit")) == len(text.prompt) + 8)
@@ -87,16 +87,16 @@ async def test_a_delta_from_a_root_with_another_digest_is_answered_with_a_snapsh
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         before = (await described(verifier)).refused_frames
         for behind in (8, 0):  # the present root, and one that was left behind
-            drafter.say(**delta(text.whole, root + behind, text.answer[behind:12], root_digest=7))
+            drafter.send_frame(**delta(text.whole, root + behind, text.answer[behind:12], root_digest=7))
             snapshot = await drafter.inbox.take("snapshot")
             assert (list(snapshot.tokens), snapshot.attachment) == (router.tokens, 1)
         assert (await described(verifier)).refused_frames == before + 2
-        drafter.say(**delta(text.whole, root + 8, text.answer[8:12]))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root + 8, text.answer[8:12]))
+        await drafter.received_all(router.session)
         assert (await router.step()).accepted
 
 

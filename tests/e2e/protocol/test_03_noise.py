@@ -137,13 +137,13 @@ async def test_a_node_is_accepted_if_and_only_if_it_is_the_target_s_token(verifi
         await drafter.attach(router.session)
         # First, as certain, a wrong token with the right ones below it; then, as hopeless, the right ones alone.
         wrong = [(right[8] + 1) % 4096, *right[9:12]]
-        drafter.say(**delta(text.whole, root + 8, wrong))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root + 8, wrong))
+        await drafter.received_all(router.session)
         report = await router.step()
         assert (report.verified > 0, report.accepted) == (True, 0)
         hopeless = delta(text.whole, root + 16, right[16:20], first_id=5, edges=b"\xff" * 4)
-        drafter.say(**hopeless)
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**hopeless)
+        await drafter.received_all(router.session)
         report = await router.step()
         assert report.accepted == report.verified > 0
         assert router.tokens == text.whole[: len(router.tokens)]

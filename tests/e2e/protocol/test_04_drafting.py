@@ -34,10 +34,10 @@ async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> N
         decoding(verifier, tokens=text.prompt, contract=contract, window=4) as router,
         drafting(verifier, greets=False) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         there = await described(verifier)
         hello = pb.Hello(drafter_id="x", tokenizer_digest=there.tokenizer_digest, vocabulary=there.vocabulary)
-        drafter.say(hello=hello)
+        drafter.send_frame(hello=hello)
         assert (await drafter.inbox.take("welcome")).upstream_id == there.worker_id
         drafter.name = "x"
         snapshot = await drafter.attach(router.session)
@@ -49,15 +49,17 @@ async def test_the_sequence_from_hello_to_closed(verifier: str, text: Text) -> N
         )  # what is left of the answer, less the last token
         assert snapshot.credit == 512
         assert 0 <= snapshot.price <= 1
-        drafter.say(**delta(text.whole, root, text.answer[4:6]))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, text.answer[4:6]))
+        await drafter.received_all(router.session)
         await router.acknowledge(4)
         commit = await drafter.committed()
         assert (commit.attachment, commit.epoch, commit.position) == (1, 1, root + 1)
         assert 2 <= len(commit.tokens) <= 3  # one node at least, and the token after it
         assert list(commit.tokens) == text.answer[4:][: len(commit.tokens)]
-        drafter.say(**delta(text.whole, root + len(commit.tokens), text.answer[4 + len(commit.tokens) : 9], first_id=3))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(
+            **delta(text.whole, root + len(commit.tokens), text.answer[4 + len(commit.tokens) : 9], first_id=3)
+        )
+        await drafter.received_all(router.session)
         await router.acknowledge(8)
         await router.inbox.take("finished")
         router.finish()
@@ -97,7 +99,7 @@ async def test_a_drafter_keeps_one_stream_to_an_upstream_for_all_its_sessions(dr
         assert (await stream.inbox.take("delta", 1)).root_position == 19
         assert await refused_by(peer.drafter) == before + 1
         assert not stream.inbox.of("subscribe")
-        stream.say(closed=pb.Closed(attachment=1, reason="finished"))
+        stream.send_frame(closed=pb.Closed(attachment=1, reason="finished"))
         stream.commit(text.whole[:21], 20)
         async with asyncio.timeout(WITHIN_S):
             while await refused_by(peer.drafter) < before + 2:
@@ -114,14 +116,14 @@ async def test_a_repeated_or_lower_attachment_number_is_a_replay_ignored_and_cou
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         await drafter.subscribe(router.session, attachment=5)
         await drafter.inbox.take("snapshot", 5)
         before = (await described(verifier)).refused_frames
         for number in (5, 4, 1, 0):
             await drafter.subscribe(router.session, attachment=number)
-        drafter.say(**delta(text.whole, len(text.prompt) + 3, text.answer[4:6], attachment=5))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, len(text.prompt) + 3, text.answer[4:6], attachment=5))
+        await drafter.received_all(router.session)
         assert (await described(verifier)).refused_frames == before + 5
         report = await router.step()
         assert (report.accepted > 0, report.drafters) == (True, 1)
@@ -142,7 +144,7 @@ async def test_subscriptions_wait_for_their_session_a_while_and_up_to_a_number(v
             assert "too many" in closed.reason
         waiting = await patient.subscribe(early)
         over = await patient.subscribe(given_up)
-        patient.say(unsubscribe=pb.Unsubscribe(attachment=over))
+        patient.send_frame(unsubscribe=pb.Unsubscribe(attachment=over))
         assert (await described(verifier)).refused_frames == before + 3
         start = await start_of(verifier, session_id=early, tokens=text.prompt, contract=text.contract, window=1)
         async with calling(verifier, start):
@@ -214,7 +216,7 @@ async def test_a_drafter_with_another_number_of_ids_is_accepted_and_is_sent_the_
             decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
             drafting(verifier, greets=False) as drafter,
         ):
-            drafter.say(hello=await hello_to(verifier, drafter.name, vocabulary=vocabulary))
+            drafter.send_frame(hello=await hello_to(verifier, drafter.name, vocabulary=vocabulary))
             await drafter.inbox.take("welcome")
             snapshot, there = await drafter.attach(router.session), await described(verifier)
             assert snapshot.vocabulary == snapshot.unpadded_vocabulary == there.vocabulary
@@ -251,15 +253,15 @@ async def test_unsubscribe_ends_an_attachment_and_later_frames_of_it_are_ignored
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         await drafter.attach(router.session)
         before = (await described(verifier)).refused_frames
-        drafter.say(unsubscribe=pb.Unsubscribe(attachment=1))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(unsubscribe=pb.Unsubscribe(attachment=1))
+        await drafter.received_all(router.session)
         assert (await described(verifier)).refused_frames == before + 1
-        drafter.say(unsubscribe=pb.Unsubscribe(attachment=1))
-        drafter.say(**delta(text.whole, len(text.prompt) + 3, text.answer[4:6]))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(unsubscribe=pb.Unsubscribe(attachment=1))
+        drafter.send_frame(**delta(text.whole, len(text.prompt) + 3, text.answer[4:6]))
+        await drafter.received_all(router.session)
         assert (await described(verifier)).refused_frames == before + 4
         report = await router.step()
         assert (report.verified, report.drafters) == (0, 0)

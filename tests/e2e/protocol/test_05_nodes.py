@@ -107,12 +107,12 @@ async def test_late_nodes_below_a_root_that_was_left_behind_become_aliases_and_t
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=16) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(16)
+        await router.generated(16)
         await drafter.attach(router.session)
         # From the end of the prompt, although sixteen tokens were committed since; then on below these ids.
-        drafter.say(**delta(text.whole, len(text.prompt) - 1, text.answer[:12]))
-        drafter.say(**delta(text.whole, 5, text.answer[12:20], first_id=13, parents=[1] * 8))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, len(text.prompt) - 1, text.answer[:12]))
+        drafter.send_frame(**delta(text.whole, 5, text.answer[12:20], first_id=13, parents=[1] * 8))
+        await drafter.received_all(router.session)
         assert (await router.step()).accepted
         assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
 
@@ -123,21 +123,21 @@ async def test_aliases_live_256_positions(verifier: str, text: Text) -> None:
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=length) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(length)
+        await router.generated(length)
         await drafter.attach(router.session)
         root = len(text.prompt) + length - 1
         too_far = root - ALIAS_SPAN - 2
-        drafter.say(**delta(text.whole, too_far, text.whole[too_far + 1 : root + 5], root_digest=7))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, too_far, text.whole[too_far + 1 : root + 5], root_digest=7))
+        await drafter.received_all(router.session)
         await router.acknowledge(5)
-        await router.said(length + 5)
+        await router.generated(length + 5)
         assert all(report.verified == 0 for report in router.reports)
         root += 5
         first = ALIAS_SPAN + 7  # the next id
-        drafter.say(**delta(text.whole, root - 256, text.whole[root - 255 : root + 5], first_id=first))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root - 256, text.whole[root - 255 : root + 5], first_id=first))
+        await drafter.received_all(router.session)
         await router.acknowledge(10)
-        await router.said(length + 10)
+        await router.generated(length + 10)
         assert any(report.accepted for report in router.reports)
         assert {kind for kind, _ in drafter.inbox.frames} <= {"commit", "heartbeat"}
         assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
@@ -150,20 +150,20 @@ async def test_a_node_that_was_decided_otherwise_is_dead_with_all_below_and_no_m
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         root = len(text.prompt) + 3
         wrong = [(text.answer[4] + 1) % 4096, *text.answer[5:12]]  # after it the rest would be right
-        drafter.say(**delta(text.whole, root, wrong))
-        drafter.say(**delta(text.whole, root, text.answer[8:12], first_id=9, parents=[5, 1, 1, 1]))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, wrong))
+        drafter.send_frame(**delta(text.whole, root, text.answer[8:12], first_id=9, parents=[5, 1, 1, 1]))
+        await drafter.received_all(router.session)
         await router.acknowledge(8)
-        await router.said(16)
+        await router.generated(16)
         assert all(report.verified == 0 for report in router.reports)
-        drafter.say(**delta(text.whole, root, text.answer[16:18], first_id=13, parents=[4, 1]))  # a commit later
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, text.answer[16:18], first_id=13, parents=[4, 1]))  # a commit later
+        await drafter.received_all(router.session)
         await router.acknowledge(16)
-        await router.said(24)
+        await router.generated(24)
         assert all(report.verified == 0 for report in router.reports)
         assert {kind for kind, _ in drafter.inbox.frames} <= {"commit", "heartbeat"}
         assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
@@ -176,15 +176,15 @@ async def test_a_node_whose_parent_is_not_known_is_dropped_and_may_be_sent_again
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         root = len(text.prompt) + 7
-        drafter.say(**delta(text.whole, root, text.answer[8:11], first_id=10, parents=[3, 1, 0]))
+        drafter.send_frame(**delta(text.whole, root, text.answer[8:11], first_id=10, parents=[3, 1, 0]))
         update = await drafter.inbox.take("commit")
         assert (list(update.tokens), update.position, list(update.dropped)) == ([], root + 1, [10, 11])
         assert update.digest == delta(text.whole, root, [])["delta"].root_digest
-        drafter.say(**delta(text.whole, root, text.answer[8:10], first_id=13))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, text.answer[8:10], first_id=13))
+        await drafter.received_all(router.session)
         assert (await router.step()).accepted
 
 
@@ -204,11 +204,11 @@ async def test_of_a_full_tree_the_worst_leaf_gives_way_to_a_better_node_and_its_
         edges = bytearray(b"\xc0" * TREE_CAPACITY)
         edges[9], edges[19] = 250, 240
         nodes = [*others[: TREE_CAPACITY - 1], right]
-        first.say(**delta(text.whole, root, nodes, parents=[0] * TREE_CAPACITY, edges=bytes(edges)))
-        await first.heard_all(router.session)
+        first.send_frame(**delta(text.whole, root, nodes, parents=[0] * TREE_CAPACITY, edges=bytes(edges)))
+        await first.received_all(router.session)
         # The right one is there: it gets an alias and a better score. Two find no place; two take the worst places.
         again = [right, *others[TREE_CAPACITY : TREE_CAPACITY + 4]]
-        second.say(**delta(text.whole, root, again, parents=[0] * 5, edges=b"\x00\xff\xff\x10\x10"))
+        second.send_frame(**delta(text.whole, root, again, parents=[0] * 5, edges=b"\x00\xff\xff\x10\x10"))
         assert list((await second.inbox.take("commit")).dropped) == [2, 3]
         assert list((await first.inbox.take("commit")).dropped) == [10, 20]
         assert (await router.step()).accepted == 1
@@ -223,23 +223,23 @@ async def test_a_node_that_two_drafters_send_is_one_node_with_an_alias_for_each_
         drafting(verifier) as modest,
         drafting(verifier) as sure,
     ):
-        await router.said(8)
+        await router.generated(8)
         for drafter in (modest, sure):
             await drafter.attach(router.session)
         root = len(text.prompt) - 1
-        modest.say(**delta(text.whole, root + 8, text.answer[8:11], first_id=7, edges=b"\xff" * 3))
-        await modest.heard_all(router.session)
-        sure.say(**delta(text.whole, root + 8, text.answer[8:11]))
-        await sure.heard_all(router.session)
+        modest.send_frame(**delta(text.whole, root + 8, text.answer[8:11], first_id=7, edges=b"\xff" * 3))
+        await modest.received_all(router.session)
+        sure.send_frame(**delta(text.whole, root + 8, text.answer[8:11]))
+        await sure.received_all(router.session)
         report = await router.step()
         assert report.drafters == 2
         assert report.accepted == report.verified > 0  # none of them twice
         # The node is a committed token now. What either sends below it, by its own name for it, is good.
-        modest.say(**delta(text.whole, 3, text.answer[11:20], first_id=20, parents=[11] + [1] * 8))
-        await modest.heard_all(router.session)
+        modest.send_frame(**delta(text.whole, 3, text.answer[11:20], first_id=20, parents=[11] + [1] * 8))
+        await modest.received_all(router.session)
         assert (await router.step()).accepted
-        sure.say(**delta(text.whole, 3, text.answer[11:28], first_id=20, parents=[17] + [1] * 16))
-        await sure.heard_all(router.session)
+        sure.send_frame(**delta(text.whole, 3, text.answer[11:28], first_id=20, parents=[17] + [1] * 16))
+        await sure.received_all(router.session)
         assert (await router.step()).accepted
         for drafter in (modest, sure):
             assert not any(commit.dropped for commit in drafter.inbox.of("commit"))
@@ -260,8 +260,8 @@ async def test_the_larger_of_two_scores_for_a_node_counts(verifier: str, text: T
             both = [(modest, b"\x10\xff"), (sure, b"\x10\x00")]
             for drafter, edges in both if length == 8 else both[::-1]:
                 root = len(text.prompt) + length - 1
-                drafter.say(**delta(text.whole, root, rivals, parents=[0, 0], edges=edges, first_id=length))
-                await drafter.heard_all(router.session)
+                drafter.send_frame(**delta(text.whole, root, rivals, parents=[0, 0], edges=edges, first_id=length))
+                await drafter.received_all(router.session)
             report = await router.step()
             assert (report.verified, report.accepted) == (1, 1)
 
@@ -271,22 +271,22 @@ async def test_a_replayed_delta_changes_nothing(verifier: str, text: Text) -> No
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         root = len(text.prompt) + 7
         first = delta(text.whole, root, text.answer[8:10])
         known = delta(text.whole, root, [7, 8, 9, text.answer[11]], parents=[0, 1, 1, 1])  # ids 1 to 3 are taken
         known["delta"].first_id = 1
         for frame in (first, first, first):
-            drafter.say(**frame)
-        drafter.say(**delta(text.whole, root, text.answer[10:11], first_id=3, parents=[1]))
-        drafter.say(**known)
-        drafter.say(**first)
-        await drafter.heard_all(router.session)
+            drafter.send_frame(**frame)
+        drafter.send_frame(**delta(text.whole, root, text.answer[10:11], first_id=3, parents=[1]))
+        drafter.send_frame(**known)
+        drafter.send_frame(**first)
+        await drafter.received_all(router.session)
         report = await router.step()
         assert report.accepted == report.verified > 0
-        drafter.say(**first)
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**first)
+        await drafter.received_all(router.session)
         assert {kind for kind, _ in drafter.inbox.frames} == {"commit"}
 
 
@@ -303,12 +303,14 @@ async def test_a_path_s_score_is_the_product_of_its_edges(verifier: str, text: T
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=three, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         # The right path: 0.88, 0.78, 0.69. A wrong token beside it, 0.73, comes third, although its edge is the worst.
         tokens = [*text.answer[8:11], (text.answer[8] + 1) % 4096]
-        drafter.say(**delta(text.whole, len(text.prompt) + 7, tokens, parents=[0, 1, 1, 0], edges=bytes([2, 2, 2, 5])))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(
+            **delta(text.whole, len(text.prompt) + 7, tokens, parents=[0, 1, 1, 0], edges=bytes([2, 2, 2, 5]))
+        )
+        await drafter.received_all(router.session)
         report = await router.step()
         assert 0 < report.verified <= 3
         assert report.accepted == min(report.verified, 2)

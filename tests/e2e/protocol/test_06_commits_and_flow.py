@@ -41,8 +41,8 @@ async def test_a_commit_re_roots_and_what_lies_below_the_path_lives_on(verifier:
     ):
         await router.full()
         await drafter.attach(router.session)
-        drafter.say(**delta(text.whole, len(text.prompt) + 3, text.answer[4:24]))  # once for all
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, len(text.prompt) + 3, text.answer[4:24]))  # once for all
+        await drafter.received_all(router.session)
         for _ in range(4):
             report = await router.step()
             assert 0 < report.accepted == report.verified <= 3
@@ -92,20 +92,20 @@ async def test_a_node_beyond_the_credit_is_a_fault_and_up_to_it_is_none(verifier
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=2) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(2)
+        await router.generated(2)
         snapshot = await drafter.attach(router.session)
         root, credit = len(text.prompt) + 1, snapshot.credit
         assert credit == TREE_CAPACITY
-        drafter.say(**delta(text.whole, root, range(credit), parents=[0] * credit))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, range(credit), parents=[0] * credit))
+        await drafter.received_all(router.session)
         assert not drafter.inbox.of("commit")
         await router.acknowledge(2)
-        await router.said(4)
+        await router.generated(4)
         assert (await drafter.committed()).credit == 2 * TREE_CAPACITY  # it made room for all
-        drafter.say(**delta(text.whole, root, [1], first_id=2 * credit))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, [1], first_id=2 * credit))
+        await drafter.received_all(router.session)
         assert not drafter.inbox.of("closed")
-        drafter.say(**delta(text.whole, root, [1], first_id=2 * credit + 1))
+        drafter.send_frame(**delta(text.whole, root, [1], first_id=2 * credit + 1))
         closed = await drafter.inbox.take("closed", 1)
         assert closed.reason.startswith("malformed")
         assert "beyond the credit" in closed.reason
@@ -116,10 +116,10 @@ async def test_the_price_is_a_path_score_and_comes_with_every_commit(verifier: s
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         await drafter.attach(router.session)
         await router.acknowledge(4)
-        await router.said(8)
+        await router.generated(8)
         await drafter.inbox.until(lambda: sum(len(commit.tokens) for commit in drafter.inbox.of("commit")) == 4)
         assert all(0 <= commit.price <= 1 for commit in drafter.inbox.of("commit"))
 
@@ -197,19 +197,19 @@ async def test_plan_changes_come_in_commits_and_a_lower_version_replaces_nothing
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=version(3), window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         assert (await drafter.attach(router.session)).plan == version(3)
-        router.say(plan=version(5, width=2))
+        router.send_frame(plan=version(5, width=2))
         update = await drafter.inbox.take("commit")
         assert (update.plan, list(update.tokens), update.position) == (version(5, width=2), [], len(text.prompt) + 4)
-        router.say(plan=version(4))
-        router.say(plan=version(5))
+        router.send_frame(plan=version(4))
+        router.send_frame(plan=version(5))
         await router.acknowledge(4)
-        await router.said(8)
+        await router.generated(8)
         assert {report.plan_version for report in router.reports[4:]} == {5}
         await drafter.inbox.until(lambda: bool(drafter.inbox.of("commit")))
         assert not any(commit.HasField("plan") for commit in drafter.inbox.of("commit"))
-        router.say(plan=version(9))
+        router.send_frame(plan=version(9))
         await drafter.inbox.until(lambda: any(commit.plan.version == 9 for commit in drafter.inbox.of("commit")))
 
 
@@ -273,14 +273,14 @@ async def test_what_a_drafter_that_does_not_read_is_sent_joins_and_then_becomes_
             for number in range(FILLING):
                 await drafter.subscribe(near.session, attachment=10 + number, signed=b"none")
                 if number % 500 == 0:  # so that they are not refused in a row
-                    drafter.say(heartbeat=types_pb2.Heartbeat())
+                    drafter.send_frame(heartbeat=types_pb2.Heartbeat())
             await until_idle(cluster.processes["verifier-0"].pid)  # what it can send is sent
             await near.acknowledge(80)
-            await near.said(160)
+            await near.generated(160)
             for window in range(1, 6):
                 await far.acknowledge(76 * window)
-            assert len(await far.said(6 * 76)) > ALIAS_SPAN + 76  # a window was sent before
-            near.say(plan=plan_to_pb(Plan(version=7, depth=3)))
+            assert len(await far.generated(6 * 76)) > ALIAS_SPAN + 76  # a window was sent before
+            near.send_frame(plan=plan_to_pb(Plan(version=7, depth=3)))
             await until_idle(cluster.processes["verifier-0"].pid)
             drafter.reads.set()
             await drafter.inbox.until(lambda: bool(drafter.inbox.of("snapshot", 1)))
@@ -306,7 +306,7 @@ async def test_a_drafter_that_lets_thousands_of_frames_wait_loses_its_stream(
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=4) as router,
         drafting(verifier) as other,
     ):
-        await router.said(4)
+        await router.generated(4)
         await other.attach(router.session)
         streams = (await described(verifier)).drafters
         async with drafting(verifier, options=NARROW) as deaf:
@@ -314,7 +314,7 @@ async def test_a_drafter_that_lets_thousands_of_frames_wait_loses_its_stream(
             for number in range(CONTROL_FRAMES):
                 await deaf.subscribe(router.session, signed=b"none")
                 if number % 500 == 0:  # so that they are not refused in a row
-                    deaf.say(heartbeat=types_pb2.Heartbeat())
+                    deaf.send_frame(heartbeat=types_pb2.Heartbeat())
             await until_idle(cluster.processes["verifier-0"].pid)
             assert (await described(verifier)).drafters == streams + 1
             deaf.beats = False  # gRPC hides why a stream ended from who writes to it just then
@@ -327,4 +327,4 @@ async def test_a_drafter_that_lets_thousands_of_frames_wait_loses_its_stream(
             assert (end.code, "does not read" in end.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         assert other.inbox.open
         await router.acknowledge(4)
-        assert await router.said(8) == text.answer[:8]
+        assert await router.generated(8) == text.answer[:8]

@@ -61,14 +61,14 @@ async def unharmed(verifier: str, text: Text) -> AsyncIterator[Bystander]:
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=8) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(8)
+        await router.generated(8)
         await drafter.attach(router.session)
         before = await described(verifier)
         yield Bystander(router, drafter, before.refused_frames)
         await router.full()
         end = len(router.tokens) - len(text.prompt)
-        drafter.say(**delta(text.whole, len(router.tokens) - 1, text.answer[end : end + 4], first_id=100))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, len(router.tokens) - 1, text.answer[end : end + 4], first_id=100))
+        await drafter.received_all(router.session)
         assert (await router.step()).accepted
         assert router.tokens == text.whole[: len(router.tokens)]
         assert not drafter.inbox.of("closed", 1)
@@ -133,7 +133,7 @@ async def test_a_bad_ticket_closes_its_attachment_alone(
         assert (await described(verifier)).refused_frames == bystander.refused + 1
         await drafter.attach(router.session)  # nothing but the attachment was lost
         await router.acknowledge(1)
-        await router.said(2)
+        await router.generated(2)
         assert router.reports[-1].drafters == 1
 
 
@@ -160,21 +160,21 @@ async def test_a_malformed_delta_closes_its_attachment_alone(
         decoding(verifier, tokens=text.prompt, contract=text.contract, plan=WIDE, window=4) as router,
         drafting(verifier) as drafter,
     ):
-        await router.said(4)
+        await router.generated(4)
         await drafter.attach(router.session)
         await drafter.subscribe(bystander.router.session)
         await drafter.inbox.take("snapshot", 2)
         root = len(text.prompt) + 3
-        drafter.say(**delta(text.whole, root, **{"tokens": [5, 6, 7], "edges": bytes(3)} | changes))
+        drafter.send_frame(**delta(text.whole, root, **{"tokens": [5, 6, 7], "edges": bytes(3)} | changes))
         closed = await drafter.inbox.take("closed", 1)
         assert closed.reason.startswith("malformed: ")
         assert reason in closed.reason
         assert (await described(verifier)).refused_frames == bystander.refused + 1
-        drafter.say(**delta(text.whole, root, text.answer[4:8]))  # of an attachment that has ended
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(text.whole, root, text.answer[4:8]))  # of an attachment that has ended
+        await drafter.received_all(router.session)
         assert (await described(verifier)).refused_frames == bystander.refused + 3
         await router.acknowledge(4)
-        assert await router.said(8) == text.answer[:8]
+        assert await router.generated(8) == text.answer[:8]
         assert router.reports[-1].drafters == 0
         assert not drafter.inbox.of("closed", 2)  # its other session on this stream
 
@@ -192,8 +192,8 @@ async def test_the_seventeenth_drafter_of_a_session_is_refused(verifier: str, te
         await late.subscribe(router.session)
         assert f"at most {MAX_DRAFTERS} drafters" in (await late.inbox.take("closed", 1)).reason
         assert (await described(verifier)).refused_frames == bystander.refused + 1
-        drafter.say(unsubscribe=pb.Unsubscribe(attachment=1))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(unsubscribe=pb.Unsubscribe(attachment=1))
+        await drafter.received_all(router.session)
         await late.attach(router.session)
 
 
@@ -208,11 +208,11 @@ Send = Callable[[str, RawDrafter], Awaitable[None]]
 
 
 async def _no_hello(verifier: str, drafter: RawDrafter) -> None:
-    drafter.say(heartbeat=types_pb2.Heartbeat())
+    drafter.send_frame(heartbeat=types_pb2.Heartbeat())
 
 
 async def _empty_first(verifier: str, drafter: RawDrafter) -> None:
-    drafter.say()
+    drafter.send_frame()
 
 
 async def _nothing_at_all(verifier: str, drafter: RawDrafter) -> None:
@@ -221,16 +221,16 @@ async def _nothing_at_all(verifier: str, drafter: RawDrafter) -> None:
 
 async def _second_hello(verifier: str, drafter: RawDrafter) -> None:
     for _ in range(2):
-        drafter.say(hello=await hello_to(verifier, drafter.name))
+        drafter.send_frame(hello=await hello_to(verifier, drafter.name))
 
 
 async def _empty_later(verifier: str, drafter: RawDrafter) -> None:
-    drafter.say(hello=await hello_to(verifier, drafter.name))
-    drafter.say()
+    drafter.send_frame(hello=await hello_to(verifier, drafter.name))
+    drafter.send_frame()
 
 
 async def _other_tokenizer(verifier: str, drafter: RawDrafter) -> None:
-    drafter.say(hello=await hello_to(verifier, drafter.name, tokenizer_digest=b"y" * 16))
+    drafter.send_frame(hello=await hello_to(verifier, drafter.name, tokenizer_digest=b"y" * 16))
 
 
 @pytest.mark.parametrize(
@@ -267,28 +267,28 @@ async def test_a_flood_of_refused_frames_ends_its_stream_and_no_other(verifier: 
     ):
         nothing = delta(text.whole, 0, [1])
         for _ in range(MAX_REFUSED):
-            flooding.say(**nothing)
+            flooding.send_frame(**nothing)
         await flooding.subscribe(bystander.router.session)  # a good frame: the count begins anew
         await flooding.inbox.take("snapshot")
         flooding.beats = False  # a heartbeat would begin the count anew, or meet the end of the stream
-        flooding.say(unsubscribe=pb.Unsubscribe(attachment=1))
+        flooding.send_frame(unsubscribe=pb.Unsubscribe(attachment=1))
         for _ in range(MAX_REFUSED):
-            flooding.say(**nothing)
+            flooding.send_frame(**nothing)
         for number in range(MAX_REFUSED + 50):  # refused ones between good ones
-            busy.say(**nothing)
+            busy.send_frame(**nothing)
             if number % 500 == 0:
-                busy.say(heartbeat=types_pb2.Heartbeat())
-        clumsy.say(**nothing)
-        await clumsy.heard_all(bystander.router.session)
-        await busy.heard_all(bystander.router.session)
+                busy.send_frame(heartbeat=types_pb2.Heartbeat())
+        clumsy.send_frame(**nothing)
+        await clumsy.received_all(bystander.router.session)
+        await busy.received_all(bystander.router.session)
         assert flooding.inbox.open
-        flooding.say(**nothing)
+        flooding.send_frame(**nothing)
         end = await flooding.inbox.end()
         assert (end.code, str(MAX_REFUSED) in end.details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         refused = (await described(verifier)).refused_frames - bystander.refused
         assert refused == 2 * MAX_REFUSED + 1 + MAX_REFUSED + 50 + 1 + 2
-        clumsy.say(**nothing)  # one more than a thousand since its last good frame, but not its own
-        await clumsy.heard_all(bystander.router.session)
+        clumsy.send_frame(**nothing)  # one more than a thousand since its last good frame, but not its own
+        await clumsy.received_all(bystander.router.session)
         assert clumsy.inbox.open
         assert busy.inbox.open
 
@@ -398,19 +398,21 @@ async def test_an_overconfident_drafter_s_scores_fall_and_no_other_drafter_s_nod
         drafting(verifier) as elsewhere,
     ):
         for router, drafter in ((first, overconfident), (first, beside), (second, elsewhere)):
-            await router.said(window)
+            await router.generated(window)
             await drafter.attach(router.session)
         accepted = []
         for turn in range(rounds):
             committed = window * (turn + 1)
             root, right = len(text.prompt) + committed - 1, text.answer[committed]
             wrong = [token for token in range(overrated + 1) if token != right][:overrated]
-            overconfident.say(**delta(text.whole, root, wrong, first_id=overrated * turn + 1, parents=[0] * overrated))
-            await overconfident.heard_all(first.session)
+            overconfident.send_frame(
+                **delta(text.whole, root, wrong, first_id=overrated * turn + 1, parents=[0] * overrated)
+            )
+            await overconfident.received_all(first.session)
             for router, drafter in ((first, beside), (second, elsewhere)):
                 nodes = text.answer[committed : committed + 4]
-                drafter.say(**delta(text.whole, root, nodes, first_id=4 * turn + 1, edges=b"\x08" * 4))
-                await drafter.heard_all(router.session)
+                drafter.send_frame(**delta(text.whole, root, nodes, first_id=4 * turn + 1, edges=b"\x08" * 4))
+                await drafter.received_all(router.session)
             reports = await asyncio.gather(first.step(), second.step())
             accepted.append([report.accepted for report in reports])
         assert first.tokens == second.tokens == text.whole[: len(first.tokens)]

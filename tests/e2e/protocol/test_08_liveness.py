@@ -45,14 +45,14 @@ async def test_a_silent_peer_is_taken_for_dead(verifier: str, drafter: str, text
             for peer in (silent, other):
                 await peer.attach(router.session)
             silent.beats = False
-            silent.say(heartbeat=HEARTBEAT)
+            silent.send_frame(heartbeat=HEARTBEAT)
             began = time.monotonic()
             end = await silent.inbox.end()
             assert in_time(began)
             assert (end.code, "silent" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
             assert other.inbox.open
             await router.acknowledge(4)
-            assert await router.said(8) == text.answer[:8]
+            assert await router.generated(8) == text.answer[:8]
             assert router.reports[-1].drafters == 1
 
     async def a_drafter_that_never_greets() -> None:
@@ -77,7 +77,7 @@ async def test_a_silent_peer_is_taken_for_dead(verifier: str, drafter: str, text
             again.ticket = b"a later ticket"
             await peer.drafter.Attach(again)
             peer.stream.beats = False
-            peer.stream.say(heartbeat=HEARTBEAT)
+            peer.stream.send_frame(heartbeat=HEARTBEAT)
             began = time.monotonic()
             await peer.stream.inbox.end()
             assert in_time(began)
@@ -93,14 +93,14 @@ async def test_a_silent_peer_is_taken_for_dead(verifier: str, drafter: str, text
 
 async def test_a_peer_that_is_stuck_in_one_step_is_taken_for_dead(verifier: str, drafter: str, text: Text) -> None:
     async with drafting(verifier) as slow, drafting(verifier) as stuck:
-        slow.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000)))
+        slow.send_frame(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000)))
         stuck.beats = False  # one that met the end would fail the call, in gRPC's words
-        stuck.say(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000) + 1))
+        stuck.send_frame(heartbeat=types_pb2.Heartbeat(steps=3, running_ms=int(STUCK_S * 1000) + 1))
         end = await stuck.inbox.end()
         assert (end.code, "stuck" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
         assert slow.inbox.open
     async with upstream_of(drafter) as peer:
-        peer.stream.say(heartbeat=types_pb2.Heartbeat(running_ms=int(STUCK_S * 1000) + 1))
+        peer.stream.send_frame(heartbeat=types_pb2.Heartbeat(running_ms=int(STUCK_S * 1000) + 1))
         stream = await peer.upstream.stream(1)
         assert (await stream.inbox.take("subscribe")).session_id == peer.subscribed.session_id
 
@@ -148,7 +148,7 @@ async def test_every_peer_sends_something_every_half_second_and_how_its_loop_goe
             decoding(verifier, tokens=text.prompt, contract=text.contract, window=2) as router,
             drafting(verifier, options=impatient) as peer,
         ):
-            await router.said(2)
+            await router.generated(2)
             await peer.attach(router.session)
             for beats in await asyncio.gather(regular(router.inbox), regular(peer.inbox)):
                 there = await described(verifier)
@@ -166,7 +166,7 @@ async def test_a_router_that_is_silent_for_its_lease_loses_the_session_and_its_k
 ) -> None:
     opening = {"tokens": text.prompt, "contract": text.contract, "window": 2, "lease_ms": 2000}
     async with decoding(verifier, **opening) as silent, decoding(verifier, **opening) as alive:
-        await silent.said(2)
+        await silent.generated(2)
         silent.beats = False
         began = time.monotonic()
         end = await silent.inbox.end()
@@ -194,7 +194,7 @@ async def test_a_drafter_that_is_frozen_costs_speed_alone_and_comes_back_when_it
             nonlocal count
             await router.acknowledge(count)
             count += 4
-            assert (await router.said(count))[:count] == text.answer[:count]
+            assert (await router.generated(count))[:count] == text.answer[:count]
             return router.reports[-1].drafters
 
         async def on_until(drafters: int) -> None:

@@ -33,7 +33,7 @@ async def test_the_sequence_from_start_to_the_end_of_the_call(verifier: str, tex
     contract.CopyFrom(text.contract)
     contract.max_tokens = 6
     async with decoding(verifier, tokens=text.prompt, contract=contract, window=3, epoch=4) as router:
-        await router.said(3)
+        await router.generated(3)
         assert [kind for kind, _ in router.inbox.frames if kind != "heartbeat"] == ["started"] + ["commit"] * 3
         await router.acknowledge(3)
         finished = await router.inbox.take("finished")
@@ -63,12 +63,12 @@ async def test_a_stop_id_ends_the_generation_behind_it(verifier: str, text: Text
         decoding(verifier, tokens=text.prompt, contract=contract, window=1, plan=DEEP) as router,
         drafting(verifier) as oracle,
     ):
-        await router.said(1)
+        await router.generated(1)
         await oracle.attach(router.session)
-        oracle.say(**delta(text.whole, len(text.prompt), text.answer[1:20]))  # whatever is drafted behind it
-        await oracle.heard_all(router.session)
+        oracle.send_frame(**delta(text.whole, len(text.prompt), text.answer[1:20]))  # whatever is drafted behind it
+        await oracle.received_all(router.session)
         while not router.inbox.of("finished"):
-            router.say(durable=len(router.tokens))
+            router.send_frame(durable=len(router.tokens))
             await asyncio.sleep(0.02)
         assert router.tokens == text.whole[: len(text.prompt) + first + 1]
         assert (await router.inbox.take("finished")).reason == types_pb2.FINISH_REASON_STOP
@@ -83,11 +83,11 @@ async def test_never_more_than_the_window_is_committed_beyond_the_durable_positi
     ):
         await router.full()
         await oracle.attach(router.session)
-        oracle.say(**delta(text.whole, len(text.prompt) + 3, text.answer[4:84]))
-        await oracle.heard_all(router.session)
+        oracle.send_frame(**delta(text.whole, len(text.prompt) + 3, text.answer[4:84]))
+        await oracle.received_all(router.session)
         for durable in (4, 5, 7, 7, 6, 11, 12, 16, 20, 22, 26):  # also nothing new, and less than it knew
             await router.full()
-            router.say(durable=len(text.prompt) + durable)
+            router.send_frame(durable=len(text.prompt) + durable)
             await router.full()
             await asyncio.sleep(0.03)
             assert len(router.tokens) == router.durable + 4
@@ -101,7 +101,7 @@ async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str
     opening = {"contract": text.contract, "window": 20}
     async with decoding(verifier, tokens=prompt, **opening) as router:
         assert (await router.inbox.take("started")).cached == 0
-        await router.said(20)
+        await router.generated(20)
         tokens = router.tokens
         router.finish()
         assert (await router.inbox.end()).code is grpc.StatusCode.OK  # a router may give up at any time
@@ -116,11 +116,11 @@ async def test_a_verifier_reports_how_much_kv_of_the_tokens_it_has(verifier: str
 async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verifier: str, text: Text, how: str) -> None:
     prompt = text.prompt[5:]
     async with decoding(verifier, tokens=prompt, contract=text.contract, window=300) as router:
-        await router.said(10)
+        await router.generated(10)
         tokens = router.tokens
         began = time.monotonic()
         if how == "cancel":
-            router.say(cancel=verifier_pb2.CancelDecode())
+            router.send_frame(cancel=verifier_pb2.CancelDecode())
             assert (await router.inbox.end()).code is grpc.StatusCode.OK
         elif how == "close":
             router.finish()
@@ -161,7 +161,7 @@ async def test_commands_out_of_order_are_refused(verifier: str, text: Text) -> N
         async with calling(verifier) as router:
             router.beats = False  # one that met the end would fail the call, in gRPC's words
             for command in commands:
-                router.say(**command)
+                router.send_frame(**command)
             end = await router.inbox.end()
             assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
             assert end.metadata["outrider-error"] == "InvalidRequest"

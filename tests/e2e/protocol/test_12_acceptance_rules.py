@@ -62,14 +62,14 @@ async def test_a_chain_that_was_drawn_is_accepted_as_far_as_it_is_right(verifier
         await router.full()
         await drafter.attach(router.session)
         chain = [*right[8:11], (right[11] + 1) % 4096]
-        drafter.say(**delta(greedy.whole, root + 8, chain, drawn=rows(*chain)))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(greedy.whole, root + 8, chain, drawn=rows(*chain)))
+        await drafter.received_all(router.session)
         report = await router.step()
         assert (report.verified, report.accepted) == (4, 3)
         # Late: its root has been left behind. No error is reported, and nothing of it is taken, right as it is.
         late = right[9:12]
-        drafter.say(**delta(greedy.whole, root + 9, late, first_id=5, drawn=rows(*late)))
-        await drafter.heard_all(router.session)
+        drafter.send_frame(**delta(greedy.whole, root + 9, late, first_id=5, drawn=rows(*late)))
+        await drafter.received_all(router.session)
         report = await router.step()
         assert (report.verified, report.accepted) == (0, 0)
         assert router.tokens == greedy.whole[: len(router.tokens)]
@@ -107,7 +107,7 @@ async def test_what_cannot_have_been_drawn_costs_the_session_its_drafter(
     ):
         await router.full()
         await drafter.attach(router.session)
-        drafter.say(**delta(greedy.whole, root + 8, tokens, **changes))
+        drafter.send_frame(**delta(greedy.whole, root + 8, tokens, **changes))
         assert "malformed: " in (await drafter.inbox.take("closed", 1)).reason
         await router.step()
         assert router.tokens == greedy.whole[: len(router.tokens)]
@@ -124,6 +124,6 @@ async def test_children_come_at_once_and_a_session_has_one_drafter(verifier: str
         await drafter.attach(router.session)
         attachment = await second.subscribe(router.session)
         assert "at most 1 drafter" in (await second.inbox.take("closed", attachment)).reason
-        drafter.say(**delta(greedy.whole, root + 8, [right[8]], drawn=rows(right[8])))
-        drafter.say(**delta(greedy.whole, root + 8, [right[8] + 1], first_id=2, drawn=rows(right[8])))
+        drafter.send_frame(**delta(greedy.whole, root + 8, [right[8]], drawn=rows(right[8])))
+        drafter.send_frame(**delta(greedy.whole, root + 8, [right[8] + 1], first_id=2, drawn=rows(right[8])))
         assert "must come at once" in (await drafter.inbox.take("closed", 1)).reason

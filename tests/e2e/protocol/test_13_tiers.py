@@ -49,7 +49,7 @@ async def between(drafter: str) -> AsyncIterator[Between]:
         permit = Permit(mid.subscribed.session_id, "", NAME, there.worker_id, 1)
         async with drafting(drafter, NAME, greets=False) as below:
             hello = pb.Hello(drafter_id=NAME, tokenizer_digest=there.tokenizer_digest, vocabulary=there.vocabulary)
-            below.say(hello=hello)
+            below.send_frame(hello=hello)
             assert (await below.inbox.take("welcome")).upstream_id == there.worker_id
             yield Between(mid.stream, below, mid, sign(KEYS[drafter], permit))
 
@@ -63,7 +63,7 @@ async def test_nodes_go_up_at_once_with_their_origin_and_are_then_judged(drafter
         terms = snapshot.price, snapshot.credit, snapshot.epoch, snapshot.answer_position
         assert terms == (1.0, 512, 1, 30)
         tokens = text.whole[LENGTH : LENGTH + 3]
-        peers.below.say(**delta(text.whole, LENGTH - 1, tokens))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, tokens))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
         sent = next(frame for frame in peers.above.inbox.of("delta") if frame.tokens)
         assert (list(sent.tokens), sent.origin, sent.first_id) == (tokens, NAME, 1)
@@ -93,7 +93,7 @@ async def test_hints_name_the_best_of_the_tree_and_may_be_drafted_under(drafter:
         known = {(copy.tokens[identity], copy.depth(identity)) for identity in copy.tokens}
         assert (hints.tokens[0], 1) in known
         chain = [hints.tokens[0], 5]
-        peers.below.say(**delta(text.whole, LENGTH - 1, chain))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, chain))
         await peers.above.inbox.until(
             lambda: any(frame.origin == NAME and 5 in frame.tokens for frame in peers.above.inbox.of("delta"))
         )
@@ -128,7 +128,7 @@ async def test_what_is_dropped_above_is_reported_to_whom_it_came_from(drafter: s
         peers.above.snapshot(text.whole[:LENGTH], price=0.99)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
-        peers.below.say(**delta(text.whole, LENGTH - 1, [5, 6]))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5, 6]))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
         peers.above.commit(text.whole[:LENGTH], LENGTH, price=0.99, dropped=[2])
         await peers.below.inbox.until(lambda: any(frame.dropped for frame in peers.below.inbox.of("commit")))
@@ -140,7 +140,7 @@ async def test_when_its_own_subscription_ends_so_do_those_below(drafter: str, te
         peers.above.snapshot(text.whole[:LENGTH])
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
-        peers.above.say(closed=pb.Closed(attachment=1, reason="finished"))
+        peers.above.send_frame(closed=pb.Closed(attachment=1, reason="finished"))
         closed = await peers.below.inbox.take("closed")
         assert closed.attachment == 1
 
@@ -150,12 +150,12 @@ async def test_when_it_begins_anew_they_get_a_snapshot(drafter: str, text: Text)
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
-        peers.below.say(**delta(text.whole, LENGTH - 1, [5, 6]))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5, 6]))
         await peers.above.inbox.until(lambda: any(frame.tokens for frame in peers.above.inbox.of("delta")))
         peers.above.snapshot(text.whole[: LENGTH + 5], price=1.0)
         snapshot = await peers.below.inbox.take("snapshot")
         assert list(snapshot.tokens) == text.whole[: LENGTH + 5]
-        peers.below.say(**delta(text.whole, LENGTH + 4, [7], first_id=3))
+        peers.below.send_frame(**delta(text.whole, LENGTH + 4, [7], first_id=3))
         await peers.above.inbox.until(lambda: any(7 in frame.tokens for frame in peers.above.inbox.of("delta")))
 
 
@@ -181,7 +181,7 @@ async def test_a_judgement_of_a_node_that_was_never_sent_ends_the_attachment(dra
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
         wrong = {"rescored": [9], "rescored_edges": bytes(1), "rescore_version": 1}
-        peers.below.say(**delta(text.whole, LENGTH - 1, [5], **wrong))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5], **wrong))
         assert "malformed: rescored" in (await peers.below.inbox.take("closed")).reason
 
 
@@ -198,7 +198,7 @@ async def test_judgements_and_origins_are_bounded(drafter: str, text: Text, wron
         peers.above.snapshot(text.whole[:LENGTH], price=1.0)
         await peers.subscribe()
         await peers.below.inbox.take("snapshot")
-        peers.below.say(**delta(text.whole, LENGTH - 1, [5], **wrong))
+        peers.below.send_frame(**delta(text.whole, LENGTH - 1, [5], **wrong))
         assert (await peers.below.inbox.take("closed")).reason.startswith("malformed")
 
 
@@ -221,7 +221,7 @@ async def test_malformed_hints_are_refused_and_counted(drafter: str, text: Text)
         await peer.stream.inbox.take("delta")
         before = (await peer.drafter.Describe(types_pb2.DescribeRequest())).refused_frames
         hints = {"attachment": 1, "epoch": 1, "root_position": LENGTH - 1}
-        peer.stream.say(
+        peer.stream.send_frame(
             hints=pb.Hints(**hints, parents=[1], tokens=[5], edges=bytes(1))
         )  # its parent is before the first
         await peer.stream.inbox.take("subscribe")
@@ -236,7 +236,7 @@ async def test_below_hints_a_drafter_drafts_on(drafter: str, text: Text) -> None
         await peer.stream.inbox.until(lambda: any(frame.exhausted for frame in peer.stream.inbox.of("delta", 1)))
         unlikely = 4000
         hints = {"attachment": 1, "epoch": 1, "root_position": LENGTH - 1}
-        peer.stream.say(hints=pb.Hints(**hints, parents=[0], tokens=[unlikely], edges=bytes(1)))
+        peer.stream.send_frame(hints=pb.Hints(**hints, parents=[0], tokens=[unlikely], edges=bytes(1)))
         copy = Copy()
 
         def drafted_below() -> bool:

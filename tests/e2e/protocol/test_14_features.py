@@ -102,12 +102,12 @@ async def test_each_token_comes_with_the_features_of_the_one_before(featured: Fe
         drafting(featured.verifier) as drafter,
         drafting(featured.verifier) as other,
     ):
-        await router.said(4)
+        await router.generated(4)
         snapshot = await drafter.inbox.take("snapshot", await drafter.subscribe(router.session, features=digest))
         plain = await other.attach(router.session)
         assert (len(snapshot.tokens), plain.features) == (len(text.prompt) + 4, b"")
         await router.acknowledge(4)
-        await router.said(8)
+        await router.generated(8)
         await drafter.inbox.until(lambda: sum(len(it.tokens) for it in drafter.inbox.of("commit")) == 4)
         await other.inbox.until(lambda: sum(len(it.tokens) for it in other.inbox.of("commit")) == 4)
         commits = drafter.inbox.of("commit")

@@ -33,7 +33,7 @@ class Stream:
         self.beats = True
         self.outgoing: asyncio.Queue[pb.DraftDown | None] = asyncio.Queue()
 
-    def say(self, **frame: Any) -> None:
+    def send_frame(self, **frame: Any) -> None:
         """Sends a DraftDown with this frame."""
         self.outgoing.put_nowait(pb.DraftDown(**frame))
 
@@ -50,7 +50,7 @@ class Stream:
             "plan": plan_to_pb(SPECULATE),
             "credit": 512,
         }
-        self.say(snapshot=pb.Snapshot(**(fields | changes)))
+        self.send_frame(snapshot=pb.Snapshot(**(fields | changes)))
 
     def commit(self, text: Sequence[int], position: int, **changes: Any) -> None:
         """Sends that `text` is committed from `position` on, with changes."""
@@ -62,7 +62,7 @@ class Stream:
             "digest": extend(EMPTY, text),
             "credit": 512,
         }
-        self.say(commit=pb.Commit(**(fields | changes)))
+        self.send_frame(commit=pb.Commit(**(fields | changes)))
 
 
 class RawUpstream(TreeSinkServicer):
@@ -76,7 +76,7 @@ class RawUpstream(TreeSinkServicer):
         """One drafter's stream."""
         stream = Stream()
         self.streams.append(stream)
-        stream.say(welcome=pb.Welcome(upstream_id="raw-upstream"))
+        stream.send_frame(welcome=pb.Welcome(upstream_id="raw-upstream"))
         reading = asyncio.create_task(stream.inbox.fill(requests))
         heartbeat = pb.DraftDown(heartbeat=types_pb2.Heartbeat())
         try:

@@ -20,8 +20,8 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2
 from tests.router.fakes import CONTEXT, FakeDrafter, FakeVerifier, announced
 from tests.router.rig import (
+    ANSWER,
     MODEL,
-    SAID,
     SCRIPT,
     Restartable,
     ask,
@@ -41,11 +41,11 @@ async def test_a_generation_streams_text_tokens_and_figures_and_is_durable(redis
         started, chunks, finished = await collect(rig.stub.Generate(request))
         prompt = MODEL.tokenizer.encode("import os\n").ids
         assert (started.seed, started.model, started.prompt_tokens) == (7, "target", len(prompt))
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER
         assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT
         assert all(len(chunk.gaps) == len(chunk.token_ids) for chunk in chunks)
         assert chunks[-1].next_position == len(prompt) + len(SCRIPT)
-        assert chunks[-1].text_offset == len(SAID)
+        assert chunks[-1].text_offset == len(ANSWER)
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
         usage = finished.usage
         steps = -(-len(SCRIPT) // 3)
@@ -92,7 +92,7 @@ async def test_a_stop_string_ends_the_text_the_log_and_the_verifiers_work(redis_
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=40, stop=["rn x +", "never"]))
         started, chunks, finished = await collect(call)
-        assert "".join(chunk.text for chunk in chunks) == SAID[: SAID.index("rn x +")]
+        assert "".join(chunk.text for chunk in chunks) == ANSWER[: ANSWER.index("rn x +")]
         assert finished.reason == types_pb2.FINISH_REASON_STOP
         await until(lambda: verifier.open == 0)
         log = await rig.sessions.read(started.session_id)
@@ -104,9 +104,9 @@ async def test_a_stop_string_ends_the_text_the_log_and_the_verifiers_work(redis_
 
 async def test_a_stop_string_within_the_first_tokens_counts_for_nothing(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
-        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=[SAID[:3], SAID[-8:-4]], min_tokens=4))
+        call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=[ANSWER[:3], ANSWER[-8:-4]], min_tokens=4))
         _, chunks, finished = await collect(call)
-        assert "".join(chunk.text for chunk in chunks) == SAID[:-8]
+        assert "".join(chunk.text for chunk in chunks) == ANSWER[:-8]
         assert finished.reason == types_pb2.FINISH_REASON_STOP
 
 
@@ -131,7 +131,7 @@ async def test_nothing_is_sent_or_acknowledged_before_it_is_in_the_log(
         assert (verifier.steps, verifier.acknowledged) == (4, [])
         written.set()
         events = [await reading, *await drain(call)]
-        assert "".join(event.chunk.text for event in events[:-1]) == SAID
+        assert "".join(event.chunk.text for event in events[:-1]) == ANSWER
 
 
 async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(redis_url: str) -> None:
@@ -144,14 +144,14 @@ async def test_the_end_of_text_token_stops_unless_it_is_ignored_and_has_no_text(
         call = rig.stub.Generate(ask(max_tokens=len(script), ignore_eos=True))
         _, chunks, finished = await collect(call)
         assert finished.reason == types_pb2.FINISH_REASON_LENGTH
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER
 
 
 async def test_held_back_text_comes_out_at_the_end(redis_url: str) -> None:
     async with running_router(redis_url) as rig, announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest):
         call = rig.stub.Generate(ask(max_tokens=len(SCRIPT), stop=["🙂\n and more"]))
         _, chunks, _ = await collect(call)
-        assert "".join(chunk.text for chunk in chunks) == SAID
+        assert "".join(chunk.text for chunk in chunks) == ANSWER
         assert not chunks[-1].token_ids
         assert chunks[-1].text == "🙂\n"
 
@@ -359,7 +359,7 @@ async def test_a_redis_that_goes_away_pauses_at_the_window_and_comes_back_withou
         server.start()
         events = await drain(call)
         text = first.text + "".join(event.chunk.text for event in events[:-1])
-        assert (text, events[-1].finished.reason) == (SAID, types_pb2.FINISH_REASON_LENGTH)
+        assert (text, events[-1].finished.reason) == (ANSWER, types_pb2.FINISH_REASON_LENGTH)
         log = await rig.sessions.read(started.session_id)
         assert list(log.tokens[started.prompt_tokens :]) == SCRIPT
 
