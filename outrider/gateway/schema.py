@@ -3,20 +3,24 @@
 A field whose effect this cluster cannot provide is refused by name, never ignored: a wrong answer is worse than none.
 Fields that only label a request (`user`, `metadata`, `store`, ...) are accepted and have no effect. docs/gateway.md has
 a table of all fields.
+
+A malformed body costs no more memory than it has bytes: a list is refused at its first malformed item, and an object at
+its first unknown field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
-from outrider.core.session.contract import PolicyName, Priority, RuleName
+from outrider.core.session.contract import MAX_LISTED, PolicyName, Priority, RuleName
 
-MOST_CHOICES = 128
+MOST_CHOICES = 128  # of all prompts of a request
+MOST_MESSAGES = 4096
 MOST_STOPS = 16
 UNSUPPORTED = "unsupported"  # pydantic's name for the error of a field that is not served
 COMPLETION_TOKENS = 16  # OpenAI's default limit on the new tokens of a completion
@@ -26,6 +30,15 @@ def _refuse(value: object) -> None:
     raise PydanticCustomError(UNSUPPORTED, "is not served here; leave it out")
 
 
+def _short(value: object) -> object:
+    """Check the length of an object before pydantic looks at each of its entries."""
+    if isinstance(value, dict) and len(value) > MAX_LISTED:
+        raise PydanticCustomError("too_long", f"must have at most {MAX_LISTED} entries")
+    return value
+
+
+ItemT = TypeVar("ItemT")
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that would change the answer
 NoEffect = Any  # a field of OpenAI's that does not change the answer
@@ -38,10 +51,12 @@ class RequestBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, values: Any) -> Any:
+    def _known_fields_and_first_unknown_one(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {name: value for name, value in values.items() if value is not None}
+        given = {name: values[name] for name in cls.model_fields if values.get(name) is not None}
+        unknown = next((name for name, value in values.items() if value is not None and name not in given), None)
+        return given if unknown is None else {**given, unknown: values[unknown]}
 
 
 class Outrider(RequestBody):
@@ -58,7 +73,7 @@ class Outrider(RequestBody):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_ids: tuple[int, ...] | None = None
+    stop_ids: Annotated[tuple[int, ...], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
 
 
@@ -78,9 +93,11 @@ class GenerationForm(RequestBody):
     top_p: float | None = Field(default=None, gt=0, le=1)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None = None  # by token id
+    logit_bias: Annotated[  # by token id
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], float] | None, BeforeValidator(_short)
+    ] = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: NoEffect = None
@@ -128,7 +145,7 @@ class GenerationForm(RequestBody):
 class Completion(GenerationForm):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     max_tokens: int = Field(default=COMPLETION_TOKENS, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: Literal[False] | None = None
@@ -156,6 +173,12 @@ class Completion(GenerationForm):
             raise ValueError("best_of: must be the same as n; answers are not ranked here")
         return self
 
+    @model_validator(mode="after")
+    def _few_choices(self) -> Completion:
+        if self.n * len(self.prompts) > MOST_CHOICES:
+            raise ValueError(f"prompt: is for {self.n * len(self.prompts)} answers, must be at most {MOST_CHOICES}")
+        return self
+
 
 class TextPart(RequestBody):
     """A part of a message."""
@@ -168,7 +191,7 @@ class ChatMessage(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: NoEffect = None
     refusal: Unserved = None  # it is null in an answer that the caller sends back as a part of the conversation
     tool_calls: Unserved = None
@@ -191,13 +214,13 @@ class ResponseFormat(RequestBody):
 class Chat(GenerationForm):
     """The body of /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(default=None, ge=1)  # the older name of max_completion_tokens
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     metadata: NoEffect = None
     parallel_tool_calls: NoEffect = None
     prediction: NoEffect = None  # only affects speed, and drafters provide that

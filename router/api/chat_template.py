@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from outrider.errors import CheckpointError, InvalidRequest
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
+
+ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the process inherits, and no secrets
 
 
 class TemplateMessage(NamedTuple):
@@ -76,7 +79,12 @@ class ChatTemplate:
         # modules.
         command = [sys.executable, "-P", "-m", "router.api.template_sandbox"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         )
         try:
             self._request(self._setup)

@@ -113,6 +113,7 @@ async def test_what_is_outriders_own_travels_beside(front: Front) -> None:
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"model": "gpt-4"}, 404, None, "not served here"),
         ({"best_of": 5}, 400, "best_of", "same as n"),
+        ({"prompt": ["x"] * 33, "n": 4}, 400, "prompt", "is for 132 answers, must be at most 128"),
         ({"echo": True}, 400, "echo", "False"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "should match pattern"),
         ({"extra_body": {"guided": 1}}, 400, None, "Unrecognized request argument supplied: guided"),

@@ -57,6 +57,8 @@ class Pretrained:
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            # A checkpoint may name kernels of the hub, which transformers would download and run.
+            config._attn_implementation = config._experts_implementation = None
             with _ranks(shard) as sharing:
                 model = AutoModelForCausalLM.from_pretrained(
                     path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,16 @@ def load(folder: Path, dtype: str = "float32") -> TransformersEngine:
     assert isinstance(engine, TransformersEngine), engine.treeless
     assert not engine.treeless
     return engine
+
+
+def test_kernels_that_a_checkpoint_names_are_not_taken(tmp_path: Path) -> None:
+    folder = make_family(tmp_path, "gpt2")
+    tokens = np.arange(1, 20)
+    before = load(folder).forward([prompt(0, tokens)])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {"attn_implementation": "somebody/attention", "experts_implementation": "somebody/experts"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert np.array_equal(load(folder).forward([prompt(0, tokens)]), before)
 
 
 def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:

@@ -215,6 +215,18 @@ async def test_the_sandbox_holds(folder: Folder, opened: Callable[[Path], Served
         await template_of(opened(folder(attempt))).render(messages_of(CONVERSATIONS[0]))
 
 
+def test_the_process_has_none_of_the_routers_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@host")
+    template = ChatTemplate(tmp_path, "{{ messages[0].content }}", {})
+    try:
+        template.check()
+        assert template._process is not None
+        environment = Path(f"/proc/{template._process.pid}/environ").read_text(encoding="utf-8")
+    finally:
+        template.close()
+    assert {entry.partition("=")[0] for entry in environment.split("\0") if entry} <= set(chat_module.ENVIRONMENT)
+
+
 def test_a_folder_without_a_template_has_none_and_starts_nothing(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
