@@ -1,6 +1,6 @@
 """Outrider in one process: the verifier's and the drafter's schedulers on one event loop, connected by calls.
 
-What `outrider.draft_server` and `drafter_svc.upstream` do over a stream is done here at once: nodes are grafted where
+What `outrider.draft_server` and `drafter_svc.upstreams` do over a stream is done here at once: nodes are grafted where
 they are proposed, commits are received where they are made. Credit, plans and prices work as on the wire.
 """
 
@@ -13,9 +13,9 @@ from functools import partial
 
 from bench.requests import BenchRequest
 from drafter_svc.loading import load_part as load_draft
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.cli.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.control.calibration import Calibration

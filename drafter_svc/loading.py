@@ -13,9 +13,9 @@ from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.servicer import Capacity, DraftServicer
 from drafter_svc.translator import Translator
-from drafter_svc.upstream import Attachment
-from drafter_svc.upstream_pool import UpstreamPool
-from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
+from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.upstream_pool import UpstreamPool
+from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.tree.delta import Delta
@@ -32,6 +32,28 @@ from outrider.hub import checkpoint_folder
 from outrider.rpc.tls import Tls
 from outrider.store.versions import Versions
 from outrider.v1 import drafter_pb2 as pb
+
+
+def check_settings(config: DrafterConfig) -> None:
+    """Raises ConfigError for settings that exclude one another."""
+    whole = config.drafts == "model" and config.target is None and config.layers is None and not config.skip
+    alone = whole and config.tensor_parallel == 1
+    if config.learns and not (alone and config.heads is None):
+        raise ConfigError(
+            "learns: is for a drafter with a whole model of the target's tokenizer in one rank; give it none of "
+            "drafts, target, heads, layers, skip and tensor_parallel"
+        )
+    if config.heads is None:
+        return
+    if not alone or config.any_target or config.upstream_tier is not None:
+        raise ConfigError(
+            "heads: draft for verifiers of their own target, in one rank; give none of drafts, target, any_target, "
+            "layers, skip, tier and tensor_parallel"
+        )
+    if config.device != "cpu" or config.backend == "transformers" or config.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(
+            "heads: run on the native backend on a CPU, in float32 or bfloat16; leave out backend, device and dtype"
+        )
 
 
 def load_part(config: DrafterConfig, group: Group = ALONE) -> Engine:

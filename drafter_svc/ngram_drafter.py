@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from drafter_svc.inbox import Inbox
-from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import Inbox, Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.proposers.lookup import Lookup, Lookups, fits, grow
 from outrider.core.tree.delta import Delta, Hints

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
-from drafter_svc.mirror import OWN
-from drafter_svc.session import DraftSession
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import OWN
+from drafter_svc.sessions.session import DraftSession
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import floor_score
 from outrider.core.session.contract import Plan, SentTerms
 from outrider.core.tree.delta import Delta, Hints

@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from drafter_svc.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.inbox import Inbox
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
-from drafter_svc.refusals import UPSTREAM_ENDED
 from drafter_svc.relay import LowerTier, NoLowerTier, Relay
-from drafter_svc.sampled_session import SampledSession
-from drafter_svc.session import DraftSession
-from drafter_svc.topk_session import TopKSession
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.sessions.mirror import Inbox, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.sampled_session import SampledSession
+from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.topk_session import TopKSession
+from drafter_svc.upstreams.refusals import UPSTREAM_ENDED
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import construction_of, static_construction_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits

@@ -10,8 +10,7 @@ from functools import partial
 
 import grpc.aio
 
-from drafter_svc.exclusive_settings import check_settings
-from drafter_svc.loading import hot_reload, with_model, without_model
+from drafter_svc.loading import check_settings, hot_reload, with_model, without_model
 from drafter_svc.scheduler import DraftScheduler
 from outrider.config import DrafterConfig
 from outrider.draft_server.ticket_verifier import TicketVerifier

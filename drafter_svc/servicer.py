@@ -12,9 +12,9 @@ from drafter_svc.ngram_drafter import NgramScheduler
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.tracing import TracedDrafts
 from drafter_svc.translator import Translator
-from drafter_svc.upstream import Attachment
-from drafter_svc.upstream_pool import UpstreamPool
-from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
+from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.upstream_pool import UpstreamPool
+from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.config import DrafterConfig
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.errors import InvalidRequest, Moved, Overloaded

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from opentelemetry.trace import Span
 
-from drafter_svc.upstream import Attachment
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.tree.delta import Delta
 from outrider.telemetry.tracing import Attributes, span_id_bytes, start_span, wall_ns
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
 from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot, MirrorUpdate
 from drafter_svc.translation import Translation
-from drafter_svc.upstream import Attachment
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.proposers.lookup import fits
 from outrider.core.session.contract import Contract
 from outrider.core.session.digest import NOTHING, Prefix

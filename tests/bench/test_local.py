@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from bench.local import LocalPair
 from bench.requests import BenchRequest
 from bench.rows import Models, worker_row
-from drafter_svc.mirror import MirrorUpdate
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import MirrorUpdate
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.control.policies import FixedGamma
 from outrider.core.session.contract import Plan, StepReport

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.scheduler import DraftScheduler
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta

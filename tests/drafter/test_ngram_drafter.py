@@ -6,10 +6,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from drafter_svc.inbox import MAX_QUEUED
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.ngram_drafter import CHUNK, NgramScheduler
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import MAX_QUEUED, MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.sampling.noise import gumbel_row
 from outrider.core.session.contract import Contract, Plan, SentTerms

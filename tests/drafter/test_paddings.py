@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from drafter_svc.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.sampled_session import SampledSession
-from drafter_svc.session import DraftSession
-from drafter_svc.topk_session import TopKSession
+from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.sampled_session import SampledSession
+from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.session.contract import RULES, Contract, Plan

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.topk_session import TopKSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
 from outrider.core.session.contract import Contract, Plan

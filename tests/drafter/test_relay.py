@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_svc.mirror import OWN, Mirror, MirrorSnapshot, MirrorUpdate
 from drafter_svc.relay import Relay
-from drafter_svc.topk_session import TopKSession
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import OWN, Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.topk_session import TopKSession
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.construction.expansion import RESEND_THRESHOLD, DrafterFits
 from outrider.core.control.calibration import Calibration
 from outrider.core.session.contract import Contract, Plan, SentTerms

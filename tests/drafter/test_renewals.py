@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from drafter_svc import upstream as upstreams
 from drafter_svc.ngram_drafter import NgramScheduler
-from drafter_svc.upstream import MAX_RENEWALS, Attachment, Upstream
+from drafter_svc.upstreams import upstream as upstreams
+from drafter_svc.upstreams.upstream import MAX_RENEWALS, Attachment, Upstream
 from outrider.core.proposers.lookup import Lookups
 from outrider.core.session.contract import Contract, Plan
 from outrider.rpc.codec import contract_to_pb, plan_to_pb

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from drafter_svc.servicer import Capacity, DraftServicer
-from drafter_svc.upstream import Attachment
-from drafter_svc.upstream_pool import UpstreamPool
+from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.rpc.liveness import WorkClock
 from outrider.v1 import drafter_pb2 as pb

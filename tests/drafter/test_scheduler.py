@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_svc.mirror import MirrorSnapshot
 from drafter_svc.scheduler import DraftScheduler, ScheduledSession
-from drafter_svc.upstream import Attachment
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
 from outrider.core.tree.committed_window import settled_prefix

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.translation import (
     BROKEN,
     CONTEXT,
@@ -26,7 +26,7 @@ from drafter_svc.translation import (
     tokens_after,
 )
 from drafter_svc.translator import Translator
-from drafter_svc.upstream import Attachment
+from drafter_svc.upstreams.upstream import Attachment
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.committed_window import settled_prefix

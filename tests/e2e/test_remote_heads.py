@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from drafter_svc.exclusive_settings import check_settings
+from drafter_svc.loading import check_settings
 from drafter_svc.loading import load_part as load_drafter_part
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig

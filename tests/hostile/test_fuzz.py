@@ -264,7 +264,7 @@ async def test_frames_of_an_upstream(
     checkpoint: Path, redis_url: str, count: int, headed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of a drafter with a model, and of one with heads, which wants features."""
-    from drafter_svc import upstream
+    from drafter_svc.upstreams import upstream
 
     monkeypatch.setattr(upstream, "RETRY_S", 0.001)
     liar = Liar()

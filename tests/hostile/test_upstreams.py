@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from drafter_svc import upstream, upstream_pool
 from drafter_svc.server import run as run_drafter
+from drafter_svc.upstreams import upstream, upstream_pool
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.v1 import drafter_pb2 as pb

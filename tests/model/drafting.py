@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.topk_session import TopKSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import extend
 from outrider.core.tree.delta import Delta

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drafter_svc.sampled_session import SampledSession
-from drafter_svc.session import DraftSession, KvMove
-from drafter_svc.topk_session import TopKSession
+from drafter_svc.sessions.sampled_session import SampledSession
+from drafter_svc.sessions.session import DraftSession, KvMove
+from drafter_svc.sessions.topk_session import TopKSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.tree.node import Node
 

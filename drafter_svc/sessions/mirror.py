@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import NOTHING, Prefix
-from outrider.core.tree.delta import Delta
+from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
 from outrider.rpc.codec import FeatureRows
 
 OWN = 0  # the drafter's key as a sender in its own tree
+MAX_QUEUED = 1024  # messages of a session that may be queued; about a hundred come in a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,18 @@ class MirrorUpdate:
     credit: int
     dropped: tuple[int, ...]
     features: FeatureRows | None = None  # a row for each token; None: not requested
+
+
+class Inbox(deque[MirrorSnapshot | MirrorUpdate | Hints]):
+    """A bounded queue of the messages of one session's upstream while the drafter is busy, in order."""
+
+    def add(self, message: MirrorSnapshot | MirrorUpdate | Hints) -> bool:
+        """Queues a message. Returns False, and empties the queue, if it is full: the session needs a snapshot."""
+        if len(self) >= MAX_QUEUED:
+            self.clear()
+            return False
+        self.append(message)
+        return True
 
 
 class Mirror:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from outrider.core.session.digest import NOTHING, Prefix
 from outrider.core.tree.committed_window import ALIAS_SPAN, settled_prefix
 from outrider.errors import InvalidRequest

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.session import DraftSession, KvMove
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.session import DraftSession, KvMove
 from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import BestFirst, Construction, StaticConstruction, TreeTerms
 from outrider.core.construction.expansion import CANDIDATES, RESEND_THRESHOLD, Candidates, DrafterFits, floor_score

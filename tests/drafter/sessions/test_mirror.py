@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drafter_svc.mirror import Mirror, MirrorSnapshot, MirrorUpdate
+from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot, MirrorUpdate
 from outrider.core.session.contract import Contract, Plan, SentTerms
 from outrider.core.session.digest import EMPTY, extend
 

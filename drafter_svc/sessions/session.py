@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_svc.mirror import Mirror, MirrorSnapshot
+from drafter_svc.sessions.mirror import Mirror, MirrorSnapshot
 from outrider.core.construction import Construction, TreeTerms
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.sampling.noise import Draw

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.sampled_session import SampledSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.sampled_session import SampledSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drafter_svc.eagle_session import EagleSampledSession, EagleTopKSession
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.session import DraftSession
+from drafter_svc.sessions.eagle_session import EagleSampledSession, EagleTopKSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.session import DraftSession
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import grpc.aio
 
-from drafter_svc.mirror import MirrorSnapshot, MirrorUpdate
-from drafter_svc.refusals import FEATURES_REFUSED, Refusals
-from drafter_svc.wire_decode import NO_FEATURES, PartialSnapshot, WantedFeatures, update_from_pb
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.upstreams.refusals import FEATURES_REFUSED, Refusals
+from drafter_svc.upstreams.wire_decode import NO_FEATURES, PartialSnapshot, WantedFeatures, update_from_pb
 from outrider.core.tree.delta import Delta, Hints
 from outrider.errors import OutriderError, Overloaded
 from outrider.rpc import liveness

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from drafter_svc.mirror import MirrorSnapshot
 from drafter_svc.ngram_drafter import NgramScheduler
-from drafter_svc.sampled_session import SampledSession
-from drafter_svc.session import DraftSession
-from drafter_svc.topk_session import TopKSession
-from drafter_svc.upstream import Attachment
-from drafter_svc.wire_decode import LARGEST_VOCABULARY, NO_FEATURES, PartialSnapshot, update_from_pb
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.sampled_session import SampledSession
+from drafter_svc.sessions.session import DraftSession
+from drafter_svc.sessions.topk_session import TopKSession
+from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.wire_decode import LARGEST_VOCABULARY, NO_FEATURES, PartialSnapshot, update_from_pb
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.proposers.lookup import LookupMethod, Lookups
 from outrider.core.session.contract import Contract, Plan

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.session import DraftSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.session import DraftSession
 from outrider.core.acceptance import DRAFT, SeededRandom, SparseRow, rule_of
 from outrider.core.construction import Sequoia, StaticConstruction
 from outrider.core.construction.expansion import DrafterFits

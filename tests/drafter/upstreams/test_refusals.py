@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from drafter_svc import upstream_pool
-from drafter_svc.refusals import MAX_SESSIONS, UPSTREAM_ENDED, Refusals
 from drafter_svc.servicer import Capacity, DraftServicer
-from drafter_svc.upstream import Attachment
-from drafter_svc.upstream_pool import UpstreamPool
+from drafter_svc.upstreams import upstream_pool
+from drafter_svc.upstreams.refusals import MAX_SESSIONS, UPSTREAM_ENDED, Refusals
+from drafter_svc.upstreams.upstream import Attachment
+from drafter_svc.upstreams.upstream_pool import UpstreamPool
 from outrider.config import DrafterConfig
 from outrider.core.session.speculation_status import MAX_DETAIL
 from outrider.errors import InternalError, TokenizerMismatch, Unavailable

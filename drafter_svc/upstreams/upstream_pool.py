@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from drafter_svc.upstream import Attachment, Listener, Upstream
-from drafter_svc.wire_decode import NO_FEATURES, WantedFeatures
+from drafter_svc.upstreams.upstream import Attachment, Listener, Upstream
+from drafter_svc.upstreams.wire_decode import NO_FEATURES, WantedFeatures
 from outrider.core.tree.delta import Delta
 from outrider.rpc.tls import Tls
 from outrider.v1 import drafter_pb2 as pb

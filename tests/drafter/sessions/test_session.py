@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_svc.mirror import MirrorSnapshot
-from drafter_svc.topk_session import READ_AT_ONCE, TopKSession
+from drafter_svc.sessions.mirror import MirrorSnapshot
+from drafter_svc.sessions.topk_session import READ_AT_ONCE, TopKSession
 from outrider.core.construction import construction_of
 from outrider.core.construction.expansion import DrafterFits
 from outrider.core.session.contract import Contract, Plan, SentTerms
