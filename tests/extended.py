@@ -87,7 +87,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/training/test_distillation.py",
     "tests/training/test_drafting.py",
     "tests/training/test_heads_task.py",
-    "tests/verifier/test_head_drafts.py::test_two_ranks",
+    "tests/verifier/proposers/test_head_drafts.py::test_two_ranks",
 )
 MAIN = (  # of these, what `make test` runs all the same
     "tests/e2e/test_exactness.py::test_an_adversary_with_random_trees_changes_nothing[sampled]",

@@ -36,11 +36,11 @@ from outrider.rpc.liveness import WorkClock
 from verifier_svc.batch import SessionWork, StepBatch, StepVerdicts, make_noise, step_report, until_stop
 from verifier_svc.commit_queue import StepCommit
 from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
-from verifier_svc.head_proposer import HeadProposer, NoHeadProposer
 from verifier_svc.kv_memory import KvMemory
-from verifier_svc.lookahead import advance, look_ahead, settle
 from verifier_svc.metrics import StepMetrics
-from verifier_svc.ngram_proposer import NgramProposers
+from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer
+from verifier_svc.proposers.lookahead import advance, look_ahead, settle
+from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.session import PrefillSession, SessionStart, VerifierSession
 from verifier_svc.step_broadcast import step_tree
 from verifier_svc.timing import StepTime, StepTimes

@@ -41,8 +41,8 @@ from outrider.v1 import drafter_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import add_TreeSinkServicer_to_server
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from verifier_svc.feature_store import FeatureFuser, HeadFeatureFuser, NoFeatureFuser
-from verifier_svc.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
-from verifier_svc.ngram_proposer import NgramProposers
+from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer, SpeculatorProposer
+from verifier_svc.proposers.ngram_proposer import NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.servicer import DecodeServicer
 

@@ -25,7 +25,7 @@ from tests.e2e.tiny import VOCABULARY, make_tiny
 from tests.engine.device.taped import taped
 from verifier_svc.batch import SessionWork, StepBatch, make_noise
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.ngram_proposer import LookaheadProposer, NgramProposers
+from verifier_svc.proposers.ngram_proposer import LookaheadProposer, NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load
 from verifier_svc.session import SessionStart, VerifierSession

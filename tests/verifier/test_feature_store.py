@@ -17,9 +17,9 @@ from outrider.engine.heads.loading import check_heads, load_speculator
 from outrider.engine.loading import load_engine
 from tests.e2e.tiny import CONTEXT, make_tiny
 from tests.engine.taught import features_of, random_heads
-from tests.verifier.test_head_drafts import FREE, PLAN, TEXT, Always, commits_of
+from tests.verifier.proposers.test_head_drafts import FREE, PLAN, TEXT, Always, commits_of
 from verifier_svc.feature_store import HeadFeatureFuser, SessionFeatures
-from verifier_svc.head_proposer import SpeculatorProposer
+from verifier_svc.proposers.head_proposer import SpeculatorProposer
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 

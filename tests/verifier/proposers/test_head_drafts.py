@@ -28,7 +28,7 @@ from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, pad_vocabulary
 from tests.engine.taught import random_heads, taught_heads
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.head_proposer import NoHeadProposer, SpeculatorProposer
+from verifier_svc.proposers.head_proposer import NoHeadProposer, SpeculatorProposer
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.server import load, make_head_proposer
 from verifier_svc.session import SessionStart, VerifierSession

@@ -15,7 +15,7 @@ from outrider.core.session.contract import Contract, Plan
 from outrider.core.tree.node import Node
 from outrider.core.tree.token_tree import TokenTree
 from outrider.engine.heads.speculator import FloatRows, HeadNodes
-from verifier_svc.ngram_proposer import prune
+from verifier_svc.proposers.ngram_proposer import prune
 
 SENDER = -1  # the heads' key in the tree
 LEVEL_NODES = 8  # nodes of a session that are expanded in one level

@@ -26,7 +26,7 @@ from outrider.engine.executor import Executor
 from outrider.engine.heads.speculator import FloatRows, HeadRoot, Speculator
 from outrider.engine.kv_slots import AcquiredSlot
 from verifier_svc.batch import StepBatch, kept_rows
-from verifier_svc.head_drafts import HeadDrafts
+from verifier_svc.proposers.head_drafts import HeadDrafts
 from verifier_svc.session import VerifierSession
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from outrider.engine.kv_slots import AcquiredSlot
 from tests.e2e.tiny import VOCABULARY, make_tiny
 from verifier_svc.batch import StepBatch
 from verifier_svc.commit_queue import StepCommit
-from verifier_svc.lookahead import settle
-from verifier_svc.ngram_proposer import LookaheadProposer, NgramProposers
+from verifier_svc.proposers.lookahead import settle
+from verifier_svc.proposers.ngram_proposer import LookaheadProposer, NgramProposers
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
