@@ -91,9 +91,8 @@ class BenchResults:
     """All measurements of a run."""
 
     takes: list[Measurement] = field(default_factory=list)
-    firsts: list[Measurement] = field(
-        default_factory=list
-    )  # of one token each, after prompts that no row has seen before
+    # Of one token each, after prompts that no row has seen before.
+    firsts: list[Measurement] = field(default_factory=list)
     profiles: list[StepProfile] = field(default_factory=list)
     memory: list[RowMemory] = field(default_factory=list)
     limits: dict[int, Limit] = field(default_factory=dict)  # by target, measured before and after its rows

@@ -140,14 +140,8 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
             # -P: modules beside the worker must not hide packages of the same name.
             *(str(folder / "env" / "bin" / "python"), "-P", str(WORKER)),
             *(part for flag, file in files.items() for part in (flag, str(file))),
-            *(
-                "--unpadded-vocabulary",
-                str(config.unpadded_vocabulary),
-                "--threads",
-                str(models.threads),
-                "--context",
-                str(config.context),
-            ),
+            *("--unpadded-vocabulary", str(config.unpadded_vocabulary)),
+            *("--threads", str(models.threads), "--context", str(config.context)),
         )
         async with worker("llama.cpp", *command, environment=_environment(folder)) as started:
             await started.line()

@@ -82,10 +82,8 @@ class PartialSnapshot:
             raise InvalidRequest("tokens", "a snapshot needs at least one token")
         if part.answer_position > len(self.tokens):
             raise InvalidRequest("answer_position", "lies beyond the snapshot's tokens")
-        contract, unpadded_vocabulary = (
-            contract_from_pb(part.contract),
-            min(part.unpadded_vocabulary or self.vocabulary, self.vocabulary),
-        )
+        contract = contract_from_pb(part.contract)
+        unpadded_vocabulary = min(part.unpadded_vocabulary or self.vocabulary, self.vocabulary)
         contract.check_vocabulary(self.vocabulary, unpadded_vocabulary)
         snapshot = MirrorSnapshot(
             tuple(self.tokens),

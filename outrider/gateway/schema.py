@@ -175,8 +175,8 @@ class Completion(GenerationForm):
 
     @model_validator(mode="after")
     def _few_choices(self) -> Completion:
-        if self.n * len(self.prompts) > MOST_CHOICES:
-            raise ValueError(f"prompt: is for {self.n * len(self.prompts)} answers, must be at most {MOST_CHOICES}")
+        if (answers := self.n * len(self.prompts)) > MOST_CHOICES:
+            raise ValueError(f"prompt: is for {answers} answers, must be at most {MOST_CHOICES}")
         return self
 
 

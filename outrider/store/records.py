@@ -44,7 +44,7 @@ class SessionRecord:
     epoch: int = 0
     owner: str = ""
     lease: float = 0.0  # end of the owner's lease by Redis' clock, seconds since 1970; 0: released
-    resumable: float = 0.0  # end of the time in which an unfinished generation can be resumed, Unix time in seconds
+    resumable: float = 0.0  # end of the time in which an unfinished generation can be resumed, as `lease`
     length: int = 0  # durable tokens, prompts included
     digest: int = EMPTY  # over the durable tokens
     finished: str = ""  # why the latest generation ended; empty while it has not, and before the first one

@@ -52,9 +52,8 @@ class AcceptancePriors:
     """Statistics that sessions with the same target, drafters and kind of traffic share. Times are in seconds."""
 
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    fresh: AcceptanceCounts = field(
-        default_factory=AcceptanceCounts
-    )  # the part of `counts` that was not sent to other routers yet
+    # The part of `counts` that was not sent to other routers yet.
+    fresh: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     first: Average = field(default_factory=Average)  # from a commit to the first level
     level: Average = field(default_factory=Average)  # for each further level
     step: Average = field(default_factory=Average)  # from commit to commit, without holds

@@ -31,9 +31,8 @@ CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "s
 UNBOUNDED = 8192
 # Bounds far above all models; a damaged configuration may exceed them.
 MOST, MOST_CONTEXT, MOST_LAYERS = 1 << 28, 1 << 24, 1 << 16
-UNPADDED = (
-    "outrider_unpadded_vocabulary"  # Outrider's key in config.json: ids from this one on are padding; see `padding`
-)
+# Outrider's key in config.json: ids from this one on are padding; see `padding`.
+UNPADDED = "outrider_unpadded_vocabulary"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ def check_layers(source: Weights, config: ModelConfig, kept: Sequence[int]) -> i
 
     Raises CheckpointError for a tensor that is missing or has another shape, before memory of that shape is allocated.
     """
-    parts = [part for layer in kept for part in _layer(config, Shard(), f"model.layers.{layer}") if part is not None]
+    parts = [part for layer in kept for part in _layer(config, Shard(), f"model.layers.{layer}")]
     parts += _ends(config, Shard())
-    shapes = {part.name: part.shape for part in parts}  # a tied head is the embedding
+    shapes = {part.name: part.shape for part in parts if part is not None}
     for name, shape in shapes.items():
         source.check(name, *shape)
     return sum(map(math.prod, shapes.values()))
@@ -51,24 +51,20 @@ def load_layers(model: Model, source: Weights, config: ModelConfig, shard: Shard
 
     for index, layer in enumerate(kept):
         model.set_layer(index, *map(take, _layer(config, shard, f"model.layers.{layer}")))
-    ends: list[_Part | None] = [*_ends(config, shard)]
-    if config.tied and shard.of == 1:
-        ends[0] = None  # the head has its weights
-    embedding, norm, head = map(take, ends)
+    embedding, norm, head = map(take, _ends(config, shard))
     assert norm is not None
     assert head is not None
     missing = -(-config.vocabulary // shard.of) - len(head)  # ranks have equally many rows
     model.set_ends(embedding, norm, np.pad(head, ((0, missing), (0, 0))) if missing else head)
 
 
-def _ends(it: ModelConfig, shard: Shard) -> list[_Part]:
-    """Return embedding, last norm and head, in the order of `Model.set_ends`."""
-    matrix = it.vocabulary, it.width
-    head = "model.embed_tokens.weight" if it.tied else "lm_head.weight"
+def _ends(it: ModelConfig, shard: Shard) -> list[_Part | None]:
+    """Return embedding, last norm and head, in the order of `Model.set_ends`; None where the head is the embedding."""
+    matrix, embedding = (it.vocabulary, it.width), "model.embed_tokens.weight"
     return [
-        _Part("model.embed_tokens.weight", matrix, columns=shard.part(it.width)),
+        None if it.tied and shard.of == 1 else _Part(embedding, matrix, columns=shard.part(it.width)),
         _Part("model.norm.weight", (it.width,)),
-        _Part(head, matrix, shard.tokens(it.vocabulary)),
+        _Part(embedding if it.tied else "lm_head.weight", matrix, shard.tokens(it.vocabulary)),
     ]
 
 
