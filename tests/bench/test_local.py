@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
-from numpy.typing import NDArray
 
 from bench.local import LocalPair
 from bench.requests import BenchRequest
@@ -20,7 +17,6 @@ from drafter_svc.upstreams.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.control.policies import FixedGamma
 from outrider.core.session.contract import Plan, StepReport
-from outrider.engine.batch import Segment
 from outrider.errors import ConfigError, InternalError
 from tests.e2e.tiny import make_tiny
 
@@ -39,14 +35,6 @@ def config(target: Path, drafter: Path) -> ClusterConfig:
 @pytest_asyncio.fixture
 async def pair() -> AsyncIterator[LocalPair]:
     made = LocalPair(config(MODELS / "target", MODELS / "drafter"))
-    forward = made.loop._engine.forward
-
-    def slow(segments: Sequence[Segment]) -> NDArray[np.float32]:
-        """The forward pass, slowed down so that drafting is worth its time."""
-        time.sleep(0.01)
-        return forward(segments)
-
-    made.loop._engine.forward = slow  # type: ignore[method-assign]
     yield made
     await made.close()
 
@@ -55,11 +43,11 @@ async def test_speculation_in_one_process_commits_the_tokens_of_plain_decoding(p
     saved = 0
     for seed in range(4):
         ask = BenchRequest(PROMPT, 0.7 if seed else 0.0, seed, 120)
-        plain, speculative = await pair.generate(ask, "off"), await pair.generate(ask)
+        plain, speculative = await pair.generate(ask, "off"), await pair.generate(ask, "rounds")
         assert speculative.tokens == plain.tokens
         assert len(plain.tokens) == len(plain.arrivals) == plain.steps == 120
         saved += plain.steps - speculative.steps
-    assert saved > 40  # of 480: the drafter took part; quiet 270, beside three busy processes 137
+    assert saved > 240  # of 480; in rounds a step waits for its drafts, so 337 beside busy processes too
 
 
 class Shallower(FixedGamma):
