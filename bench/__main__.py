@@ -17,9 +17,8 @@ from bench.options import BenchOptions, BenchSuite, Drafts, parameters_of
 from bench.peers import parse_peers
 from bench.results import save
 from bench.tables import print_tables
-from outrider.cli.errors import INTERRUPTED, reported
-from outrider.cli.load import read_prompts
-from outrider.cli.pad import parse_count
+from outrider.cli.command import INTERRUPTED, parse_count, reported
+from outrider.cli.performance.load import read_prompts
 from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, RuleName
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal

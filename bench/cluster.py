@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from bench.requests import BenchRequest
-from outrider.cli.load import Speculation
-from outrider.cli.samples import Sample, timed
+from outrider.cli.performance.load import Speculation
+from outrider.cli.performance.samples import Sample, timed
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RedisConfig
 from outrider.core.session.contract import SHARED_NOISE, RuleName
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.store.embedded import EmbeddedRedis
 from outrider.v1 import types_pb2

@@ -23,9 +23,8 @@ from bench.online import LAYERS
 from bench.trees.cells import Setting
 from bench.trees.running import run as run_trees
 from bench.trees.tables import print_tables
-from outrider.cli.errors import reported
-from outrider.cli.load import read_prompts
-from outrider.cli.pad import parse_count
+from outrider.cli.command import parse_count, reported
+from outrider.cli.performance.load import read_prompts
 from outrider.engine.heads.config import Kind
 from outrider.engine.loading import load_engine
 from outrider.fleet import process_env

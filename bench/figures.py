@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bench.llama_cpp import CHAINS
 from bench.passes import PassTime
 from bench.roofline import Limit
-from outrider.cli.samples import Sample, bytes_per_token, paired_ratio
+from outrider.cli.performance.samples import Sample, bytes_per_token, paired_ratio
 
 NOT_MEASURED = "-"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.requests import BenchRequest
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
 from outrider.engine.eager.weights import WeightSource
 from outrider.errors import ConfigError

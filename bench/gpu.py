@@ -32,7 +32,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from outrider.cli.errors import FAILURE, reported
+from outrider.cli.command import FAILURE, reported
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from bench.processes import ROOT, output
 from bench.requests import BenchRequest, sample_from_json
 from bench.rows import Models, WorkerRow, worker
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.process_env import SPINS
 

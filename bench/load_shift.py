@@ -23,10 +23,9 @@ from rich.table import Table
 
 from bench.cluster import BenchCluster, running
 from bench.faults import FaultProxy
-from outrider.cli.errors import reported
-from outrider.cli.load import Load, apply_load, read_prompts
-from outrider.cli.pad import parse_count
-from outrider.cli.simulate import parse_policy
+from outrider.cli.command import parse_count, reported
+from outrider.cli.performance.load import Load, apply_load, read_prompts
+from outrider.cli.performance.simulate import parse_policy
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import PolicyName
 from outrider.rpc.lifecycle import run_until_signal

@@ -16,7 +16,7 @@ from drafter_svc.loading import load_part as load_draft
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.policies import policy

@@ -29,8 +29,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from bench.cluster import BenchCluster, running
-from outrider.cli.errors import reported
-from outrider.cli.pad import parse_count
+from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
 from outrider.rpc.lifecycle import run_until_signal

@@ -23,7 +23,7 @@ from bench.llama_worker import PASS_CONTEXT
 from bench.options import BenchOptions, padded
 from bench.roofline import Limit, measure
 from bench.rows import Models, WorkerRow, worker
-from outrider.cli.errors import reported
+from outrider.cli.command import reported
 from outrider.fleet import process_env
 
 if TYPE_CHECKING:

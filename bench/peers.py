@@ -15,7 +15,7 @@ from pathlib import Path
 from bench.processes import output
 from bench.requests import BenchRequest
 from bench.rows import BenchRow, Models
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 
 START_S = 120.0

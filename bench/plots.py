@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from bench.figures import BenchResults
-from outrider.cli.samples import acceptance_by_depth
+from outrider.cli.performance.samples import acceptance_by_depth
 
 
 def online(rows: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:

@@ -26,8 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.scaling import print_scaling
-from outrider.cli.errors import reported
-from outrider.cli.pad import parse_count
+from outrider.cli.command import parse_count, reported
 from outrider.errors import Unavailable
 from outrider.fleet import process_env
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)

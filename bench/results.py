@@ -18,7 +18,7 @@ from bench.figures import BenchResults, Measurement
 from bench.llama_cpp import VERSION
 from bench.options import BenchOptions
 from bench.processes import ROOT
-from outrider.cli.compare import repeated_share
+from outrider.cli.verification.compare import repeated_share
 
 FOLDER = ROOT / "bench" / "results"
 VERSIONS = ("torch", "transformers", "grpcio", "numpy", "redis")

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from bench.processes import ROOT
 from bench.requests import BenchRequest, sample_from_json
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.rpc.lifecycle import USER_ERROR_STATUS

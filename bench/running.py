@@ -24,8 +24,8 @@ from bench.requests import BenchRequest
 from bench.roofline import Limit, measure
 from bench.rows import WORKERS, BenchRow, Models, worker_row
 from bench.tiers import run_tiers as measure_tiers
-from outrider.cli.load import Load, apply_load
-from outrider.cli.samples import acceptance_length, percentile
+from outrider.cli.performance.load import Load, apply_load
+from outrider.cli.performance.samples import acceptance_length, percentile
 from outrider.v1.verifier_pb2 import VerifierDescription
 
 WARM_UP_TOKENS = 24

@@ -23,15 +23,14 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from outrider.cli.errors import reported
-from outrider.cli.pad import parse_count
+from outrider.cli.command import parse_count, reported
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.kv_slots import KvSlots
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 
 VOCABULARY = 4096  # of the reference models
 PROMPT, SHARED = 900, 800  # tokens of a prompt, and of the shared prefix

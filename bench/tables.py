@@ -13,8 +13,8 @@ from bench.figures import BenchResults, Measurement, RowMemory, of_shortest, rat
 from bench.llama_worker import PASS_CONTEXT
 from bench.passes import LLAMA_CPP, PassTime
 from bench.tiers import beside
-from outrider.cli.compare import repeated_share
-from outrider.cli.samples import acceptance_length, bytes_per_token, percentile, spread
+from outrider.cli.performance.samples import acceptance_length, bytes_per_token, percentile, spread
+from outrider.cli.verification.compare import repeated_share
 
 NOTES = (
     "tok/s: decode speed, the tokens after the first arrival over the time from it to the last one; median over the "

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cluster import BenchCluster, running
-from outrider.cli.errors import reported
-from outrider.cli.load import Load, apply_load, read_prompts
+from outrider.cli.command import reported
+from outrider.cli.performance.load import Load, apply_load, read_prompts
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.rpc.lifecycle import run_until_signal
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bench.requests import BenchRequest, sample_to_json
-from outrider.cli.errors import reported
-from outrider.cli.samples import Sample
+from outrider.cli.command import reported
+from outrider.cli.performance.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
 from outrider.fleet import process_env
 

@@ -92,7 +92,7 @@ class TracedSteps:
                 "outrider.plan.depth": plan.depth,
                 "outrider.plan.width": plan.width,
                 "outrider.plan.nodes": plan.nodes,
-                "outrider.way": mode.value,
+                "outrider.overlap_mode": mode.value,
                 "outrider.drafters": len(session.subscriptions),
             },
             pending.drafts,

@@ -14,8 +14,8 @@ from bench.trees.cells import DRAFTERS, MODELS, Setting
 from bench.trees.figures import last_line
 from bench.trees.running import run
 from bench.trees.tables import print_tables, save
-from outrider.cli.errors import reported
-from outrider.cli.load import read_prompts
+from outrider.cli.command import reported
+from outrider.cli.performance.load import read_prompts
 from outrider.engine.checkpoints.checkpoint import read_json
 from outrider.errors import ConfigError
 from outrider.fleet import process_env

@@ -26,7 +26,7 @@ from bench.trees.cells import DEPTH, Setting, contract_of
 from bench.trees.drafts import ModelScores, Scores, hints_of
 from bench.trees.measuring import LEVEL, SEED, LearnedRates, teach, text_of
 from bench.trees.paths import Path, PathRows, load
-from outrider.cli.load import read_prompts
+from outrider.cli.performance.load import read_prompts
 from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import SHARED_NOISE
 

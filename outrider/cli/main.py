@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import typer
 
-from outrider.cli.bench import bench
-from outrider.cli.certs import certs
-from outrider.cli.demo import demo
-from outrider.cli.describe import describe
-from outrider.cli.gateway import gateway
-from outrider.cli.generate import generate
-from outrider.cli.index import index
-from outrider.cli.keys import keys
-from outrider.cli.pad import pad
-from outrider.cli.plan import plan
-from outrider.cli.serve import drafter, router, verifier
-from outrider.cli.simulate import simulate
-from outrider.cli.top import top
-from outrider.cli.trace import trace
-from outrider.cli.train import train
-from outrider.cli.up import up
-from outrider.cli.verify import verify
+from outrider.cli.generation.generate import generate
+from outrider.cli.generation.top import top
+from outrider.cli.generation.trace import trace
+from outrider.cli.models.index import index
+from outrider.cli.models.pad import pad
+from outrider.cli.models.train import train
+from outrider.cli.performance.bench import bench
+from outrider.cli.performance.demo import demo
+from outrider.cli.performance.plan import plan
+from outrider.cli.performance.simulate import simulate
+from outrider.cli.servers.certs import certs
+from outrider.cli.servers.describe import describe
+from outrider.cli.servers.gateway import gateway
+from outrider.cli.servers.keys import keys
+from outrider.cli.servers.serve import drafter, router, verifier
+from outrider.cli.servers.up import up
+from outrider.cli.verification.verify import verify
 
 app = typer.Typer(
     help="Distributed speculative decoding that never changes a token.",

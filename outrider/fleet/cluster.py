@@ -1,4 +1,8 @@
-"""A cluster of servers, on this machine or on Ray: it starts them together, scales drafters, and stops all in order."""
+"""A cluster of servers, on this machine or on Ray: it starts them together, scales drafters, and stops all in order.
+
+async with LocalCluster(config) as cluster:
+    client = outrider.AsyncClient(cluster.router_address)
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,12 @@ from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Section, WorkerConfig
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import ConfigError
-from outrider.fleet.process import ClusterServer, Role
+from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
 from outrider.store.client import connect
 from outrider.store.compatibility import incompatible_drafters
+from outrider.store.embedded import EmbeddedRedis
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
 
@@ -212,6 +217,16 @@ class Cluster(ABC, Generic[ServerT]):
                     self.router_address, api_key=secret, ca=router.ca, tls=router.ca is not None, server_name=ROUTER
                 )
             )
+
+
+class LocalCluster(Cluster[Process]):
+    """A cluster whose servers are child processes. They end with this process, even when it is killed (Linux)."""
+
+    def _server(self, role: Role, name: str, section: Section) -> Process:
+        return Process(role, name, section, self._forward)
+
+    def _own_redis(self, stack: AsyncExitStack) -> str:
+        return stack.enter_context(EmbeddedRedis(self._config.redis.data)).url
 
 
 def _check_names(config: ClusterConfig) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine
@@ -14,6 +16,7 @@ from outrider.errors import InternalError, OutriderError
 PARENT = "OUTRIDER_PARENT"  # environment: the process that a server must not outlive
 FAIL_ONCE = "OUTRIDER_FAIL_ONCE"  # environment, for tests: tasks that are to fail once (outrider.rpc.supervision)
 USER_ERROR_STATUS = 2  # exit status of an error that the user can fix
+_PR_SET_PDEATHSIG = 1
 
 
 def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
@@ -30,6 +33,19 @@ def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
             raise
         print(f"outrider: {expected}", file=sys.stderr)
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when the parent process that the environment names ends, even if it is killed.
+
+    Does nothing where the environment names none, and on systems other than Linux.
+    """
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # the parent ended before the call of prctl
+        raise SystemExit(1)
 
 
 @asynccontextmanager

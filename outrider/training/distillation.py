@@ -17,20 +17,20 @@ from outrider.core.session.digest import PHI, mix64
 from outrider.engine.engine import Dtype
 from outrider.engine.loading import chosen_backend
 from outrider.errors import ConfigError
-from outrider.training import state as states
 from outrider.training.acceptance import TargetTexts
-from outrider.training.atomic_save import refuse_to_replace
-from outrider.training.corpus import OnProgress
-from outrider.training.drafter_task import DrafterTask
+from outrider.training.data.corpus import OnProgress
+from outrider.training.data.windows import Windows
 from outrider.training.evaluation import Evaluation, HeldOut
-from outrider.training.heads_task import HeadsTask
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
-from outrider.training.records import TrainingProgress, TrainingRecords
-from outrider.training.results import write_result
+from outrider.training.saving import state as states
+from outrider.training.saving.atomic_save import refuse_to_replace
+from outrider.training.saving.records import TrainingProgress, TrainingRecords
+from outrider.training.saving.results import write_result
 from outrider.training.schedule import TrainingBudget, rate_factor
 from outrider.training.setup import TrainingSetup, gather
-from outrider.training.task import TrainingTask
-from outrider.training.windows import Windows
+from outrider.training.tasks.drafter_task import DrafterTask
+from outrider.training.tasks.heads_task import HeadsTask
+from outrider.training.tasks.task import TrainingTask
 
 CLIP = 1.0  # of the gradient's norm
 

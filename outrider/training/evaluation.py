@@ -12,9 +12,9 @@ import torch
 from outrider.engine.engine import Dtype
 from outrider.engine.loading import load_engine
 from outrider.training.acceptance import TargetTexts, generate_texts
-from outrider.training.corpus import Ids, OnProgress
-from outrider.training.task import TrainingTask
-from outrider.training.windows import spread
+from outrider.training.data.corpus import Ids, OnProgress
+from outrider.training.data.windows import spread
+from outrider.training.tasks.task import TrainingTask
 
 WINDOWS = 16
 PROMPTS = 16

@@ -11,11 +11,11 @@ from outrider.engine.engine import Dtype
 from outrider.engine.hugging_face.pretrained import Pretrained
 from outrider.errors import TokenizerMismatch
 from outrider.hub import checkpoint_folder
-from outrider.training.corpus import Corpus, OnProgress, Vocabulary, prepare
-from outrider.training.heads_task import make_heads
+from outrider.training.data.corpus import Corpus, OnProgress, Vocabulary, prepare
+from outrider.training.data.texts import TrainingTexts
 from outrider.training.recipe import DrafterRecipe, HeadsRecipe, TrainingRecipe
-from outrider.training.student_init import load, make_student
-from outrider.training.texts import TrainingTexts
+from outrider.training.tasks.heads_task import make_heads
+from outrider.training.tasks.student_init import load, make_student
 
 
 @dataclass(frozen=True, slots=True)

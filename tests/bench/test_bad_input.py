@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench.peers import parse_peers
-from outrider.cli.load import read_prompts
+from outrider.cli.performance.load import read_prompts
 from outrider.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

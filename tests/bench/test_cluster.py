@@ -15,7 +15,7 @@ from bench.cluster import ClusterRow
 from bench.options import BenchOptions
 from bench.requests import BenchRequest
 from bench.rows import Models
-from outrider.cli.samples import Sample
+from outrider.cli.performance.samples import Sample
 from outrider.client._wire import Options as Terms
 from outrider.config import ClusterConfig
 

@@ -10,7 +10,7 @@ import pytest
 from bench.figures import BenchResults, Measurement, StepProfile, last_line, of_shortest, over_best, ratio
 from bench.requests import BenchRequest, sample_from_json, sample_to_json
 from bench.roofline import Limit
-from outrider.cli.samples import (
+from outrider.cli.performance.samples import (
     Sample,
     acceptance_by_depth,
     acceptance_length,

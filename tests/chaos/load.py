@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 import outrider
-from outrider.cli.compare import TOLERANCE, Verdict, difference
+from outrider.cli.verification.compare import TOLERANCE, Verdict, difference
 from outrider.errors import OutriderError, Unavailable
 from tests.chaos.servers import LOOK_S, Servers
 from tests.e2e.conftest import MODELS, ROOT

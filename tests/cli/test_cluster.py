@@ -16,7 +16,7 @@ import pytest
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "target"

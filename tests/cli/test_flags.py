@@ -13,9 +13,9 @@ import typer
 from pydantic import ByteSize
 from typer.testing import CliRunner
 
-from outrider.cli import serve
+from outrider.cli.command import parse_count
 from outrider.cli.main import app
-from outrider.cli.pad import parse_count
+from outrider.cli.servers import serve
 from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, Section, VerifierConfig
 from outrider.fleet.process import flagged, flags
 from outrider.rpc.lifecycle import PARENT

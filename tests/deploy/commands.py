@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import typer
 
-from outrider.cli import serve
 from outrider.cli.main import app
+from outrider.cli.servers import serve
 from outrider.client import _connection
 from outrider.config import DrafterConfig, GatewayConfig, RouterConfig, Section, VerifierConfig
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.errors import NotFound
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.gateway.server import bound, server
 from tests.deploy.promql import SCRAPED
 from tests.deploy.shipped import checker, families, queries, rules

@@ -10,7 +10,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import trust
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan, StepReport
 from outrider.core.session.digest import EMPTY, extend
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
 from outrider.rpc.tickets import Permit, sign

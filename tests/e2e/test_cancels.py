@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import outrider
 from outrider.errors import Cancelled, DeadlineExceeded, NotFound, Overloaded, Unavailable
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from router.server import run
 from tests.e2e.leaks import forgetful, nothing_left, resident
 from tests.e2e.tiny import make_tiny

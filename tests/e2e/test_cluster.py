@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 import outrider
 from outrider.errors import InvalidRequest, NotFound
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import described
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

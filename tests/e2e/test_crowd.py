@@ -11,7 +11,7 @@ import pytest_asyncio
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -17,7 +17,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, Contract, Overlap, Plan
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.errors import InvalidRequest
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import Answer, decode, trust
 from tests.e2e.tiny import make_tiny

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.adversary import Adversary
 from tests.e2e.conftest import cluster_config
 from tests.e2e.mini_router import SPECULATE, Answer, decode, trust

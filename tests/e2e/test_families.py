@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.cli.describe import _server
+from outrider.cli.servers.describe import _server
 from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 from tests.engine.families import make_family
 

@@ -14,7 +14,7 @@ from outrider.cli.main import app
 from outrider.client._wire import Options
 from outrider.config import load_cluster
 from outrider.errors import ConfigError
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.hubs import cached
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 import outrider
 from outrider.errors import NotFound, Overloaded
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error
 from outrider.v1 import inference_pb2

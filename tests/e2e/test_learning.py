@@ -19,7 +19,7 @@ from outrider.client import AsyncClient, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.checkpoints.model_card import weights_digest
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.store.client import connect
 from outrider.store.versions import Version, Versions
 from tests.e2e.conftest import MODELS

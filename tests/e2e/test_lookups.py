@@ -15,7 +15,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.proposers.datastore import write_datastore
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import ConfigError, TokenizerMismatch
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

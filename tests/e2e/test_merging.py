@@ -10,7 +10,7 @@ from outrider.client import AsyncClient
 from outrider.config import DrafterConfig
 from outrider.core.proposers.datastore import write_datastore
 from outrider.core.session.digest import tokenizer_digest
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS, cluster_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

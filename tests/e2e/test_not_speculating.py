@@ -20,7 +20,7 @@ import outrider
 from outrider import SpeculationReason, SpeculationStatus
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.model_card import ModelCard, write_card
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
 from tests.engine.taught import random_heads

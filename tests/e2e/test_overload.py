@@ -17,7 +17,7 @@ import pytest_asyncio
 import outrider
 from outrider.config import ClusterConfig, RouterConfig, VerifierConfig
 from outrider.errors import Overloaded
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

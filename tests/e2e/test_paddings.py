@@ -20,7 +20,7 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.engine.checkpoints.checkpoint import UNPADDED
 from outrider.engine.heads.checkpoint_io import load_network, save_network
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.distribution import Sample, corrected, p_values
 from tests.e2e.mini_router import SPECULATE, Answer, decode, detach, trust
 from tests.e2e.test_distribution import RARELY, SEED, law

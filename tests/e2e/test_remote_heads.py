@@ -20,7 +20,7 @@ from outrider.client import AsyncClient, SpeculationReason
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract, Overlap, Plan
 from outrider.errors import ConfigError
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process
 from tests.e2e.conftest import MODELS
 from tests.e2e.mini_router import Answer, attach, decode, trust

@@ -10,12 +10,12 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from outrider.cli.compare import TOLERANCE, Verdict, difference
-from outrider.cli.reference import Reference
+from outrider.cli.verification.compare import TOLERANCE, Verdict, difference
+from outrider.cli.verification.reference import Reference
 from outrider.client import AsyncClient, FinishReason, Generation
 from outrider.core.session.contract import Contract
 from outrider.errors import InvalidRequest
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS, cluster_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -13,7 +13,7 @@ import pytest_asyncio
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, TlsConfig, VerifierConfig
 from outrider.errors import InvalidRequest, NotFound, OutriderError, Unauthenticated, Unavailable
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
 from outrider.store.client import connect
 from outrider.store.keys import Keys

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 import outrider
 from outrider.errors import Busy, NotFound, Superseded
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.mini_router import described
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

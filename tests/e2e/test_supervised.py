@@ -13,7 +13,7 @@ import pytest
 
 import outrider
 from outrider.config import load_cluster
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.supervisor import ClusterSupervisor
 from outrider.rpc.lifecycle import FAIL_ONCE
 from tests.e2e.conftest import MODELS

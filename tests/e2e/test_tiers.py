@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.session.contract import OFF, Contract
-from outrider.fleet.local import LocalCluster, Process
+from outrider.fleet.cluster import LocalCluster, Process
 from outrider.rpc.channels import open_channel
 from outrider.rpc.tickets import Permit, sign
 from outrider.v1 import drafter_pb2, types_pb2

@@ -9,14 +9,14 @@ from typing import Any, Unpack
 
 import pytest
 
-from outrider.cli.compare import TOLERANCE, Verdict
-from outrider.cli.reference import Reference
-from outrider.cli.verify import last_line
-from outrider.cli.verify_cases import VerifyCase, VerifyPrompt, compare, plan, read_prompts
+from outrider.cli.verification.cases import VerifyCase, VerifyPrompt, compare, plan, read_prompts
+from outrider.cli.verification.compare import TOLERANCE, Verdict
+from outrider.cli.verification.reference import Reference
+from outrider.cli.verification.verify import last_line
 from outrider.client import AsyncClient, Generation
 from outrider.client._wire import Options
 from outrider.errors import TokenizerMismatch
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 from tests.e2e.tiny import make_tiny
 

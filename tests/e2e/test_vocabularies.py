@@ -11,7 +11,7 @@ from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.engine.checkpoints.model_card import ModelCard, weights_digest, write_card
 from outrider.errors import ConfigError
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.drafter.other_tokenizer import make_other
 from tests.e2e.conftest import MODELS
 

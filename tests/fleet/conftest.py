@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 
 import outrider
-from outrider.cli.compare import TOLERANCE, Verdict, verdict
+from outrider.cli.verification.compare import TOLERANCE, Verdict, verdict
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import Unavailable
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 
 ROOT = Path(__file__).parents[2]
 TARGET, DRAFTER = ROOT / "models" / "target", ROOT / "models" / "drafter"

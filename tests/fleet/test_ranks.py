@@ -20,7 +20,7 @@ import outrider
 from outrider.config import DrafterConfig
 from outrider.errors import CheckpointError, ConfigError, OutriderError, Unavailable
 from outrider.fleet import ranks
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import NOT_SERVING, SERVING

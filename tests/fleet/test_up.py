@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 import outrider
-from outrider.cli.compare import TOLERANCE, Verdict, verdict
+from outrider.cli.verification.compare import TOLERANCE, Verdict, verdict
 from outrider.config import ClusterConfig, load_cluster
 from outrider.errors import Unavailable
-from outrider.fleet.cluster import Cluster
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import Cluster, LocalCluster
 from outrider.fleet.ray_cluster import RayCluster
 from outrider.fleet.supervisor import ClusterSupervisor
 from tests.fleet.conftest import DRAFTER, ROOT, TARGET, assert_same, generate_all

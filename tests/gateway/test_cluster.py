@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from outrider.config import load_cluster
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
 from outrider.store.client import connect
 from outrider.store.keys import Keys

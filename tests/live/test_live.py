@@ -21,7 +21,7 @@ from playwright.async_api import async_playwright, expect
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import NotFound
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.e2e.conftest import MODELS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.simulate import simulated_phases
+from outrider.cli.performance.simulate import simulated_phases
 from outrider.config import load_section
 from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.session.contract import OFF, Plan

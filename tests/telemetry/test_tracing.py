@@ -19,7 +19,7 @@ import pytest_asyncio
 
 import outrider
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.telemetry.catalogue import METRICS
 from outrider.v1.types_pb2 import DescribeRequest

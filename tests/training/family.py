@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outrider.training.data.vocabulary import make_tokenizer
 from outrider.training.distillation import Training
 from outrider.training.recipe import DrafterRecipe, TokenizerRecipe, TrainingRecipe
-from outrider.training.vocabulary import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "models" / "target"

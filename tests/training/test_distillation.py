@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from outrider.engine.checkpoints.model_card import read_card, weights_digest
 from outrider.engine.loading import load_engine
 from outrider.errors import CheckpointError, ConfigError
+from outrider.training.data.vocabulary import make_tokenizer
 from outrider.training.objectives import NAMES
 from outrider.training.recipe import DrafterRecipe, TokenizerRecipe
-from outrider.training.vocabulary import make_tokenizer
 from tests.disks import small_disk
 from tests.training.family import PAGES, SHAPE, begin, recipe, train
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from outrider.client import AsyncClient
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from tests.training.family import recipe, train
 
 TRIES = 20  # texts at the most: on a busy machine drafts come late

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from outrider.core.session.digest import tokenizer_digest
 from outrider.engine.checkpoints.rope import Rope
 from outrider.errors import CheckpointError
+from outrider.hub import checkpoint_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -335,3 +336,15 @@ def _layout(shard: Path) -> dict[str, _Stored]:
             start, stop = (8 + length + offset for offset in it["data_offsets"])
             found[name] = _Stored(shard, it["dtype"], tuple(it["shape"]), start, stop)
     return found
+
+
+def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, bytes]:
+    """Return a checkpoint's tokenizer and its digest. Raises CheckpointError."""
+    path = checkpoint_folder(checkpoint, weights=False) / "tokenizer.json"
+    try:
+        content = path.read_bytes()
+        return Tokenizer.from_buffer(content), tokenizer_digest(content)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; give the target's checkpoint") from None
+    except Exception as error:  # the library raises bare Exceptions
+        raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None

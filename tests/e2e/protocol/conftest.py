@@ -9,7 +9,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from outrider.core.session.contract import OFF, Contract
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.codec import contract_to_pb
 from outrider.v1 import types_pb2
 from tests.e2e.mini_router import decode

@@ -8,7 +8,7 @@ import pytest
 import outrider
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Busy, InvalidRequest, Superseded
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.v1 import drafter_pb2 as pb
 from tests.e2e.mini_router import described
 from tests.e2e.protocol.conftest import Text

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.core.session.contract import Plan
 from outrider.core.session.digest import EMPTY, extend
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import plan_to_pb
 from outrider.v1 import types_pb2

@@ -19,7 +19,7 @@ from outrider.core.session.contract import Contract, Plan
 from outrider.core.session.digest import EMPTY, extend
 from outrider.core.tree.delta import Delta
 from outrider.engine.kv_slots import AcquiredSlot
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.rpc.codec import plan_to_pb
 from outrider.rpc.tickets import Permit, sign

@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2

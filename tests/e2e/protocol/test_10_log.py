@@ -14,7 +14,7 @@ from redis.crc import key_slot
 import outrider
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, NotFound, Superseded
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.store.client import connect
 from outrider.store.sessions import Sessions
 from tests.e2e.mini_router import described

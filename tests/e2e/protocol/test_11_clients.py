@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import types_pb2

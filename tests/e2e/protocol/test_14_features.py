@@ -22,7 +22,7 @@ from outrider.engine.heads.checkpoint_io import Network
 from outrider.engine.heads.config import HeadsConfig
 from outrider.engine.heads.eagle import Eagle3
 from outrider.engine.heads.fusing import digest_of, fusion_digest
-from outrider.fleet.local import LocalCluster
+from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.codec import features_from_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2

@@ -92,12 +92,12 @@ void Model::set_layer(int index, const Array& attention_norm, const Array& query
 }
 
 void Model::set_ends(const Array& embedding, const Array& norm, const Array& head) {
-  const Array& own = embedding.data ? embedding : head;
-  if (embedding.data || !head_.keeps(head.type)) {
-    const size_t bytes = size_t(own.rows) * own.columns * (own.type == Array::Type::float32 ? 4 : 2);
-    embedding_type_ = own.type;
+  if (embedding.data || !head_.keeps(head.type)) {  // otherwise the rows of the embedding are read from the packed head
+    const Array& stored = embedding.data ? embedding : head;
+    const size_t bytes = size_t(stored.rows) * stored.columns * (stored.type == Array::Type::float32 ? 4 : 2);
+    embedding_type_ = stored.type;
     embedding_ = Memory(bytes, false);
-    std::memcpy(embedding_.as<void>(), own.data, bytes);
+    std::memcpy(embedding_.as<void>(), stored.data, bytes);
   }
   norm_ = norm_of(norm, int(wide_));
   fill(head_, head, Array(), 0, 1, 0);

@@ -1,0 +1,110 @@
+"""Runs a training for `outrider train`: shows its progress, and saves when it is interrupted."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from outrider.cli.command import INTERRUPTED
+from outrider.engine.hugging_face.quiet import quiet
+from outrider.training.recipe import TrainingRecipe
+
+if TYPE_CHECKING:
+    from outrider.training.saving.records import TrainingProgress
+
+COLUMNS = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
+
+
+def run_training(recipe: TrainingRecipe) -> None:
+    """Train to the end, or until SIGINT or SIGTERM; then save, and exit with the status of interrupted commands.
+
+    Raises OutriderError for a recipe that cannot work.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    with quiet():
+        from outrider.training.distillation import Training
+
+    screen = Console(stderr=True)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that train together
+    with Progress(*COLUMNS, console=screen, transient=True, disable=not screen.is_terminal or not first) as progress:
+        bar = progress.add_task("loading", total=1.0, figures="")
+        training = Training(recipe, lambda what, done: progress.update(bar, description=what, completed=done))
+        if first and training.skipped:
+            print(f"outrider train: left out {training.skipped} texts that are not UTF-8", file=sys.stderr)
+        if first and training.resumed:
+            print(f"outrider train: goes on from step {training.progress.step}", file=sys.stderr)
+        with _interruptible() as interrupted:
+            for now in training.run():
+                _show(progress, bar, now)
+                if training.any_process(interrupted.requested):
+                    training.save()
+                    break
+    if not training.leads:
+        return
+    if now.spent < 1.0:
+        print(
+            f"outrider train: stopped at step {now.step}, saved in {recipe.run}; the same command goes on from there",
+            file=sys.stderr,
+        )
+        raise SystemExit(INTERRUPTED)
+    print(last_line(recipe, now), flush=True)
+
+
+def last_line(recipe: TrainingRecipe, now: TrainingProgress) -> str:
+    """Return the line for scripts."""
+    figures = {"steps": f"{now.step}", "tokens": f"{now.tokens}", "seconds": f"{now.seconds:.1f}"}
+    if now.seconds:
+        figures["tokens_per_s"] = f"{now.tokens / now.seconds:.0f}"
+    figures |= _quality(now)
+    line = " ".join(f"{name}={value}" for name, value in figures.items())
+    return f"outrider train: wrote {recipe.output}: {line}"
+
+
+def _quality(now: TrainingProgress) -> dict[str, str]:
+    if now.measured is None:
+        return {}
+    lengths = {f"acceptance_t{at:g}": f"{length:.2f}" for at, length in now.measured.acceptance.items()}
+    loss = {} if math.isnan(now.loss) else {"loss": f"{now.loss:.3f}"}  # there is none before the first step
+    return {**loss, "held_out_loss": f"{now.measured.held_out_loss:.3f}", **lengths}
+
+
+def _show(progress: Progress, bar: TaskID, now: TrainingProgress) -> None:
+    figures = [f"{name} {value}" for name, value in _quality(now).items()]
+    figures += [f"{now.tokens / max(now.seconds, 1e-9):,.0f} tokens/s", f"{now.left / 60:.0f} min left"]
+    progress.update(bar, description=f"step {now.step}", completed=now.spent, figures=" · ".join(figures))
+
+
+@dataclass(slots=True)
+class _Interruption:
+    requested: bool = False
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Interruption]:
+    """Record the first SIGINT or SIGTERM, so that the training ends after its step. A second signal acts as usual."""
+    interruption = _Interruption()
+
+    def record(_: int, __: FrameType | None) -> None:
+        interruption.requested = True
+        restore()
+
+    before = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    try:
+        yield interruption
+    finally:
+        restore()

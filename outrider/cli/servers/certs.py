@@ -1,0 +1,30 @@
+"""`outrider certs`: creates a development CA and a certificate for each role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.command import reported
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write them.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name or address that clients reach router and gateway by; may be repeated."),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")] = 365,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files, the CA included.")] = False,
+) -> None:
+    """Create a CA and certificates for router, verifiers, drafters, gateway and tools, for development.
+
+    Keep ca.key on a machine without servers: whoever has it can impersonate any server.
+    """
+    from outrider.rpc.certificates import make
+
+    with reported():
+        files = make(folder, host or (), days=days, force=force)
+    print(f"outrider certs: wrote {', '.join(file.name for file in files)} to {folder}")

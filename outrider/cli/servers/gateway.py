@@ -1,0 +1,52 @@
+"""`outrider gateway`: OpenAI's HTTP interface in front of a router."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.command import reported
+from outrider.cli.servers.serve import LogFormat
+from outrider.rpc.lifecycle import die_with_parent, run_until_signal
+
+
+def gateway(
+    router: Annotated[str | None, typer.Option(help="HOST:PORT of the router. [default: 127.0.0.1:7070]")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT. [default: 127.0.0.1:8000]")] = None,
+    cert: Annotated[Path | None, typer.Option(help="The gateway's certificate, in PEM; it serves HTTPS then.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Private key of that certificate, in PEM.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="CA that signed the router's certificate, in PEM.")] = None,
+    tls: Annotated[
+        bool | None, typer.Option("--tls/--no-tls", help="Use TLS to the router. [default: with a --ca]")
+    ] = None,
+    server_name: Annotated[
+        str | None, typer.Option(help="Name that the router's certificate must have. [default: its host's]")
+    ] = None,
+    max_request_bytes: Annotated[int | None, typer.Option(help="Largest request body. [default: 4194304]")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
+    drain_s: Annotated[
+        float | None, typer.Option(help="Seconds that running answers get after a SIGTERM. [default: 30]")
+    ] = None,
+    log_format: LogFormat = None,
+) -> None:
+    """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
+
+    The gateway forwards its callers' API keys to the router.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    die_with_parent()
+    from outrider.config import GatewayConfig, parse
+    from outrider.gateway.server import serve
+    from outrider.telemetry import logs
+    from outrider.telemetry.process import exporting_telemetry
+
+    with reported():
+        config = parse(GatewayConfig, given, "flags")
+        logs.log_to_stderr(config.log_format)
+        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}"):
+            run_until_signal(
+                serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
+            )

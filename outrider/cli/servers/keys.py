@@ -1,0 +1,75 @@
+"""`outrider keys`: manages API keys, for routers with `auth = "keys"`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from outrider.cli.command import Redis, reported
+
+if TYPE_CHECKING:
+    from outrider.store.keys import ApiKey, Keys
+
+ResultT = TypeVar("ResultT")
+
+DAY_S = 24 * 3600.0
+
+keys = typer.Typer(help="Manage API keys. Redis stores only their hashes.", no_args_is_help=True)
+
+
+@keys.command()
+def add(
+    redis: Redis,
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to; tenants cannot see each other.")],
+    name: Annotated[str, typer.Option(help="Purpose of the key, to distinguish it from others.")] = "",
+    days: Annotated[float | None, typer.Option(help="Days until the key expires. [default: never]")] = None,
+) -> None:
+    """Create a key and print it on stdout, only this once; the stored record follows on stderr."""
+    valid_s = None if days is None else days * DAY_S
+    secret, key = _with_keys(redis, lambda store: store.add(tenant, name, valid_s=valid_s))
+    print(secret)
+    print(f"outrider: {_line(key)}; nobody can show it again", file=sys.stderr)
+
+
+@keys.command("list")
+def list_(redis: Redis) -> None:
+    """List the keys."""
+    for key in _with_keys(redis, lambda store: store.listed()):
+        print(_line(key))
+
+
+@keys.command()
+def revoke(
+    redis: Redis, key_id: Annotated[str, typer.Argument(help="Id of the key, from `outrider keys list`.")]
+) -> None:
+    """Revoke a key. Routers refuse it within seconds; running calls continue."""
+    print(f"outrider: revoked {_line(_with_keys(redis, lambda store: store.revoke(key_id)))}")
+
+
+def _with_keys(redis_url: str, work: Callable[[Keys], Awaitable[ResultT]]) -> ResultT:
+    """Run `work` on the key store and return its result. Errors are reported as those of commands are."""
+
+    async def run() -> ResultT:
+        from outrider.store.client import connect
+        from outrider.store.keys import Keys
+
+        async with aclosing(connect(redis_url)) as client:
+            return await work(Keys(client))
+
+    with reported():
+        return asyncio.run(run())
+
+
+def _line(key: ApiKey) -> str:
+    ends = "" if key.expires is None else f", {'expired' if key.expired else 'expires'} {_day(key.expires)}"
+    return f"{key.key_id}  {key.tenant}{key.name and f'  {key.name}'}  made {_day(key.created)}{ends}"
+
+
+def _day(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "minutes").removesuffix("+00:00")
