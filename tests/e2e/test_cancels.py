@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import statistics
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 SLOTS = 4
 AT_ONCE = 12  # so that most wait
 TOKENS = 100  # of an answer
-LONGEST_S = 0.4  # that one lives
+LONGEST_S = 0.4  # that one lives, unless it is to have a token first
 LEVEL = 1_000  # after so many heaps have filled, as much as they do
 MORE_MB = 25  # that a process may hold over what it held after a fifth of them
 COUNTS = [
@@ -42,11 +44,18 @@ async def tiny(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalC
         yield running
 
 
-async def cancelled(client: outrider.AsyncClient, number: int) -> str:
-    """One that does not come to its end, as a rule: how, and how far it got."""
+async def cancelled(client: outrider.AsyncClient, number: int, waits: list[float]) -> str:
+    """One that does not come to its end, as a rule: how, and how far it got.
+
+    Every second one has a token first, however busy the machine is; a deadline is about as far away as first tokens
+    are now. `waits` are the seconds that these took.
+    """
     dice = random.Random(number)
     moment = dice.uniform(0, LONGEST_S)
     way = ("closed", "left", "by name", "deadline")[number % 4]
+    midway = number // 4 % 2 == 1
+    if midway and way == "deadline" and waits:
+        moment = dice.uniform(1, 2) * statistics.median(waits[-20:])
     session = (await client.create_session()).session_id if way == "by name" else ""
     stream = client.stream(
         "w1 w2 w3",
@@ -57,15 +66,22 @@ async def cancelled(client: outrider.AsyncClient, number: int) -> str:
         timeout=max(moment, 0.001) if way == "deadline" else 30,
     )
     received = 0
+    began, begun = time.monotonic(), asyncio.Event()
 
     async def read() -> None:
         nonlocal received
         async for chunk in stream:
+            if not received:
+                waits.append(time.monotonic() - began)
             received += len(chunk.token_ids)
+            begun.set()
 
     reading = asyncio.create_task(read())
     if way != "deadline":
-        await asyncio.sleep(moment)
+        if midway:
+            await asyncio.wait({reading, starting := asyncio.create_task(begun.wait())}, return_when="FIRST_COMPLETED")
+            starting.cancel()
+        await asyncio.sleep(moment / 20 if midway else moment)
     match way:
         case "closed":
             await stream.cancel()
@@ -87,14 +103,14 @@ async def test_no_server_computes_for_what_was_cancelled_and_nothing_is_left_of_
     tiny: LocalCluster, count: int
 ) -> None:
     router = tiny.processes["router"].section.model_copy(update={"listen": "127.0.0.1:0"})
-    ends, held = Counter[str](), list[dict[str, float]]()
+    ends, held, waits = Counter[str](), list[dict[str, float]](), list[float]()
     # One router more, in this process, so that its tasks can be counted.
     async with serving(run, router, tiny.redis_url) as address, outrider.AsyncClient(address) as client:
         numbers = iter(range(10**9))
 
         async def caller(end: int) -> None:
             while (number := next(numbers)) < end:
-                ends[await cancelled(client, number)] += 1
+                ends[await cancelled(client, number, waits)] += 1
                 if number % max(1, count // 20) == 0:
                     held.append(resident(tiny) | {"the router in here": resident_bytes() / 1e6})
 
