@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 from rich.console import Console
 
-from bench.figures import BenchResults, last_line
-from bench.llama_cpp import build
 from bench.options import BenchOptions, BenchSuite, Drafts, parameters_of
-from bench.peers import parse_peers
-from bench.results import save
-from bench.tables import print_tables
+from bench.peers.checkouts import parse_peers
+from bench.peers.llama_cpp import build
+from bench.report.figures import BenchResults, last_line
+from bench.report.results import save
+from bench.report.tables import print_tables
 from outrider.cli.command import INTERRUPTED, parse_count, reported
 from outrider.cli.performance.load import read_prompts
 from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, RuleName
@@ -194,7 +194,7 @@ async def _run(options: BenchOptions, results: BenchResults) -> None:
 
 
 def _show(options: BenchOptions, results: BenchResults, name: str | None, seconds: float) -> None:
-    from bench.plots import draw
+    from bench.report.plots import draw
 
     line = last_line(results)
     screen = Console(highlight=False)

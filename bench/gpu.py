@@ -5,10 +5,10 @@ generates the tokens of the small model, so *acceptance is that of the small mod
 file is written. About half of the padding is zero, which draws less power than real weights.
 
 Floor: the bytes that a plain step must read (weights, and the KV of its texts) over the bandwidth of a copy on this
-device, and over the datasheet's. Plain and speculative decoding are the same loop (`bench.rounds`), with the host's
-part included; plain decoding has no drafter. Each of the two runs once before it is measured, over the same texts, so
-that all passes are recorded. Both must generate the same tokens, except at near ties; at the first
-difference of two texts the gap of the plain text's choice is reported, and a large gap is a bug.
+device, and over the datasheet's. Plain and speculative decoding are the same loop (`bench.rows.rounds`), with the
+host's part included; plain decoding has no drafter. Each of the two runs once before it is measured, over the same
+texts, so that all passes are recorded. Both must generate the same tokens, except at near ties; at the first difference
+of two texts the gap of the plain text's choice is reported, and a large gap is a bug.
 
 The benchmark needs torch, numpy, safetensors, tokenizers, typer and rich, and no server.
 """
@@ -36,7 +36,7 @@ from outrider.cli.command import FAILURE, reported
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bench.rounds import RoundGrowth, RoundRunner, RoundText
+    from bench.rows.rounds import RoundGrowth, RoundRunner, RoundText
     from outrider.engine.checkpoints.padding import PaddedWeights
     from outrider.engine.device import DeviceEngine
 
@@ -158,7 +158,7 @@ def main(
     """Run the benchmark. Prints the line of each point as soon as it is measured."""
     import torch
 
-    from bench.rounds import RoundGrowth
+    from bench.rows.rounds import RoundGrowth
 
     if device is None and not torch.cuda.is_available():
         print(NOTHING, flush=True)
@@ -252,7 +252,7 @@ class GpuRun:
         bandwidth: float,
         gpt_fast_s: float | None,
     ) -> Point:
-        from bench.rounds import RoundRunner
+        from bench.rows.rounds import RoundRunner
 
         plain = self._measured(RoundRunner(target), prompts, temperature)
         spec = self._measured(RoundRunner(target, draft, growth), prompts, temperature)
@@ -287,7 +287,7 @@ class GpuRun:
 
     def _measured(self, rounds: RoundRunner, prompts: Sequence[Sequence[int]], temperature: float) -> Measured:
         """Measure one mode. The first run records the passes and does not count."""
-        from bench.rounds import RoundText
+        from bench.rows.rounds import RoundText
         from outrider.core.session.contract import Contract
 
         took: list[Measured] = []
@@ -346,7 +346,7 @@ class GpuRun:
     def _gpt_fast(self, weights: PaddedWeights, prompts: Sequence[Sequence[int]]) -> float | None:
         if self.gpt_fast is None:
             return None
-        from bench.gpt_fast import step_seconds
+        from bench.peers.gpt_fast import step_seconds
 
         seconds = step_seconds(
             self.gpt_fast,
@@ -426,7 +426,7 @@ def _check(flag: str, value: str, allowed: Sequence[str] | dict[str, str]) -> No
 
 
 def _trees(entries: Sequence[str]) -> dict[int, RoundGrowth]:
-    from bench.rounds import RoundGrowth
+    from bench.rows.rounds import RoundGrowth
 
     trees = {}
     for entry in entries:

@@ -21,8 +21,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import BenchCluster, running
 from bench.faults import FaultProxy
+from bench.rows.cluster import BenchCluster, running
 from outrider.cli.command import parse_count, reported
 from outrider.cli.performance.load import Load, apply_load, read_prompts
 from outrider.cli.performance.simulate import parse_policy

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench.cluster import BenchCluster, running
+from bench.rows.cluster import BenchCluster, running
 from outrider.cli.command import parse_count, reported
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.errors import ConfigError
@@ -246,7 +246,7 @@ def _report(rows: dict[str, tuple[Phase, Phase]], plot: Path | None) -> None:
             f"{length(after):.2f} at {speed(after):.0f} tokens/s, by {WINDOW} tokens: {points}"
         )
     if plot is not None:
-        from bench import plots
+        from bench.report import plots
 
         plots.online({name: windows(old, -tokens_of(old)) + windows(new) for name, (old, new) in rows.items()}, plot)
     (_, without), (_, learning) = rows.values()

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from bench.cluster import ClusterRow, running
+from bench.engine.passes import measure_passes
+from bench.engine.roofline import Limit, measure
 from bench.faults import FaultProxy
-from bench.figures import BenchResults, LoadFigures, Measurement, RowMemory, StepProfile
-from bench.llama_cpp import llama_worker, rows_of_worker
 from bench.options import SEED, BenchOptions, padded
-from bench.passes import measure_passes
-from bench.peers import llama_server_row
-from bench.processes import output, peak_mb, resident_mb
-from bench.requests import BenchRequest
-from bench.roofline import Limit, measure
-from bench.rows import WORKERS, BenchRow, Models, worker_row
+from bench.peers.checkouts import llama_server_row
+from bench.peers.llama_cpp import llama_worker, rows_of_worker
+from bench.report.figures import BenchResults, LoadFigures, Measurement, RowMemory, StepProfile
+from bench.rows.cluster import ClusterRow, running
+from bench.rows.processes import output, peak_mb, resident_mb
+from bench.rows.requests import BenchRequest
+from bench.rows.row import WORKERS, BenchRow, Models, worker_row
 from bench.tiers import run_tiers as measure_tiers
 from outrider.cli.performance.load import Load, apply_load
 from outrider.cli.performance.samples import acceptance_length, percentile

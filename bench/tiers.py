@@ -10,10 +10,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import ClusterRow, running
-from bench.figures import BenchResults, Measurement
 from bench.options import SEED, BenchOptions, padded
-from bench.requests import BenchRequest
+from bench.report.figures import BenchResults, Measurement
+from bench.rows.cluster import ClusterRow, running
+from bench.rows.requests import BenchRequest
 from outrider.config import ClusterConfig, DrafterConfig, parse
 from outrider.errors import InternalError
 

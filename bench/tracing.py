@@ -23,7 +23,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import BenchCluster, running
+from bench.rows.cluster import BenchCluster, running
 from outrider.cli.command import reported
 from outrider.cli.performance.load import Load, apply_load, read_prompts
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig

@@ -13,8 +13,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.figures import shown
-from bench.results import FOLDER, machine
+from bench.report.figures import shown
+from bench.report.results import FOLDER, machine
 from bench.trees.cells import LENIENCE, MODELS, OURS, Cell, Setting
 from bench.trees.figures import Estimate, Results, last_line, our_name, verdicts
 from outrider.core.construction import CONSTRUCTIONS

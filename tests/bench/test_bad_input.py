@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers import parse_peers
+from bench.peers.checkouts import parse_peers
 from outrider.cli.performance.load import read_prompts
 from outrider.errors import ConfigError
 
@@ -122,7 +122,7 @@ def test_an_interrupted_run_prints_no_line_and_leaves_no_process() -> None:
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "BENCH_TEST": mark}, **pipes) as running:
         for line in running.stderr:
             if "starting lookup" in line:
-                assert any("bench.worker" in process for process in left(mark))
+                assert any("bench.rows.worker" in process for process in left(mark))
                 running.send_signal(signal.SIGINT)
                 break
         printed = running.stdout.read()

@@ -17,12 +17,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bench import gpt_fast, gpu
-from bench.figures import BenchResults
+from bench import gpu
 from bench.gpu import GpuRun, Point
-from bench.rounds import RoundGrowth, RoundRunner, RoundText
+from bench.peers import gpt_fast
+from bench.report.figures import BenchResults
+from bench.report.tables import print_tables
+from bench.rows.rounds import RoundGrowth, RoundRunner, RoundText
 from bench.running import run_gpu
-from bench.tables import print_tables
 from outrider.core.session.contract import Contract
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.checkpoints.padding import PaddedWeights, known_shape

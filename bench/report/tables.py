@@ -9,9 +9,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from bench.figures import BenchResults, Measurement, RowMemory, of_shortest, ratio, shown
-from bench.llama_worker import PASS_CONTEXT
-from bench.passes import LLAMA_CPP, PassTime
+from bench.engine.passes import LLAMA_CPP, PassTime
+from bench.peers.llama_worker import PASS_CONTEXT
+from bench.report.figures import BenchResults, Measurement, RowMemory, of_shortest, ratio, shown
 from bench.tiers import beside
 from outrider.cli.performance.samples import acceptance_length, bytes_per_token, percentile, spread
 from outrider.cli.verification.compare import repeated_share

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from bench.local import LocalPair
-from bench.requests import BenchRequest
-from bench.rows import Models, worker_row
+from bench.rows.local import LocalPair
+from bench.rows.requests import BenchRequest
+from bench.rows.row import Models, worker_row
 from drafter_svc.sessions.mirror import MirrorUpdate
 from drafter_svc.upstreams.upstream import Attachment
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
@@ -20,7 +20,7 @@ from outrider.core.session.contract import Plan, StepReport
 from outrider.errors import ConfigError, InternalError
 from tests.e2e.tiny import make_tiny
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = Path(__file__).parents[3] / "models"
 PROMPT = tuple(range(40, 80))
 
 
@@ -64,7 +64,7 @@ class Shallower(FixedGamma):
 
 
 async def test_a_plan_that_changes_reaches_the_drafter(pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.local.policy", lambda name, ceilings: Shallower(ceilings))
+    monkeypatch.setattr("bench.rows.local.policy", lambda name, ceilings: Shallower(ceilings))
     depths: list[int] = []
     updated_before = pair.scheduler.updated
 

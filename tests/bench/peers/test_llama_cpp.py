@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bench import llama_cpp
-from bench.llama_cpp import ADVICE, BUILD_REQUIREMENTS, CHAINS, VERSION, LlamaRow, build, cmake_commands
-from bench.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, pass_seconds, serve
-from bench.requests import BenchRequest
+from bench.peers import llama_cpp
+from bench.peers.llama_cpp import ADVICE, BUILD_REQUIREMENTS, CHAINS, VERSION, LlamaRow, build, cmake_commands
+from bench.peers.llama_worker import PASS_CONTEXT, ChainDrafter, generate, greedy, pass_seconds, serve
+from bench.rows.requests import BenchRequest
 from outrider.errors import ConfigError, Unavailable
 
 VOCABULARY, UNPADDED = 24, 20

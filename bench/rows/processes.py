@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.errors import Unavailable
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LAST_LINES = 5
 
 

@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.processes import output
-from bench.requests import BenchRequest
-from bench.rows import BenchRow, Models
+from bench.rows.processes import output
+from bench.rows.requests import BenchRequest
+from bench.rows.row import BenchRow, Models
 from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 

@@ -12,18 +12,27 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import passes
-from bench.figures import BenchResults
+from bench.engine import passes
+from bench.engine.passes import (
+    DTYPES,
+    LLAMA_CPP,
+    OURS,
+    ROWS,
+    PassTime,
+    measure_passes,
+    multiplied_weights,
+    pass_limit_s,
+)
+from bench.engine.roofline import Limit
 from bench.options import BenchOptions
-from bench.passes import DTYPES, LLAMA_CPP, OURS, ROWS, PassTime, measure_passes, multiplied_weights, pass_limit_s
-from bench.roofline import Limit
-from bench.tables import print_tables
+from bench.report.figures import BenchResults
+from bench.report.tables import print_tables
 from outrider.engine.checkpoints.checkpoint import read_config
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
-from tests.bench.test_cluster import OPTIONS
+from tests.bench.rows.test_cluster import OPTIONS
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = Path(__file__).parents[3] / "models"
 LIMIT = Limit(2, read_gb_s=10.0, bfloat16_gflops=100.0, float32_gflops=50.0, ways={})
 
 

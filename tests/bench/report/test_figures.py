@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from bench.figures import BenchResults, Measurement, StepProfile, last_line, of_shortest, over_best, ratio
-from bench.requests import BenchRequest, sample_from_json, sample_to_json
-from bench.roofline import Limit
+from bench.engine.roofline import Limit
+from bench.report.figures import BenchResults, Measurement, StepProfile, last_line, of_shortest, over_best, ratio
+from bench.rows.requests import BenchRequest, sample_from_json, sample_to_json
 from outrider.cli.performance.samples import (
     Sample,
     acceptance_by_depth,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from bench.requests import BenchRequest
+from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
 from outrider.cli.performance.samples import Sample, timed
 from outrider.client import AsyncClient

@@ -1,7 +1,7 @@
-"""The machine's limit: its rate of reading weights and of multiplying. `python -m bench.roofline THREADS`.
+"""The machine's limit: its rate of reading weights and of multiplying. `python -m bench.engine.roofline THREADS`.
 
-`python -m bench.roofline THREADS again` reads once for each line on stdin and answers with the rate. The reading rate
-of a machine that shares its memory with others varies, so a time is compared with a rate measured next to it.
+`python -m bench.engine.roofline THREADS again` reads once for each line on stdin and answers with the rate. The reading
+rate of a machine that shares its memory with others varies, so a time is compared with a rate measured next to it.
 
 A step reads every weight once, so it takes at least the size of the weights over the reading rate, and at least its
 multiplications over the matrix rate. Both rates are measured here, each as the best of several methods.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bench.processes import output
+from bench.rows.processes import output
 from outrider.fleet import process_env
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ class Limit:
 
 async def measure(threads: int) -> Limit:
     """Measure the limit in a separate process. Raises Unavailable when that fails."""
-    line = await output("the machine's limit cannot be measured", sys.executable, "-m", "bench.roofline", str(threads))
+    line = await output(
+        "the machine's limit cannot be measured", sys.executable, "-m", "bench.engine.roofline", str(threads)
+    )
     return Limit(**json.loads(line))
 
 

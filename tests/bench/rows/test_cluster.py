@@ -11,10 +11,10 @@ from typing import Any, Unpack
 import pytest
 
 from bench import running as suites
-from bench.cluster import ClusterRow
 from bench.options import BenchOptions
-from bench.requests import BenchRequest
-from bench.rows import Models
+from bench.rows.cluster import ClusterRow
+from bench.rows.requests import BenchRequest
+from bench.rows.row import Models
 from outrider.cli.performance.samples import Sample
 from outrider.client._wire import Options as Terms
 from outrider.config import ClusterConfig
@@ -71,7 +71,7 @@ async def test_rules_and_lookups_are_rows_of_clusters_of_their_own(
 
     monkeypatch.setattr(suites, "running", running)
     monkeypatch.setattr(suites, "WORKERS", ())
-    monkeypatch.setattr("bench.cluster.timed", timed)
+    monkeypatch.setattr("bench.rows.cluster.timed", timed)
     progress: list[str] = []
     async with suites._rows(OPTIONS, tmp_path, "rows", progress.append) as rows:
         found: dict[str, tuple[Any, ...]] = {}

@@ -1,8 +1,8 @@
 """The cost of choosing a token from a row of logits: compiled code and numpy, in turn, on one thread.
 
-`python -m bench.choice [--vocabulary N]` prints a table. Rows resemble those of models: normal noise, and some tokens
-with much larger logits; flat rows, without such tokens, are the worst case. numpy's noise is computed with each choice;
-a verifier computes it while the pass runs.
+`python -m bench.engine.choice [--vocabulary N]` prints a table. Rows resemble those of models: normal noise, and some
+tokens with much larger logits; flat rows, without such tokens, are the worst case. numpy's noise is computed with each
+choice; a verifier computes it while the pass runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.choice", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine.choice", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     vocabulary = parser.parse_args(arguments).vocabulary
     table = Table(title=f"One choice of {vocabulary:,} tokens, ms")

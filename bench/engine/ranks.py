@@ -1,5 +1,5 @@
-"""`python -m bench.ranks`: measures a pass on 1, 2 and 4 ranks of this machine, the share of communication, and the
-memory of each rank; then models a pass with other links (`bench.scaling`).
+"""`python -m bench.engine.ranks`: measures a pass on 1, 2 and 4 ranks of this machine, the share of communication, and
+the memory of each rank; then models a pass with other links (`bench.engine.scaling`).
 
 The groups run at the same time and take turns, so that a busy moment affects all of them. A waiting rank sleeps.
 """
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.scaling import print_scaling
+from bench.engine.scaling import print_scaling
 from outrider.cli.command import parse_count, reported
 from outrider.errors import Unavailable
 from outrider.fleet import process_env

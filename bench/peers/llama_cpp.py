@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.processes import ROOT, output
-from bench.requests import BenchRequest, sample_from_json
-from bench.rows import Models, WorkerRow, worker
+from bench.rows.processes import ROOT, output
+from bench.rows.requests import BenchRequest, sample_from_json
+from bench.rows.row import Models, WorkerRow, worker
 from outrider.cli.performance.samples import Sample
 from outrider.errors import ConfigError, Unavailable
 from outrider.fleet.process_env import SPINS
@@ -34,7 +34,7 @@ OPTIONS_OFF = (
     *("LLAMA_BUILD_APP", "LLAMA_OPENSSL", "GGML_BUILD_TESTS", "GGML_BUILD_EXAMPLES"),
 )
 CHAINS = {"llama.cpp": 0, "llama.cpp-draft-3": 3, "llama.cpp-draft-6": 6}  # drafted tokens before a pass, by row
-WORKER = ROOT / "bench" / "llama_worker.py"
+WORKER = Path(__file__).with_name("llama_worker.py")
 ADVICE = "or leave llama.cpp's rows out with --no-llama-cpp"
 
 Progress = Callable[[str], None]  # receives the current activity
@@ -127,7 +127,7 @@ async def llama_worker(models: Models, folder: Path = FOLDER) -> AsyncIterator[W
 
     Raises CheckpointError for models that llama.cpp does not cover, Unavailable when the process ends.
     """
-    from bench.gguf import write_gguf
+    from bench.peers.gguf import write_gguf
     from outrider.engine.checkpoints.checkpoint import read_config
 
     config = read_config(models.target)

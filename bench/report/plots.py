@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from bench.figures import BenchResults
+from bench.report.figures import BenchResults
 from outrider.cli.performance.samples import acceptance_by_depth
 
 

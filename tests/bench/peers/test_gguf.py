@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gguf import write_gguf
+from bench.peers.gguf import write_gguf
 from outrider.engine.checkpoints.checkpoint import Weights, read_config
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.errors import CheckpointError
 from tests.engine.small_checkpoints import make_checkpoint
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = Path(__file__).parents[3] / "models"
 FLOAT32, BFLOAT16 = 0, 30  # types of tensors
 
 

@@ -14,10 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.figures import BenchResults, Measurement
-from bench.llama_cpp import VERSION
 from bench.options import BenchOptions
-from bench.processes import ROOT
+from bench.peers.llama_cpp import VERSION
+from bench.report.figures import BenchResults, Measurement
+from bench.rows.processes import ROOT
 from outrider.cli.verification.compare import repeated_share
 
 FOLDER = ROOT / "bench" / "results"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from bench.llama_cpp import CHAINS
-from bench.passes import PassTime
-from bench.roofline import Limit
+from bench.engine.passes import PassTime
+from bench.engine.roofline import Limit
+from bench.peers.llama_cpp import CHAINS
 from outrider.cli.performance.samples import Sample, bytes_per_token, paired_ratio
 
 NOT_MEASURED = "-"

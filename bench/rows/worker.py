@@ -1,4 +1,4 @@
-"""A row in a separate process: `python -m bench.worker KIND --target FOLDER ...`.
+"""A row in a separate process: `python -m bench.rows.worker KIND --target FOLDER ...`.
 
 The process writes "ready" on a line of stdout when it has loaded. Then it answers each line of stdin, a `BenchRequest`,
 with a line, the `Sample`, until stdin ends.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bench.requests import BenchRequest, sample_to_json
+from bench.rows.requests import BenchRequest, sample_to_json
 from outrider.cli.command import reported
 from outrider.cli.performance.samples import Sample
 from outrider.errors import CheckpointError, ConfigError
@@ -52,7 +52,7 @@ def main(
             with asyncio.Runner() as runner:
                 _answer(_in_process(runner, cluster), answers)
         elif kind == "gpt-fast":
-            from bench.gpt_fast import load
+            from bench.peers.gpt_fast import load
 
             _answer(load(checkout, target, dtype, threads), answers)
         else:
@@ -66,7 +66,7 @@ def _answer(generate: Generate, answers: Any) -> None:
 
 
 def _in_process(runner: asyncio.Runner, cluster: str) -> Generate:
-    from bench.local import LocalPair
+    from bench.rows.local import LocalPair
     from outrider.config import ClusterConfig
 
     async def start() -> LocalPair:

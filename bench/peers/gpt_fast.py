@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.requests import BenchRequest
+from bench.rows.requests import BenchRequest
 from outrider.cli.performance.samples import Sample
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config
 from outrider.engine.eager.weights import WeightSource

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from bench.requests import BenchRequest
+from bench.rows.requests import BenchRequest
 from drafter_svc.loading import load_part as load_draft
 from drafter_svc.scheduler import DraftScheduler
 from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate

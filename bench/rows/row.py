@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from bench.processes import ROOT
-from bench.requests import BenchRequest, sample_from_json
+from bench.rows.processes import ROOT
+from bench.rows.requests import BenchRequest, sample_from_json
 from outrider.cli.performance.samples import Sample
 from outrider.config import ClusterConfig
 from outrider.errors import ConfigError, Unavailable
@@ -39,7 +39,7 @@ class BenchRow(Protocol):
 
 
 class WorkerRow:
-    """A row whose process is `bench.worker`, or speaks its protocol."""
+    """A row whose process is `bench.rows.worker`, or speaks its protocol."""
 
     def __init__(self, name: str, child: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class Models:
 async def worker_row(name: str, models: Models, config: ClusterConfig, *more: str) -> AsyncIterator[WorkerRow]:
     """Start a worker and wait until it has loaded. Raises ConfigError or Unavailable with its output."""
     command = (
-        *(sys.executable, "-m", "bench.worker", name),
+        *(sys.executable, "-m", "bench.rows.worker", name),
         *("--target", str(models.target.resolve()), "--drafter", str(models.drafter.resolve())),
         *("--dtype", models.dtype, "--threads", str(models.threads)),
         *("--cluster", config.model_dump_json()),

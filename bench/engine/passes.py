@@ -1,8 +1,8 @@
 """The cost of a pass by its number of rows: our engine and llama.cpp, in turn.
 
-`python -m bench.passes THREADS FOLDER` loads our engine once for each dtype, writes the bytes of weights that a pass of
-each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens after
-PASS_CONTEXT others. One untimed pass precedes it.
+`python -m bench.engine.passes THREADS FOLDER` loads our engine once for each dtype, writes the bytes of weights that a
+pass of each reads, and then answers each line, `{"dtype": ..., "rows": N}`, with the seconds of a pass over N tokens
+after PASS_CONTEXT others. One untimed pass precedes it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.llama_cpp import llama_worker
-from bench.llama_worker import PASS_CONTEXT
+from bench.engine.roofline import Limit, measure
 from bench.options import BenchOptions, padded
-from bench.roofline import Limit, measure
-from bench.rows import Models, WorkerRow, worker
+from bench.peers.llama_cpp import llama_worker
+from bench.peers.llama_worker import PASS_CONTEXT
+from bench.rows.row import Models, WorkerRow, worker
 from outrider.cli.command import reported
 from outrider.fleet import process_env
 
@@ -91,7 +91,7 @@ async def measure_passes(options: BenchOptions, target: int, progress: Progress)
         limit = await measure(options.threads)
         multiplied = multiplied_weights(read_config(folder))
         progress(f"{title}: loading the engines")
-        command = (sys.executable, "-m", "bench.passes", str(options.threads), str(folder))
+        command = (sys.executable, "-m", "bench.engine.passes", str(options.threads), str(folder))
         process = await stack.enter_async_context(worker(OURS, *command, environment=os.environ))
         sizes: dict[str, int] = json.loads(await process.line())
         sources = [PassSource(OURS, dtype, size, process) for dtype, size in sizes.items()]
@@ -101,7 +101,13 @@ async def measure_passes(options: BenchOptions, target: int, progress: Progress)
             sources.append(PassSource(LLAMA_CPP, "bfloat16", 2 * multiplied, peer))
         reading = await stack.enter_async_context(
             worker(
-                "reading", sys.executable, "-m", "bench.roofline", str(options.threads), "again", environment=os.environ
+                "reading",
+                sys.executable,
+                "-m",
+                "bench.engine.roofline",
+                str(options.threads),
+                "again",
+                environment=os.environ,
             )
         )
         rates: dict[int, list[float]] = {}  # 10^9 bytes per second, by rows, in each round

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import choice
+from bench.engine import choice
 
 
 def test_every_way_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

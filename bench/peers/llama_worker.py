@@ -1,4 +1,4 @@
-"""llama.cpp in a separate process, run by the interpreter of `build/llama.cpp` (bench.llama_cpp).
+"""llama.cpp in a separate process, run by the interpreter of `build/llama.cpp` (bench.peers.llama_cpp).
 
 `python -P llama_worker.py --target FILE [--draft FILE] --unpadded-vocabulary N --threads N --context N`. It needs numpy
 and llama_cpp alone and imports nothing of Outrider. When it has loaded, it writes "ready" to stdout, and then answers
