@@ -55,7 +55,7 @@ async def run(config: RouterConfig, redis_url: str, *, announce: Callable[[str],
     models: dict[str, ServedModel] = {}
     try:
         for name, checkpoint in config.models.items():
-            models[name] = await asyncio.to_thread(load_model, name, checkpoint)
+            models[name] = await asyncio.to_thread(load_model, name, checkpoint, config.template_s)
         await _serve(config, models, redis_url, announce)
     finally:
         for model in models.values():

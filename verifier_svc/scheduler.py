@@ -38,6 +38,7 @@ from verifier_svc.commit_queue import StepCommit
 from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
 from verifier_svc.kv_memory import KvMemory
 from verifier_svc.metrics import StepMetrics
+from verifier_svc.prefill_order import PrefillOrder
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer
 from verifier_svc.proposers.lookahead import advance, look_ahead, settle
 from verifier_svc.proposers.ngram_proposer import NgramProposers
@@ -93,6 +94,7 @@ class StepScheduler:
         self._feature_fuser = feature_fuser or NoFeatureFuser()
         self._executor = Executor(engine)
         self._memory = KvMemory(engine, self._executor, self.slots, max_nodes)
+        self._prefill_order = PrefillOrder()
         self.hold_policy = HoldPolicy(cost)
         self._in_pass: Sequence[VerifierSession] = ()  # sessions in the running pass
         self._pass_ended = 0.0  # when the last pass ended
@@ -238,9 +240,7 @@ class StepScheduler:
             self._changed.clear()
             if self._drained is not None:
                 self._close_all(self._drained)
-            ready = sorted(
-                self._memory.schedulable(self.sessions.values()), key=_is_prefill
-            )  # prefill sessions take what is left of the chunk
+            ready = self._prefill_order.sort(self._memory.schedulable(self.sessions.values()))
             if not ready:
                 back_to_back = False
                 await self._executor.wait_idle(self._changed)
@@ -369,6 +369,8 @@ class StepScheduler:
         rates = self.hold_policy.rates if self.hold_policy.overlap_mode is OverlapMode.REST else (0, 0)
         commits: list[tuple[VerifierSession, StepCommit]] = []
         for work, walked in zip(step.works, walks, strict=True):
+            if (read := work.end - work.start) > 1:
+                self._prefill_order.add(work.session.tenant, read)
             if work.session.finished:  # closed while the pass ran
                 continue
             if walked is None:
@@ -444,10 +446,6 @@ class StepScheduler:
             self._executor.move(session.kv_slot.slot, source, target)
         session.cached += chain + len(path)
         self.slots.mark_computed(session.kv_slot.slot, session.cached)
-
-
-def _is_prefill(session: VerifierSession) -> bool:
-    return isinstance(session, PrefillSession)
 
 
 def _is_informative(session: VerifierSession) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -14,10 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.errors import CheckpointError, InvalidRequest
+from router.scheduling.fair_turns import FairTurns
 
 FILE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 
+SECONDS = 0.2  # of the processor, for one conversation, unless the router's configuration has it otherwise
+TOO_LONG = (-signal.SIGPROF, -signal.SIGXCPU)  # statuses of a process that exceeded its time
 ENVIRONMENT = ("PYTHONPATH", "PYTHONUTF8", "LANG", "LC_ALL", "TZ")  # what the process inherits, and no secrets
 
 
@@ -34,12 +36,14 @@ class ChatTemplate:
     The process starts with the first rendering, and again after a rendering that ended it. `close` ends it.
     """
 
-    def __init__(self, path: Path, source: str, variables: dict[str, str]) -> None:
-        """`path`: the template's file; `variables`: the special tokens, by the names that templates use."""
+    def __init__(self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS) -> None:
+        """`path`: the template's file; `variables`: the special tokens, by the names that templates use; `seconds`: of
+        the processor, for one conversation."""
         self._path = path
-        self._setup = {"template": source, "variables": variables}
+        self._setup = {"template": source, "variables": variables, "seconds": seconds}
         self._process: subprocess.Popen[str] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
+        self._turns = FairTurns(1, "the chat template")
 
     def check(self) -> None:
         """Raises CheckpointError for a template that does not compile."""
@@ -48,16 +52,13 @@ class ChatTemplate:
         except _TemplateError as error:
             raise CheckpointError(f"{self._path}: is not a valid chat template: {error}") from None
 
-    async def render(self, messages: Sequence[TemplateMessage]) -> str:
-        """Return the prompt of the messages, up to where the assistant is to answer, special tokens included.
+    async def render(self, messages: Sequence[TemplateMessage], tenant: str = "") -> str:
+        """Return the prompt of a tenant's messages, up to where the assistant is to answer, special tokens included.
 
-        Raises InvalidRequest with the template's objection.
+        Raises InvalidRequest with the template's objection, Overloaded when too many of the tenant's messages wait.
         """
-        conversation = [message._asdict() for message in messages]
         try:
-            text: str = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._render_blocking, conversation
-            )
+            text = await self._turns.run(self._thread, tenant, self._render_blocking, messages)
         except _TemplateError as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from None
         if not text:
@@ -69,10 +70,10 @@ class ChatTemplate:
         self._thread.submit(self._stop).result()
         self._thread.shutdown()
 
-    def _render_blocking(self, messages: list[dict[str, str]]) -> str:
+    def _render_blocking(self, messages: Sequence[TemplateMessage]) -> str:
         if self._process is None:
             self._start()
-        return self._request(messages)
+        return self._request([message._asdict() for message in messages])
 
     def _start(self) -> None:
         # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our
@@ -108,7 +109,7 @@ class ChatTemplate:
             status = process.wait()
             self._stop()
             raise _TemplateError(
-                "it takes too long" if status == -signal.SIGXCPU else f"its process ended with {status}"
+                "it takes too long (template_s)" if status in TOO_LONG else f"its process ended with {status}"
             )
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
@@ -126,8 +127,9 @@ class _TemplateError(Exception):
     """A template does not compile, or refuses messages."""
 
 
-def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Return the chat template in a checkpoint's folder, checked; None if it has none.
+def read_chat_template(folder: Path, seconds: float = SECONDS) -> ChatTemplate | None:
+    """Return the chat template in a checkpoint's folder, checked; None if it has none. `seconds`: of the processor, for
+    one conversation.
 
     Raises CheckpointError naming the file.
     """
@@ -154,7 +156,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise CheckpointError(f"{path}: chat_template must be a string, or a list of templates with names")
-    template = ChatTemplate(path, source, _special_tokens(config))
+    template = ChatTemplate(path, source, _special_tokens(config), seconds)
     try:
         template.check()
     except BaseException:

@@ -1,13 +1,16 @@
-"""Measures how long slots are held, and limits the rates of tenants."""
+"""Measures how long slots are held, and limits the rates of tenants and addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from outrider.config import RouterConfig
 from outrider.core.stats import Ema
+from outrider.errors import Overloaded
 
 EMA_WEIGHT = 0.1  # weight of one generation in the mean
-MAX_TENANTS = 4096  # tenants whose buckets are kept
+MAX_BUCKETS = 4096  # tenants, or addresses, whose buckets are kept
+MIN_RETRY_S = 0.1  # at least, for a refusal's retry_after
 
 
 class ResidencyEma:
@@ -30,10 +33,55 @@ class ResidencyEma:
         return (ahead + 1) * self._seconds.mean / max(1, places) if self._seconds.count else None
 
 
-class TokenBuckets:
-    """A token bucket for each tenant: full at first, refilled at a rate, holding at most `capacity`.
+class CallRates:
+    """The rates of calls. They are checked before any other work is done for a call, so that refusing costs little."""
 
-    A cost that is known only afterwards may be taken afterwards: a level can be negative.
+    def __init__(self, config: RouterConfig, clock: Callable[[], float]) -> None:
+        per_s, per_min, of_address = (
+            config.tenant_requests_per_s,
+            config.tenant_tokens_per_min,
+            config.address_requests_per_s,
+        )
+        self._addresses = TokenBuckets(of_address, max(1.0, of_address), clock) if of_address else None
+        kinds = ("generations", "others") if per_s else ()
+        self._calls = {kind: TokenBuckets(per_s or 0.0, max(1.0, per_s or 0.0), clock) for kind in kinds}
+        self.tokens = TokenBuckets(per_min / 60, per_min, clock) if per_min else None  # tokens that slots spend
+
+    def count_address(self, peer: str) -> None:
+        """Count a call from a peer, as gRPC names it, before its caller is authenticated. Raises Overloaded."""
+        if self._addresses is not None:
+            address = peer.rpartition(":")[0] or peer  # without the port
+            self._check(self._addresses, address, "this address is over its rate (address_requests_per_s)")
+            self._addresses.take(address, 1.0)
+
+    def count_generation(self, tenant: str, *, resumed: bool = False) -> None:
+        """Count a generation that a tenant begins or resumes; one that runs may be resumed at any rate of tokens.
+
+        Raises Overloaded.
+        """
+        if self.tokens is not None and not resumed:
+            self._check(self.tokens, tenant, "this tenant is over its rate (tenant_tokens_per_min)")
+        self._count("generations", tenant)
+
+    def count_other(self, tenant: str) -> None:
+        """Count a tenant's call of another kind; as many are allowed as generations. Raises Overloaded."""
+        self._count("others", tenant)
+
+    def _count(self, kind: str, tenant: str) -> None:
+        if buckets := self._calls.get(kind):
+            self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
+            buckets.take(tenant, 1.0)
+
+    def _check(self, buckets: TokenBuckets, name: str, problem: str) -> None:
+        if (wait := buckets.wait_s(name, 1.0)) > 0:
+            raise Overloaded(f"{problem}; retry in {wait:.1f} s", retry_after=max(wait, MIN_RETRY_S))
+
+
+class TokenBuckets:
+    """A token bucket for each tenant or address: full at first, refilled at a rate, holding at most `capacity`.
+
+    A cost that is known only afterwards may be taken afterwards: a level can be negative. Of more than MAX_BUCKETS the
+    fullest are forgotten.
     """
 
     def __init__(self, per_s: float, capacity: float, clock: Callable[[], float]) -> None:
@@ -49,8 +97,9 @@ class TokenBuckets:
     def take(self, tenant: str, amount: float) -> None:
         """Take `amount`, even below zero; a negative amount gives back."""
         self._levels[tenant] = (min(self._capacity, self._level(tenant) - amount), self._clock())
-        if len(self._levels) > MAX_TENANTS:  # full buckets need no entry
-            self._levels = {name: self._levels[name] for name in self._levels if self._level(name) < self._capacity}
+        if len(self._levels) > MAX_BUCKETS:  # half of them go, so that this is seldom
+            emptiest = sorted(self._levels, key=self._level)[: MAX_BUCKETS // 2]
+            self._levels = {name: self._levels[name] for name in emptiest}
 
     def _level(self, tenant: str) -> float:
         level, since = self._levels.get(tenant, (self._capacity, 0.0))

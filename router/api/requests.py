@@ -25,6 +25,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_DEPTH = 64
 MAX_KEY = 128  # characters
+MAX_MESSAGES = 4096
 CHARACTERS = 4  # characters of a token, roughly
 PRIORITIES: dict[int, QueueClass] = {
     inference_pb2.PRIORITY_UNSPECIFIED: QueueClass.INTERACTIVE,
@@ -105,6 +106,8 @@ def parse(
     if (size := request.ByteSize()) > config.max_request_bytes:  # checked before the text is tokenized
         most = config.max_request_bytes
         raise InvalidRequest("prompt", f"the request has {size} bytes, must have at most {most} (max_request_bytes)")
+    if len(request.messages) > MAX_MESSAGES:
+        raise InvalidRequest("messages", f"are {len(request.messages)}, must be at most {MAX_MESSAGES}")
     if session and request.model not in ("", session.model):
         raise InvalidRequest(
             "model", f"is {request.model!r}, but session {session.session_id} is for {session.model!r}"

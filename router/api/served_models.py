@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,12 @@ from outrider.core.session.contract import MAX_STOP_IDS
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.hub import checkpoint_folder
-from router.api.chat_template import ChatTemplate, TemplateMessage, read_chat_template
+from router.api.chat_template import SECONDS, ChatTemplate, TemplateMessage, read_chat_template
+from router.scheduling.fair_turns import FairTurns
 from router.text.token_text import TokenText
 
 _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
+TOKENIZERS = 2  # long texts that are tokenized at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +31,31 @@ class ServedModel:
     digest: bytes  # of the tokenizer
     eos_ids: tuple[int, ...]
     chat: ChatTemplate | None = None
+    turns: FairTurns = field(default_factory=lambda: FairTurns(TOKENIZERS, "the tokenizer"))  # of long texts
     token_text: TokenText = field(init=False)  # maps a token to its bytes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        """Return the token ids of a text; `special`: with the tokens that the tokenizer itself puts around a prompt."""
+    async def encode(self, text: str, tenant: str = "", *, special: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
+        prompt.
+
+        Raises Overloaded when too many long texts of the tenant wait.
+        """
         if len(text) > _LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text, special)
+            return await self.turns.run(None, tenant, self._encode, text, special)
         return self._encode(text, special)
 
-    async def encode_chat(self, messages: Sequence[TemplateMessage]) -> tuple[int, ...]:
-        """Return the token ids of the prompt of messages; the template contains the special tokens.
+    async def encode_chat(self, messages: Sequence[TemplateMessage], tenant: str = "") -> tuple[int, ...]:
+        """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
 
-        Raises InvalidRequest if there is no template, or it refuses the messages.
+        Raises InvalidRequest if there is no template or it refuses the messages, Overloaded when too many of the
+        tenant's messages wait.
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        return await self.encode(await self.chat.render(messages), special=False)
+        return await self.encode(await self.chat.render(messages, tenant), tenant, special=False)
 
     def close(self) -> None:
         """End the model's child processes."""
@@ -59,8 +66,9 @@ class ServedModel:
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 
-def load_model(name: str, checkpoint: Path) -> ServedModel:
-    """Read tokenizer.json and, if present, generation_config.json, config.json and the chat template.
+def load_model(name: str, checkpoint: Path, template_s: float = SECONDS) -> ServedModel:
+    """Read tokenizer.json and, if present, generation_config.json, config.json and the chat template, which may take
+    `template_s` seconds of the processor for a conversation.
 
     Raises CheckpointError naming the file that is missing or broken.
     """
@@ -74,7 +82,7 @@ def load_model(name: str, checkpoint: Path) -> ServedModel:
         digest = tokenizer_digest(blob)
     except Exception as error:  # the library raises bare Exceptions
         raise CheckpointError(f"{path}: not a tokenizer of the `tokenizers` library: {error}") from None
-    return ServedModel(name, tokenizer, digest, tuple(_eos_ids(folder)), read_chat_template(folder))
+    return ServedModel(name, tokenizer, digest, tuple(_eos_ids(folder)), read_chat_template(folder, template_s))
 
 
 def _eos_ids(folder: Path) -> Iterable[int]:

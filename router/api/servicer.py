@@ -58,7 +58,8 @@ class GenerateServicer(InferenceServicer):
         """Run one generation for as long as the call lasts."""
         async with self._measured(context, "Generate", "text_completion") as metrics:
             arrived = time.monotonic()
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
+            self._router.admission.rates.count_generation(tenant)
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
             session = await self._find_session(tenant, request)
@@ -87,7 +88,8 @@ class GenerateServicer(InferenceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Resume a generation, whichever router owned it."""
         async with self._measured(context, "Resume", "resume") as metrics, AsyncExitStack() as stack:
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
+            self._router.admission.rates.count_generation(tenant, resumed=True)
             stack.enter_context(self._answers.hold(tenant))
             outbox = await stack.enter_async_context(self._outbox())
             found = await session_open.find(
@@ -114,7 +116,7 @@ class GenerateServicer(InferenceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """End a generation, wherever it runs."""
         async with errors_as_status(context), server_span(context, "outrider.v1.Inference/Cancel"):
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
             await self._cancel(tenant, request.session_id)
             await session_open.end(self._router, tenant, request.session_id)  # another router may run it
             return pb.CancelResponse()
@@ -122,7 +124,8 @@ class GenerateServicer(InferenceServicer):
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Create an empty session."""
         async with errors_as_status(context):
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
+            self._router.admission.rates.count_other(tenant)
             model = find_model(request.model, self._router.models)
             session_id = secrets.token_hex(16)
             await self._router.sessions.create(session_id, tenant, model.name, model.digest)
@@ -131,7 +134,8 @@ class GenerateServicer(InferenceServicer):
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Return a session's description."""
         async with errors_as_status(context):
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
+            self._router.admission.rates.count_other(tenant)
             return session_to_pb(await session_open.open_record(self._router.sessions, tenant, request.session_id))
 
     async def CloseSession(
@@ -139,7 +143,7 @@ class GenerateServicer(InferenceServicer):
     ) -> pb.CloseSessionResponse:
         """End a session and drop its log."""
         async with errors_as_status(context):
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
             with suppress(NotFound):  # for example closed before
                 await self._router.sessions.get(request.session_id, tenant)
                 await self._cancel(tenant, request.session_id)
@@ -149,7 +153,8 @@ class GenerateServicer(InferenceServicer):
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
         """Stream a session's steps, with their texts, until it is closed or the call ends."""
         async with errors_as_status(context):
-            tenant = await self._authenticator.tenant(context)
+            tenant = await self._tenant(context)
+            self._router.admission.rates.count_other(tenant)
             async with aclosing(session_steps(self._router, tenant, request.session_id)) as steps:
                 async for step in steps:
                     await context.write(step)
@@ -157,9 +162,14 @@ class GenerateServicer(InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """List the models that have a verifier."""
         async with errors_as_status(context):
-            await self._authenticator.tenant(context)
+            self._router.admission.rates.count_other(await self._tenant(context))
             listed = [await self._describe(model) for model in self._router.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
+
+    async def _tenant(self, context: Context[Any, Any]) -> str:
+        """Return the caller's tenant. Raises Unauthenticated, and Overloaded for an address that is over its rate."""
+        self._router.admission.rates.count_address(context.peer())
+        return await self._authenticator.tenant(context)
 
     async def _cancel(self, tenant: str, session_id: str) -> None:
         """Cancel the generation of a tenant's session, if it runs here or is about to."""

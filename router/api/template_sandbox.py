@@ -5,18 +5,18 @@ imports, no attributes that begin with an underscore, no change of its inputs, n
 sandbox bounds neither time nor memory: loops nest, and one multiplication makes a string of any length. This process
 bounds both: it has a limit of memory, and for each answer a limit of CPU seconds, and ends when it exceeds one.
 
-On stdin, JSON lines: first a template with its variables, then lists of messages. On stdout one JSON line for each,
-{"text": ...} or {"error": ...}. The process ends at the end of its input.
+On stdin, JSON lines: first a template with its variables and the seconds for an answer, then lists of messages. On
+stdout one JSON line for each, {"text": ...} or {"error": ...}. The process ends at the end of its input.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from math import ceil
 from typing import Any
 
 import jinja2
@@ -28,7 +28,7 @@ from jinja2.utils import Namespace
 
 MOST_CHARACTERS = 4 << 20  # characters of a rendered conversation
 MOST_BYTES = 1 << 30  # memory of this process
-MOST_SECONDS = 4  # CPU seconds for one answer
+MOST_SECONDS = 4  # CPU seconds to compile a template, and more than any answer may take
 
 
 class GenerationBlock(jinja2.ext.Extension):
@@ -111,14 +111,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.RLIM_INFINITY))
     template: jinja2.Template | None = None
     variables: dict[str, str] = {}
+    seconds: float = MOST_SECONDS
     for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        seconds = ceil(used.ru_utime + used.ru_stime) + MOST_SECONDS
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         try:
             asked = json.loads(line)
             if template is None:
                 template, variables, text = compile_template(asked["template"]), asked["variables"], ""
+                seconds = asked["seconds"]
             else:
                 text = render(template, asked, variables)
             answer = json.dumps({"text": text})
@@ -127,6 +127,7 @@ def main() -> None:
         except Exception as error:  # a template's mistakes have no common base
             where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             answer = json.dumps({"error": f"{str(error) or type(error).__name__}{where}"[:1000]})
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.api.rate_limits import ResidencyEma, TokenBuckets
+from router.api.rate_limits import CallRates, ResidencyEma
 from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
 
 OUTPUT_WEIGHT = 2.0  # a token of the response costs about as much as two of the prompt, as in arXiv 2401.00588
@@ -54,9 +54,7 @@ class Admission:
         self._held: Counter[str] = Counter()  # slots in use, by model
         self._tenants: Counter[str] = Counter()  # slots in use, by tenant
         self._closed = False
-        per_s, per_min = config.tenant_requests_per_s, config.tenant_tokens_per_min
-        self._requests = TokenBuckets(per_s, max(1.0, per_s), clock) if per_s else None
-        self.tokens = TokenBuckets(per_min / 60, per_min, clock) if per_min else None  # tokens that slots spend
+        self.rates = CallRates(config, clock)
 
     @property
     def held(self) -> int:
@@ -89,11 +87,9 @@ class Admission:
         """Yield a slot that is held while the body runs. `handed_on`: the slot of a generation that is being taken over
         is used.
 
-        Raises Overloaded at once if the queue is full, the tenant is over its rate or the deadline would pass, and
-        later if the wait was too long; DeadlineExceeded when the deadline has passed; Moved when `close` is called.
+        Raises Overloaded at once if the queue is full or the deadline would pass, and later if the wait was too long;
+        DeadlineExceeded when the deadline has passed; Moved when `close` is called.
         """
-        if ticket.priority is not QueueClass.RESUMED:
-            self._check_rates(ticket.tenant)
         if handed_on:
             self._grant(ticket)
         else:
@@ -173,19 +169,6 @@ class Admission:
         after *= self._jitter(1.0, 1.5)
         return Overloaded(f"{problem}; retry in {after:.1f} s", retry_after=after)
 
-    def _check_rates(self, tenant: str) -> None:
-        for buckets, wanted, name in (
-            (self._requests, 1.0, "tenant_requests_per_s"),
-            (self.tokens, 1.0, "tenant_tokens_per_min"),
-        ):
-            if buckets is not None and (wait := buckets.wait_s(tenant, wanted)) > 0:
-                raise Overloaded(
-                    f"this tenant is over its rate ({name}); retry in {wait:.1f} s",
-                    retry_after=max(wait, MIN_RETRY_S),
-                )
-        if self._requests is not None:
-            self._requests.take(tenant, 1.0)
-
     def _max_held(self, model: str) -> int:
         """How many slots this router's sessions of a model may use at once."""
         capacity = self._capacity(model)
@@ -253,8 +236,8 @@ class AdmissionSlot:
         """Charge tokens of the prompt that were read, and tokens of the response."""
         self._spent += prompt + OUTPUT_WEIGHT * output
         self._output_tokens += output
-        if self._admission.tokens is not None:
-            self._admission.tokens.take(self._ticket.tenant, prompt + output)
+        if (tokens := self._admission.rates.tokens) is not None:
+            tokens.take(self._ticket.tenant, prompt + output)
 
     @property
     def held(self) -> bool:

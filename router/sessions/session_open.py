@@ -372,9 +372,9 @@ async def _history(sessions: Sessions, params: GenerateParams, session: SessionR
 async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
     match params.prompt:
         case str() as text:
-            tokens = await params.model.encode(text, special=first)
+            tokens = await params.model.encode(text, params.tenant, special=first)
         case Conversation() as messages:
-            tokens = await params.model.encode_chat(messages)
+            tokens = await params.model.encode_chat(messages, params.tenant)
         case tokens:
             pass
     if not tokens:

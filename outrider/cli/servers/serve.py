@@ -144,6 +144,12 @@ def router(
     tenant_tokens_per_min: Annotated[
         int | None, typer.Option(help="Tokens per minute of a tenant's prompts and answers. [default: no limit]")
     ] = None,
+    address_requests_per_s: Annotated[
+        float | None, typer.Option(help="Calls per second from one address. [default: no limit]")
+    ] = None,
+    template_s: Annotated[
+        float | None, typer.Option(help="Processor seconds of the chat template for a request. [default: 0.2]")
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens that may be committed beyond the durable position. [default: 64]")
     ] = None,

@@ -72,6 +72,10 @@ CONVERSATIONS = [
     [("user", "é🙂 <b>&amp;</b> {{ x }}"), ("assistant", "  'four'\n"), ("user", "Sure? <|endoftext|> yes")],
     [("system", "Be brief."), ("user", ""), ("assistant", "Hm."), ("user", "def f(x):\n    return x\n")],
 ]
+# Takes processor time in proportion to the number that it is sent, and then renders.
+HANG_OF_A_SECOND = (
+    "{% for i in range(1000) %}{% for j in range(messages[0].content | int // 1000) %}{% endfor %}{% endfor %}done"
+)
 HANG = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 HOG = "{% set x = 'x' * messages[0].content | int %}{{ x | length }}"
 
@@ -316,3 +320,15 @@ async def test_a_template_that_makes_nothing_is_no_prompt(
 ) -> None:
     with pytest.raises(InvalidRequest, match="messages: the model's chat template renders an empty prompt"):
         await template_of(opened(folder("{# nothing #}"))).render(messages_of(CONVERSATIONS[0]))
+
+
+async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folder) -> None:
+    """A fraction of a second, which a limit of the process in whole seconds could not give."""
+    template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
+    assert template is not None
+    try:
+        with pytest.raises(InvalidRequest, match=r"it takes too long \(template_s\)"):
+            await template.render([TemplateMessage("user", "2000000")])
+        assert await template.render([TemplateMessage("user", "1")]) == "done"
+    finally:
+        template.close()

@@ -67,6 +67,7 @@ class Front:
         await turn()
 
     async def _stay(self, name: str, wanted: AdmissionTicket) -> None:
+        self.admission.rates.count_generation(wanted.tenant)
         async with self.admission.slot(wanted) as place:
             self.held[name] = place
             self.inside.append(name)
@@ -771,7 +772,7 @@ def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
 def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rate_limits, "MAX_TENANTS", 2)
+    monkeypatch.setattr(rate_limits, "MAX_BUCKETS", 2)
     clock = Clock()
     buckets = TokenBuckets(2.0, 4.0, clock)
     buckets.take("a", -9)

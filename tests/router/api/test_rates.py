@@ -1,0 +1,94 @@
+"""Rates of calls: what is over its rate is refused before anything is done for it, whatever it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.v1 import inference_pb2 as pb
+from tests.router.fakes import FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
+
+BAD = pb.GenerateRequest(text="x", sampling=pb.Sampling(temperature=-1))
+
+
+async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), str(caught.value.details())
+
+
+async def test_a_request_over_its_rate_is_not_even_read(redis_url: str) -> None:
+    async with (
+        running_router(redis_url, tenant_requests_per_s=0.001) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        code, _ = await refusal(collect(rig.stub.Generate(BAD)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT  # the first is within the rate
+        code, problem = await refusal(collect(rig.stub.Generate(BAD)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "this tenant is over its rate (tenant_requests_per_s)" in problem
+
+
+OTHERS: list[Callable[[Rig], Awaitable[Any]]] = [
+    lambda rig: rig.stub.CreateSession(pb.CreateSessionRequest()),
+    lambda rig: rig.stub.GetSession(pb.GetSessionRequest(session_id="s")),
+    lambda rig: rig.stub.Watch(pb.WatchSessionRequest(session_id="s")).read(),
+    lambda rig: rig.stub.ListModels(pb.ListModelsRequest()),
+]
+
+
+@pytest.mark.parametrize("call", OTHERS)
+async def test_calls_of_other_kinds_are_counted_apart_from_generations(
+    redis_url: str, call: Callable[[Rig], Awaitable[Any]]
+) -> None:
+    async with (
+        running_router(redis_url, tenant_requests_per_s=0.001) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        await collect(rig.stub.Generate(ask(max_tokens=2)))
+        await rig.stub.CreateSession(pb.CreateSessionRequest())
+        code, problem = await refusal(call(rig))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "tenant_requests_per_s" in problem
+        await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))  # is never over a rate
+        code, _ = await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))
+        assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_resuming_counts_as_generating_and_needs_no_rate_of_tokens(redis_url: str) -> None:
+    async with (
+        running_router(redis_url, tenant_requests_per_s=2.0, tenant_tokens_per_min=2) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        started, *_ = await collect(rig.stub.Generate(ask(max_tokens=2)))  # more tokens than the rate allows
+        again = pb.ResumeRequest(session_id=started.session_id)
+        _, chunks, _ = await collect(rig.stub.Resume(again))
+        assert [token for chunk in chunks for token in chunk.token_ids] == SCRIPT[:2]
+        code, problem = await refusal(collect(rig.stub.Generate(ask(max_tokens=2))))
+        assert (code, "tenant_tokens_per_min" in problem) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+        refused = [await refusal(collect(rig.stub.Resume(again))) for _ in range(1)]
+        assert refused[0][0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_an_address_over_its_rate_is_refused_before_its_key_is_looked_up(redis_url: str) -> None:
+    async with running_router(redis_url, auth="keys", address_requests_per_s=0.001) as rig:
+        code, _ = await refusal(rig.stub.ListModels(pb.ListModelsRequest()))
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+        code, problem = await refusal(rig.stub.ListModels(pb.ListModelsRequest()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "this address is over its rate (address_requests_per_s)" in problem
+
+
+async def test_there_are_at_most_so_many_messages(redis_url: str) -> None:
+    async with (
+        running_router(redis_url) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        request = pb.GenerateRequest(messages=[pb.Message(role="user")] * 4097)
+        code, problem = await refusal(collect(rig.stub.Generate(request)))
+        assert (code, problem) == (grpc.StatusCode.INVALID_ARGUMENT, "messages: are 4097, must be at most 4096")
