@@ -179,7 +179,12 @@ def hot_reload(config: DrafterConfig, capacity: Capacity, scheduler: DraftSchedu
 
 
 def _upstream_pool(config: DrafterConfig, worker_id: str, capacity: Capacity) -> UpstreamPool:
-    hello = pb.Hello(drafter_id=worker_id, tokenizer_digest=capacity.tokenizer_digest, vocabulary=capacity.vocabulary)
+    hello = pb.Hello(
+        drafter_id=worker_id,
+        tokenizer_digest=capacity.tokenizer_digest,
+        vocabulary=capacity.vocabulary,
+        public_sources=not config.learns and (config.store is None or config.store_public),
+    )
     return UpstreamPool(hello, Tls.read(config.ca, config.cert, config.key), capacity.features)
 
 

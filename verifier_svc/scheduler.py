@@ -420,7 +420,7 @@ class StepScheduler:
         accepted = set(path)
         report = step_report(step, work, path, now, rates)
         if session.broadcast.watched:
-            session.broadcast.show(step_tree(session, nodes, work.parents, path, choices, report))
+            session.broadcast.show(step_tree(session, session.public_senders, nodes, path, choices, report))
         traced = session.traced
         pending = None if traced is None else traced.before_commit(session.tree, nodes)
         settle(work, path, choices, step.price)

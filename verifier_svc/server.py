@@ -151,7 +151,8 @@ def make_ngram_proposers(config: VerifierConfig, engine: Engine) -> NgramPropose
         return NgramProposers()
     if config.lookup == "lookahead":
         return NgramProposers(ahead=True)
-    return NgramProposers(config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest))
+    lookups = config.lookup and Lookups.open(config.lookup, config.store, engine.tokenizer_digest)
+    return NgramProposers(lookups, public=config.store is None or config.store_public)
 
 
 def make_head_proposer(config: VerifierConfig, engine: Engine) -> HeadProposer:

@@ -87,6 +87,12 @@ class VerifierSession(DraftedSession):
             self._claims[HEADS] = heads.calibration
 
     @property
+    def public_senders(self) -> set[int]:
+        """Keys of the drafters and proposers whose nodes everybody may see, also those that are not accepted."""
+        public = {it.sender for stream, it in self.subscriptions.items() if stream.public_sources} | {HEADS}
+        return public | {SENDER} if self.ngram_proposer is None or self.ngram_proposer.public else public
+
+    @property
     def room(self) -> int:
         """Tokens that a step may commit now: up to the end, and to the window beyond the durable position."""
         return min(self.end, self.commits.limit) - len(self.tokens)

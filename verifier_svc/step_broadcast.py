@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
@@ -58,29 +58,39 @@ class StepBroadcast:
 
 def step_tree(
     session: DraftedSession,
+    public: Set[int],
     nodes: Sequence[Node],
-    parents: Sequence[int],
     path: Sequence[Node],
     choices: Sequence[Choice],
     report: StepReport,
 ) -> types_pb2.StepTree:
-    """Return what a watcher sees of a step that verified `nodes` and accepts `path`, before the tree is re-rooted."""
-    accepted = set(path)
+    """Return what a watcher sees of a step that verified `nodes` (parents before children) and accepts `path`, before
+    the tree is re-rooted.
+
+    A node that was not accepted may be a piece of another tenant's text that its drafter has learned. It is shown only
+    if a drafter sent it whose sources are `public` (keys of drafters); the others are counted.
+    """
     drafters = {it.sender: stream.drafter_id for stream, it in session.subscriptions.items()}
     drafters |= {sender: name for name, sender in session.origins.items()}
     numbers = {sender: number for number, sender in enumerate(drafters, 1)}
+    origins, accepted = session.tree.ids.origins, set(path)
+    rows: dict[Node | None, int] = {}  # of the shown nodes, counted from 1; 0 is the root
+    for node in nodes:
+        beside = node.parent is session.tree.root or node.parent in rows
+        if beside and (node in accepted or not public.isdisjoint(origins(node))):
+            rows[node] = len(rows) + 1
+    shown = [node for node in nodes if node in rows]
     return types_pb2.StepTree(
         position=len(session.tokens),
         committed=[choice.token for choice in choices],
-        tokens=[node.token for node in nodes],
-        parents=parents,
-        edges=bytes(edge_code(node.edge) for node in nodes),
-        accepted=[at for at, node in enumerate(nodes) if node in accepted],
+        tokens=[node.token for node in shown],
+        parents=[rows.get(node.parent, 0) for node in shown],
+        edges=bytes(edge_code(node.edge) for node in shown),
+        accepted=[at for at, node in enumerate(shown) if node in accepted],
         drafters=drafters.values(),
-        senders=[
-            min((numbers.get(sender, 0) for sender in session.tree.ids.origins(node)), default=0) for node in nodes
-        ],
+        senders=[min((numbers.get(sender, 0) for sender in origins(node)), default=0) for node in shown],
         left_out=session.tree.size - len(nodes),
+        hidden=len(nodes) - len(shown),
         report=report_to_pb(report),
         plan=plan_to_pb(session.terms.plan),
     )

@@ -140,6 +140,7 @@ class StepTree:
     texts: tuple[bytes, ...]  # of the committed tokens
     nodes: tuple[StepNode, ...]  # parents before children
     left_out: int  # nodes of the tree that the step did not take
+    hidden: int  # verified nodes that are not shown: not accepted, and drafted from what may hold others' texts
     forward_s: float
     waited_s: float
     depth: int  # ceilings of the plan in force: gamma

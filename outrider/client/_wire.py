@@ -255,6 +255,7 @@ def step_tree_from_pb(message: types_pb2.StepTree) -> StepTree:
             )
         ),
         left_out=message.left_out,
+        hidden=message.hidden,
         forward_s=message.report.forward_us / 1e6,
         waited_s=message.report.waited_us / 1e6,
         depth=message.plan.depth,

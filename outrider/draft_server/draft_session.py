@@ -36,6 +36,7 @@ class DraftStream(DraftOutbox):
 
     def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
         super().__init__(drafter_id, heartbeat)
+        self.public_sources = False  # whether everybody may see what it drafts, also what is not accepted
         self.subscriptions: dict[int, Subscription] = {}  # by attachment
         self.waiting: dict[int, pb.Subscribe] = {}  # by attachment: those whose session is not open yet
         self.attached = 0  # the largest attachment so far

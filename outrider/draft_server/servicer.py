@@ -205,6 +205,7 @@ class DraftStreamServicer(TreeSinkServicer):
                 "draft with a model of the same family, or start the drafter with --target"
             )
         stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat)
+        stream.public_sources = hello.public_sources
         stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
         return stream
 

@@ -22,14 +22,16 @@ class DraftUp(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary")
+    __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary", "public_sources")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_SOURCES_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     tokenizer_digest: bytes
     vocabulary: int
-    def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ...) -> None: ...
+    public_sources: bool
+    def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., public_sources: _Optional[bool] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("session_id", "epoch", "attachment", "ticket", "features")

@@ -190,7 +190,7 @@ class SpeculationStatus(_message.Message):
     def __init__(self, reason: _Optional[_Union[SpeculationReason, str]] = ..., detail: _Optional[str] = ..., steps: _Optional[int] = ..., plain_rate: _Optional[int] = ..., drafted_rate: _Optional[int] = ...) -> None: ...
 
 class StepTree(_message.Message):
-    __slots__ = ("position", "committed", "tokens", "parents", "edges", "accepted", "drafters", "senders", "left_out", "report", "plan", "missed", "texts", "committed_texts")
+    __slots__ = ("position", "committed", "tokens", "parents", "edges", "accepted", "drafters", "senders", "left_out", "report", "plan", "missed", "texts", "committed_texts", "hidden")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class StepTree(_message.Message):
     MISSED_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TEXTS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_FIELD_NUMBER: _ClassVar[int]
     position: int
     committed: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -219,7 +220,8 @@ class StepTree(_message.Message):
     missed: int
     texts: _containers.RepeatedScalarFieldContainer[bytes]
     committed_texts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, position: _Optional[int] = ..., committed: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., accepted: _Optional[_Iterable[int]] = ..., drafters: _Optional[_Iterable[str]] = ..., senders: _Optional[_Iterable[int]] = ..., left_out: _Optional[int] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., missed: _Optional[int] = ..., texts: _Optional[_Iterable[bytes]] = ..., committed_texts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    hidden: int
+    def __init__(self, position: _Optional[int] = ..., committed: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ..., accepted: _Optional[_Iterable[int]] = ..., drafters: _Optional[_Iterable[str]] = ..., senders: _Optional[_Iterable[int]] = ..., left_out: _Optional[int] = ..., report: _Optional[_Union[StepReport, _Mapping]] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., missed: _Optional[int] = ..., texts: _Optional[_Iterable[bytes]] = ..., committed_texts: _Optional[_Iterable[bytes]] = ..., hidden: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("steps", "running_ms")

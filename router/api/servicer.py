@@ -24,7 +24,7 @@ from router.api.messages import event_to_pb, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
 from router.reporting.request_metrics import RequestMetrics
-from router.reporting.step_stream import session_steps
+from router.reporting.step_stream import StepStreams
 from router.scheduling.admission import OUTPUT_WEIGHT, SHUTTING_DOWN, AdmissionSlot, AnswerLimit
 from router.scheduling.fair_queue import AdmissionTicket, QueueClass
 from router.sessions import session_open
@@ -48,6 +48,7 @@ class GenerateServicer(InferenceServicer):
         self._draining = False
         self._pending = PendingRequests()
         self._answers = AnswerLimit(router.config)
+        self._steps = StepStreams(router)
         self._outboxes: set[Outbox] = set()
         self._active_calls = 0  # running Generate and Resume calls
         self._idle = asyncio.Event()  # set while there are no such calls
@@ -155,7 +156,7 @@ class GenerateServicer(InferenceServicer):
         async with errors_as_status(context):
             tenant = await self._tenant(context)
             self._router.admission.rates.count_other(tenant)
-            async with aclosing(session_steps(self._router, tenant, request.session_id)) as steps:
+            async with aclosing(self._steps.steps(tenant, request.session_id)) as steps:
                 async for step in steps:
                     await context.write(step)
 
@@ -251,6 +252,7 @@ class GenerateServicer(InferenceServicer):
             generation.move()
         if opened.token_log is not None:
             self.running[generation.session_id] = generation
+            self._steps.on_begin(generation.session_id)
         if pending is not None:
             pending.settled.set()
             if pending.cancelled:

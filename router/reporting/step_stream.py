@@ -1,47 +1,176 @@
-"""A stream of a session's steps for its owner, wherever the session decodes."""
+"""Streams of sessions' steps for their owners, wherever the sessions decode."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 import grpc.aio
 
-from outrider.errors import NotFound, Unavailable
+from outrider.errors import InternalError, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.rpc.backoff import Backoff
 from outrider.rpc.status import from_rpc_error
+from outrider.store.sessions import SessionRecord
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from router.api.requests import find_model
 from router.sessions.session_open import RouterContext, open_record
 
-RETRY_S = 0.1  # between two looks for the verifier that decodes the session
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between two looks for the verifier that decodes a session
+MAX_QUEUED = 64  # steps that are queued for a slow watcher
+MAX_WATCHERS, MAX_OF_TENANT = 256, 32
+RETRY_S = 1.0
 
 
-async def session_steps(
-    router: RouterContext, tenant: str, session_id: str
-) -> AsyncGenerator[types_pb2.StepTree, None]:
-    """Yield a session's steps from now on, generation after generation, until it is closed. Raises NotFound."""
-    record = await open_record(router.sessions, tenant, session_id)
-    token_text = find_model(record.model, router.models).token_text
-    while True:
-        for worker in router.worker_pool.listed:
-            if worker.worker_id != record.verifier:
-                continue
-            call = VerifierStub(router.worker_pool.channel(worker)).Watch(
-                verifier_pb2.WatchRequest(session_id=session_id)
-            )
+class StepStreams:
+    """The watched sessions of a router: each has one stream from its verifier, however many watch it."""
+
+    def __init__(self, router: RouterContext) -> None:
+        self._router = router
+        self._watched: dict[str, _WatchedSession] = {}
+        self._watchers: Counter[str] = Counter()  # by tenant
+
+    async def steps(self, tenant: str, session_id: str) -> AsyncGenerator[types_pb2.StepTree, None]:
+        """Yield the steps of a tenant's session from now on, generation after generation, until it is closed.
+
+        Raises NotFound, and Overloaded where the tenant or all tenants watch too much.
+        """
+        if self._watchers.total() >= MAX_WATCHERS or self._watchers[tenant] >= MAX_OF_TENANT:
+            most = f"at most {MAX_OF_TENANT} of a tenant and {MAX_WATCHERS} in all"
+            raise Overloaded(f"too many sessions are watched here ({most}); end a watch first", retry_after=RETRY_S)
+        self._watchers[tenant] += 1
+        try:
+            record = await open_record(self._router.sessions, tenant, session_id)
+            watched = self._watched.get(session_id)
+            if watched is None or watched.ended:
+                watched = self._watched[session_id] = _WatchedSession(self._router, record)
             try:
-                async for step in call:
-                    if step is None:  # gRPC gives None for bytes that do not parse
-                        raise Unavailable(f"verifier {worker.worker_id} has sent bytes that are no message")
-                    step.texts.extend(map(token_text, step.tokens))
-                    step.committed_texts.extend(map(token_text, step.committed))
-                    yield step
-            except grpc.aio.AioRpcError as error:
-                known = from_rpc_error(error)
-                if not isinstance(known, NotFound | Unavailable):
-                    raise known from None
+                async with aclosing(watched.steps()) as steps:
+                    async for step in steps:
+                        yield step
             finally:
-                call.cancel()
-        await asyncio.sleep(RETRY_S)
-        record = await open_record(router.sessions, tenant, session_id)
+                if watched.ended and self._watched.get(session_id) is watched:
+                    del self._watched[session_id]
+        finally:
+            self._watchers[tenant] -= 1
+            self._watchers += Counter()  # drops tenants without watchers
+
+    def on_begin(self, session_id: str) -> None:
+        """A generation of the session begins here: its verifier is known in a moment."""
+        if session_id in self._watched:
+            self._watched[session_id].begun.set()
+
+
+class _Watcher:
+    """A watcher's steps."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[types_pb2.StepTree | OutriderError] = asyncio.Queue()  # bounded by `add`
+        self._missed = 0
+
+    def add(self, step: types_pb2.StepTree) -> None:
+        """Queue a step, or count it as missed where the watcher does not keep up."""
+        missed = self._missed + step.missed
+        if self.queue.qsize() >= MAX_QUEUED:
+            self._missed = missed + 1
+            return
+        if missed != step.missed:
+            own = types_pb2.StepTree()
+            own.CopyFrom(step)
+            own.missed, step = missed, own
+        self._missed = 0
+        self.queue.put_nowait(step)
+
+
+class _WatchedSession:
+    """One session's steps, which are read once and given to all its watchers. Only its own tenant can watch it."""
+
+    def __init__(self, router: RouterContext, record: SessionRecord) -> None:
+        self.begun = asyncio.Event()  # set when a generation begins at this router
+        self._router = router
+        self._record = record
+        self._watchers: set[_Watcher] = set()
+        self._task: asyncio.Task[None] | None = None
+        self.ended = False  # nobody watches any more, or nothing more comes
+
+    async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
+        """Yield the steps from now on. Raises what ended them: NotFound once the session is closed."""
+        watcher = _Watcher()
+        self._watchers.add(watcher)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            while True:
+                step = await watcher.queue.get()
+                if isinstance(step, OutriderError):
+                    raise step
+                yield step
+        finally:
+            self._watchers.discard(watcher)
+            if not self._watchers:
+                self.ended = True
+                self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            async for step in self._read():
+                for watcher in self._watchers:
+                    watcher.add(step)
+        except OutriderError as error:
+            self._end(error)
+        except Exception as error:
+            self._end(InternalError(f"the session's steps cannot be read: {error}"))
+            raise
+
+    def _end(self, error: OutriderError) -> None:
+        self.ended = True
+        for watcher in self._watchers:
+            watcher.queue.put_nowait(error)
+
+    async def _read(self) -> AsyncIterator[types_pb2.StepTree]:
+        sessions, record = self._router.sessions, self._record
+        token_text = find_model(record.model, self._router.models).token_text
+        backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
+        while True:
+            async for step in self._read_from(record.verifier):
+                backoff.attempts = 0
+                step.texts.extend(map(token_text, step.tokens))
+                step.committed_texts.extend(map(token_text, step.committed))
+                yield step
+            await self._wait(backoff)
+            record = await open_record(sessions, record.tenant, record.session_id)
+
+    async def _wait(self, backoff: Backoff) -> None:
+        """Wait until the session may decode again: soon after a generation began here, and now and then, because it may
+        begin at another router."""
+        pause = asyncio.create_task(backoff.wait())
+        begun = asyncio.create_task(self.begun.wait())
+        try:
+            await asyncio.wait({pause, begun}, return_when=asyncio.FIRST_COMPLETED)
+            if self.begun.is_set():
+                self.begun.clear()
+                backoff.attempts = 0
+        finally:
+            pause.cancel()
+            begun.cancel()
+
+    async def _read_from(self, worker_id: str) -> AsyncIterator[types_pb2.StepTree]:
+        """Yield the steps of the session at one verifier, as long as it is there."""
+        worker = next((one for one in self._router.worker_pool.listed if one.worker_id == worker_id), None)
+        if worker is None:
+            return
+        stub = VerifierStub(self._router.worker_pool.channel(worker))
+        call = stub.Watch(verifier_pb2.WatchRequest(session_id=self._record.session_id))
+        try:
+            async for step in call:
+                if step is None:  # gRPC gives None for bytes that do not parse
+                    raise Unavailable(f"verifier {worker_id} has sent bytes that are no message")
+                yield step
+        except grpc.aio.AioRpcError as error:
+            known = from_rpc_error(error)
+            if not isinstance(known, NotFound | Unavailable):
+                raise known from None
+        finally:
+            call.cancel()

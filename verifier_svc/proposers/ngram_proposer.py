@@ -35,7 +35,9 @@ class NgramProposer:
     them.
     """
 
-    def __init__(self, lookup: Lookup, calibration: Calibration, allowance: ReadAllowance) -> None:
+    def __init__(self, lookup: Lookup, calibration: Calibration, allowance: ReadAllowance, *, public: bool) -> None:
+        """`public`: everybody may see what it proposes, also what is not accepted."""
+        self.public = public
         self.calibration = calibration
         self._allowance = allowance
         self.read_to = 0  # tokens that it has read
@@ -81,7 +83,7 @@ class LookaheadProposer(NgramProposer):
     def __init__(
         self, lookahead: Lookahead, calibration: Calibration, allowance: ReadAllowance, trial_gate: TrialGate
     ) -> None:
-        super().__init__(lookahead, calibration, allowance)
+        super().__init__(lookahead, calibration, allowance, public=True)
         self.lookahead = lookahead
         self.trial_gate = trial_gate
         self.seconds = Ema(EMA_WEIGHT)  # that its window takes of a step outside the pass, on average
@@ -103,9 +105,11 @@ def prune(tree: TokenTree, node: Node, sender: int) -> bool:
 class NgramProposers:
     """Makes the n-gram proposers of a verifier's sessions, and holds what they learn and share."""
 
-    def __init__(self, lookups: Lookups | None = None, *, ahead: bool = False) -> None:
-        """`lookups`: propose what followed before, by these; `ahead`: propose by lookahead instead."""
+    def __init__(self, lookups: Lookups | None = None, *, ahead: bool = False, public: bool = False) -> None:
+        """`lookups`: propose what followed before, by these; `ahead`: propose by lookahead instead; `public`: everybody
+        may see what is proposed, also what is not accepted."""
         self._lookups = lookups
+        self._public = public
         self._ahead = ahead
         self._allowance = ReadAllowance()
         self._calibration = Calibration()
@@ -136,4 +140,5 @@ class NgramProposers:
             return LookaheadProposer(Lookahead(known), calibration, self._allowance, trial_gate)
         if self._lookups is None:
             return None
-        return NgramProposer(self._lookups.begin(tenant, contract), self._calibration, self._allowance)
+        lookup = self._lookups.begin(tenant, contract)
+        return NgramProposer(lookup, self._calibration, self._allowance, public=self._public)

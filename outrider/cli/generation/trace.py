@@ -50,14 +50,16 @@ def rendered(step: StepTree) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 
-    accepted = sum(node.accepted for node in step.nodes)
+    accepted, verified = sum(node.accepted for node in step.nodes), len(step.nodes) + step.hidden
     head = Text(f"{step.position} ", style="bold").append(_readable(b"".join(step.texts)), style="bold green")
     head.append(
-        f"  {len(step.committed)} committed, {accepted} of {len(step.nodes)} accepted, {step.left_out} left out, "
+        f"  {len(step.committed)} committed, {accepted} of {verified} accepted, {step.left_out} left out, "
         f"pass {step.forward_s * 1000:.1f} ms, held back {step.waited_s * 1000:.1f} ms, "
         f"gamma {step.depth}, width {step.width}",
         style="dim",
     )
+    if step.hidden:
+        head.append(f"  ({step.hidden} rejected nodes not shown: their drafter may hold others' texts)", style="yellow")
     if step.missed:
         head.append(f"  ({step.missed} steps not shown)", style="yellow")
     tree = Tree(head, guide_style="dim")

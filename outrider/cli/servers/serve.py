@@ -89,6 +89,10 @@ Resources = Annotated[
     typer.Option("--resource", metavar="NAME=AMOUNT", help="Another resource of a rank, on Ray; may be repeated."),
 ]
 Heartbeat = Annotated[float | None, typer.Option(help="Seconds between heartbeats in Redis. [default: 1]")]
+StorePublic = Annotated[
+    bool | None,
+    typer.Option(help="Everybody may see pieces of the store, also in drafts that were rejected."),
+]
 Store = Annotated[Path | None, typer.Option(help="Datastore made by `outrider index`, for retrieval without a model.")]
 Drain = Annotated[float | None, typer.Option(help="Seconds that running calls get to end at shutdown. [default: 5]")]
 
@@ -223,6 +227,7 @@ def verifier(
         typer.Option(help="Also draft without a model: prompt-lookup, suffix, retrieval or lookahead."),
     ] = None,
     store: Store = None,
+    store_public: StorePublic = None,
     heads: Annotated[
         Path | None, typer.Option(help="Heads trained on the target: a folder, or ORG/NAME[@REVISION] on the hub.")
     ] = None,
@@ -292,6 +297,7 @@ def drafter(
         str | None, typer.Option(help="Proposer: model, prompt-lookup, suffix or retrieval. [default: model]")
     ] = None,
     store: Store = None,
+    store_public: StorePublic = None,
     target: Annotated[
         Path | None, typer.Option(help="The target's checkpoint, if its tokenizer differs from this model's.")
     ] = None,
