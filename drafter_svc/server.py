@@ -20,7 +20,7 @@ from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
 from outrider.store.client import connect
 from outrider.store.registry import keep_announced
-from outrider.store.tickets import ticket_key
+from outrider.store.tickets import listed_keys
 from outrider.store.versions import Versions
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import drafter_pb2 as pb
@@ -38,7 +38,7 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     worker_id = f"drafter-{secrets.token_hex(4)}"
     redis = connect(redis_url)
     if config.drafts == "model":
-        ticket_verifier = TicketVerifier(await ticket_key(redis), partial(ticket_key, redis))
+        ticket_verifier = TicketVerifier(partial(listed_keys, redis))
         servicer = await asyncio.to_thread(
             run_in_short_lived_thread, partial(with_model, config, worker_id, ticket_verifier, group)
         )
@@ -76,6 +76,8 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
                 ) as address,
             ):
                 tasks.run_required("growth", scheduler.run)
+                if servicer.stream_servicer is not None:
+                    tasks.keep_running("ticket keys", servicer.stream_servicer.read_ticket_keys)
                 if config.learns and isinstance(scheduler, DraftScheduler):
                     versions = Versions(redis, config.model_name)
                     tasks.keep_running("learning", hot_reload(config, servicer.capacity, scheduler, versions).run)

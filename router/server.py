@@ -14,13 +14,14 @@ from outrider.config import RouterConfig
 from outrider.core.control.tier_selection import TierSwitch
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
+from outrider.rpc.tickets import TicketSigner
 from outrider.rpc.tls import Tls, is_loopback
 from outrider.store.acceptance_priors import share
-from outrider.store.client import connect, ping
+from outrider.store.client import connect
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
-from outrider.store.tickets import ticket_key
+from outrider.store.tickets import list_key
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import inference_pb2 as pb
@@ -33,7 +34,7 @@ from router.reporting.dashboard import pages
 from router.reporting.request_metrics import RouterMetrics, mean
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
-from router.sessions.maintenance import refresh_workers, sweep
+from router.sessions.maintenance import keep_key_listed, refresh_workers, sweep
 from router.sessions.session_open import RouterContext
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
@@ -85,7 +86,7 @@ async def _serve(
         background=background,
         admission=admission,
         tiers=TierSwitch(measured=config.tiers == "measured"),
-        ticket_key=partial(ticket_key, client),
+        ticket_signer=TicketSigner(),
         warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
         sample_writer=SampleWriter(client, config.teaches),
         metrics=RouterMetrics(),
@@ -104,7 +105,8 @@ async def _serve(
         return [pb.DESCRIPTOR.services_by_name["Inference"].full_name]
 
     try:
-        await ping(client)
+        public_key = router.ticket_signer.public_key
+        await list_key(client, public_key)  # before the first ticket, for drafts from the first session on
         shown = pages(router, lambda: tuple(service.running.values()))
         with exporting_telemetry("router", router.router_id, config.metrics, shown):
             async with (
@@ -121,6 +123,7 @@ async def _serve(
                 ) as address,
             ):
                 tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
+                tasks.keep_running("ticket key", partial(keep_key_listed, client, public_key))
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)
                 tasks.keep_running("training samples", router.sample_writer.run)

@@ -33,7 +33,7 @@ from outrider.rpc.supervision import supervising
 from outrider.rpc.tls import Tls
 from outrider.store.client import connect
 from outrider.store.registry import Worker, keep_announced
-from outrider.store.tickets import ticket_key
+from outrider.store.tickets import listed_keys
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.pages import json_page
 from outrider.telemetry.process import exporting_telemetry
@@ -65,7 +65,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
     feature_fuser = await asyncio.to_thread(run_in_short_lived_thread, partial(make_feature_fuser, config, engine))
     weights = await asyncio.to_thread(_weights, config)
     redis = connect(redis_url)
-    ticket_verifier = TicketVerifier(await ticket_key(redis), partial(ticket_key, redis))
+    ticket_verifier = TicketVerifier(partial(listed_keys, redis))
     stream_servicer = DraftStreamServicer(worker_id, engine.tokenizer_digest, ticket_verifier, feature_fuser.digest)
     scheduler = StepScheduler(
         engine,
@@ -127,6 +127,7 @@ async def run(config: VerifierConfig, redis_url: str, *, announce: Callable[[str
                 )
 
             tasks.run_required("step loop", scheduler.run)
+            tasks.keep_running("ticket keys", stream_servicer.read_ticket_keys)
             tasks.keep_running(
                 "announcement", partial(keep_announced, redis_url, describe, config.heartbeat_s, changed)
             )

@@ -38,8 +38,16 @@ class DraftStream(DraftOutbox):
         super().__init__(drafter_id, heartbeat)
         self.public_sources = False  # whether everybody may see what it drafts, also what is not accepted
         self.subscriptions: dict[int, Subscription] = {}  # by attachment
-        self.waiting: dict[int, pb.Subscribe] = {}  # by attachment: those whose session is not open yet
+        self.waiting: dict[int, WaitingSubscribe] = {}  # by attachment
         self.attached = 0  # the largest attachment so far
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSubscribe:
+    """A subscription whose session is not open yet, or whose ticket names a key that is not known yet."""
+
+    subscribe: pb.Subscribe
+    reading: int | None  # number of the reading of the keys that it waits for; None: it waits for its session
 
 
 @dataclass(eq=False, slots=True)

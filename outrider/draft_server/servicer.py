@@ -16,10 +16,10 @@ from google.protobuf.message import DecodeError
 from outrider.core.control.calibration import Calibration
 from outrider.core.control.drafting_terms import RESTING_PRICE
 from outrider.core.tree.delta import DigestMismatch, Hints
-from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription
+from outrider.draft_server.draft_session import DraftedSession, DraftStream, Subscription, WaitingSubscribe
 from outrider.draft_server.snapshot import snapshot_parts
 from outrider.draft_server.ticket_verifier import TicketVerifier
-from outrider.errors import Forbidden, InvalidRequest, OutriderError, Overloaded, TokenizerMismatch
+from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
 from outrider.rpc.status import errors_as_status
@@ -30,7 +30,7 @@ from outrider.v1.drafter_pb2_grpc import TreeSinkServicer
 log = logging.getLogger(__name__)
 
 SUBSCRIBE_BYTES = 4096  # size of a subscription, its ticket included
-WAITING_SUBSCRIPTIONS = 1024  # subscriptions of one drafter that came before their session
+WAITING_SUBSCRIPTIONS = 1024  # subscriptions of one drafter that came before their session, or their ticket's key
 PATIENCE_S = 5.0  # how long such a subscription may wait
 LAST_WRITE_S = 1.0  # time for a write that is under way when a stream ends
 MAX_REFUSED = 1000  # refused frames in a row that a stream may have; a session's end explains a handful
@@ -111,10 +111,14 @@ class DraftStreamServicer(TreeSinkServicer):
     def subscribe_waiting(self, session: DraftedSession) -> None:
         """Subscribes the drafters that were waiting for this session, which has opened."""
         for stream in self._streams:
-            for subscribe in list(stream.waiting.values()):
-                if subscribe.session_id == session.id:
-                    del stream.waiting[subscribe.attachment]
-                    self._open(stream, subscribe)
+            for attachment, waiting in list(stream.waiting.items()):
+                if waiting.subscribe.session_id == session.id and waiting.reading is None:
+                    del stream.waiting[attachment]
+                    self._open(stream, waiting.subscribe)
+
+    async def read_ticket_keys(self) -> None:
+        """Reads the routers' public keys when a ticket needs them. Runs until cancelled."""
+        await self._ticket_verifier.run(self._on_keys_read)
 
     def pause(self, session: DraftedSession) -> None:
         """Lets drafters rest until the next commit, if they have begun below the present root: their nodes would come
@@ -245,11 +249,14 @@ class DraftStreamServicer(TreeSinkServicer):
             self._open(stream, subscribe)
 
     def _open(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
-        """Subscribes a drafter to its session, has it wait for the session, or refuses it with the reason."""
+        """Subscribes a drafter to its session, has it wait for the session or its ticket's key, or refuses it with the
+        reason.
+        """
         session = self._host.sessions.get(subscribe.session_id)
+        reading = self._ticket_verifier.request_reading(subscribe.ticket)
         try:
-            if session is None:
-                self._wait(stream, subscribe)
+            if session is None or reading is not None:
+                self._wait(stream, subscribe, None if session is None else reading)
             else:
                 self._admit(stream, subscribe, session)
         except OutriderError as error:
@@ -281,15 +288,30 @@ class DraftStreamServicer(TreeSinkServicer):
             del self._calibrations[next(iter(self._calibrations))]
         return self._calibrations.setdefault(drafter_id, Calibration())
 
-    def _wait(self, stream: DraftStream, subscribe: pb.Subscribe) -> None:
+    def _wait(self, stream: DraftStream, subscribe: pb.Subscribe, reading: int | None) -> None:
         if len(stream.waiting) >= WAITING_SUBSCRIPTIONS:
-            raise Overloaded("too many subscriptions wait for their session")
-        stream.waiting[subscribe.attachment] = subscribe
-        asyncio.get_running_loop().call_later(PATIENCE_S, self._expire, stream, subscribe.attachment)
+            raise Overloaded("too many subscriptions wait for their session or their ticket's key")
+        stream.waiting[subscribe.attachment] = WaitingSubscribe(subscribe, reading)
+        asyncio.get_running_loop().call_later(PATIENCE_S, self._settle, stream, subscribe.attachment)
 
-    def _expire(self, stream: DraftStream, attachment: int) -> None:
-        if stream.waiting.pop(attachment, None):
-            self._refuse(stream, attachment, "unknown session")
+    def _on_keys_read(self, number: int) -> None:
+        for stream in self._streams:
+            for attachment, waiting in list(stream.waiting.items()):
+                if waiting.reading is not None and waiting.reading <= number:
+                    self._settle(stream, attachment)
+
+    def _settle(self, stream: DraftStream, attachment: int) -> None:
+        """Subscribes a drafter that has waited, or refuses it; it waits no longer."""
+        waiting = stream.waiting.pop(attachment, None)
+        if waiting is None:
+            return
+        session = self._host.sessions.get(waiting.subscribe.session_id)
+        try:
+            if session is None:
+                raise NotFound("unknown session")
+            self._admit(stream, waiting.subscribe, session)
+        except OutriderError as error:
+            self._refuse(stream, attachment, str(error))
 
     def _unsubscribe(self, stream: DraftStream, unsubscribe: pb.Unsubscribe) -> None:
         subscription = stream.subscriptions.get(unsubscribe.attachment)

@@ -1,27 +1,41 @@
-"""The key with which routers sign drafters' tickets and upstreams check them: one for the whole cluster."""
+"""The public keys of routers, with which upstreams check drafters' tickets.
+
+    outrider:{tickets}:keys   sorted set: an Ed25519 public key -> until when it counts, in milliseconds since 1970
+
+Each router lists a key of its own and renews it while it runs. The times are by the routers' clocks, as those in the
+tickets are.
+"""
 
 from __future__ import annotations
 
-import secrets
+import time
 from typing import Any
 
-from outrider.errors import InternalError
 from outrider.store.client import Client, redis_errors
 
-TICKET_KEY_BYTES = 32
+RENEW_S = 5.0  # between two renewals by a router, which also restore a key that Redis has lost
+KEY_LIFE_S = 150.0  # how long a key counts after its last renewal; a ticket is valid for less
+MAX_KEYS = 1024  # keys that are read, those that count longest
 
-_KEY = "outrider:{cluster}:ticket-key"
+_KEYS = "outrider:{tickets}:keys"
 
 
-async def ticket_key(redis: Client) -> bytes:
-    """Return the cluster's ticket key: 32 random bytes, made by the first caller and the same for all.
-
-    A Redis that lost everything makes another key, so a process that keeps the key reads it again when a ticket does
-    not fit. Raises Unavailable when Redis cannot be used.
-    """
+async def list_key(redis: Client, public_key: bytes) -> None:
+    """List a router's key for KEY_LIFE_S from now, and remove keys that ended long ago. Raises Unavailable when Redis
+    cannot be used."""
+    now = time.time()
     with redis_errors(redis):
-        await redis.set(_KEY, secrets.token_bytes(TICKET_KEY_BYTES), nx=True)
-        key: Any = await redis.get(_KEY)
-    if not isinstance(key, bytes) or len(key) != TICKET_KEY_BYTES:
-        raise InternalError(f"{_KEY} in Redis is not what Outrider writes there; is the database shared?")
-    return key
+        async with redis.pipeline() as pipeline:
+            pipeline.zadd(_KEYS, {public_key: round((now + KEY_LIFE_S) * 1000)})
+            pipeline.zremrangebyscore(_KEYS, "-inf", round((now - KEY_LIFE_S) * 1000))
+            pipeline.expire(_KEYS, round(2 * KEY_LIFE_S))
+            await pipeline.execute()
+
+
+async def listed_keys(redis: Client) -> dict[bytes, float]:
+    """Return the listed keys and until when each counts, in seconds since 1970: KEY_LIFE_S from now at most, whatever a
+    router's clock is. Raises Unavailable when Redis cannot be used."""
+    with redis_errors(redis):
+        found: Any = await redis.zrevrange(_KEYS, 0, MAX_KEYS - 1, withscores=True)
+    latest = time.time() + KEY_LIFE_S
+    return {key: min(until_ms / 1000, latest) for key, until_ms in found}

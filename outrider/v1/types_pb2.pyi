@@ -248,12 +248,14 @@ class Ticket(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., tenant: _Optional[str] = ..., drafter_id: _Optional[str] = ..., upstream_id: _Optional[str] = ..., epoch: _Optional[int] = ..., expires_ms: _Optional[int] = ...) -> None: ...
 
 class SignedTicket(_message.Message):
-    __slots__ = ("ticket", "mac")
+    __slots__ = ("ticket", "public_key", "signature")
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    MAC_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
-    mac: bytes
-    def __init__(self, ticket: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
+    public_key: bytes
+    signature: bytes
+    def __init__(self, ticket: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 
 import grpc.aio
@@ -16,7 +16,7 @@ from outrider.core.control.attribution import CreditTracker, DrafterCredit
 from outrider.core.control.tier_selection import Tiers, TierSwitch
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.rpc.status import from_rpc_error
-from outrider.rpc.tickets import Permit, sign
+from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.rpc.tracing import client_span
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
@@ -80,7 +80,7 @@ class DrafterSet:
         assignment: DraftAssignment,
         wanted: int,
         tiers: TierSwitch,
-        ticket_key: Callable[[], Awaitable[bytes]],
+        ticket_signer: TicketSigner,
     ) -> None:
         """`wanted`: number of drafters of each tier."""
         self._worker_pool = worker_pool
@@ -88,7 +88,7 @@ class DrafterSet:
         self._assignment = assignment
         self._wanted = wanted
         self._tiers = tiers
-        self._ticket_key = ticket_key
+        self._ticket_signer = ticket_signer
         self._preferred = assignment.previous  # worker ids that are preferred at the first placement
         self._attached: dict[str, DrafterPlacement] = {}
         self._worth: dict[int, CreditTracker] = {}  # by tier
@@ -303,7 +303,7 @@ class DrafterSet:
                 tenant=assignment.tenant,
                 epoch=assignment.epoch,
                 upstream=placed.upstream.address,
-                ticket=sign(await self._ticket_key(), permit),
+                ticket=self._ticket_signer.sign(permit),
             )
             with client_span("outrider.v1.Drafter/Attach"):
                 stub = DrafterStub(self._worker_pool.channel(worker))

@@ -1,4 +1,4 @@
-"""A router's periodic tasks: refresh the list of workers, and end abandoned generations."""
+"""A router's periodic tasks: refresh the list of workers, keep its ticket key listed, end abandoned generations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import random
 from collections.abc import Container
 
 from outrider.errors import OutriderError
+from outrider.store.client import Client
 from outrider.store.sessions import Sessions
+from outrider.store.tickets import RENEW_S, list_key
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 
@@ -28,6 +30,19 @@ async def refresh_workers(worker_pool: WorkerPool, admission: Admission) -> None
             log.debug("%s", error)  # the last list stays in use
         admission.dispatch()
         await asyncio.sleep(REFRESH_S)
+
+
+async def keep_key_listed(redis: Client, public_key: bytes) -> None:
+    """Renew this router's ticket key in Redis. Runs until cancelled.
+
+    The key stays listed when the router ends, because tickets that it has signed are valid a while longer.
+    """
+    while True:
+        await asyncio.sleep(RENEW_S)
+        try:
+            await list_key(redis, public_key)
+        except OutriderError as error:
+            log.debug("%s", error)  # upstreams keep the keys that they have read
 
 
 async def sweep(sessions: Sessions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
@@ -13,6 +13,7 @@ from outrider.core.control.policies import GammaPolicy, policy
 from outrider.core.control.tier_selection import TierSwitch
 from outrider.errors import Busy, Conflict, InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
 from outrider.offload import offload_if_long
+from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
@@ -42,7 +43,7 @@ class RouterContext:
     background: BackgroundTasks
     admission: Admission
     tiers: TierSwitch
-    ticket_key: Callable[[], Awaitable[bytes]]
+    ticket_signer: TicketSigner
     warm_start: WarmStart
     sample_writer: SampleWriter
     metrics: RouterMetrics

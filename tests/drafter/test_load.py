@@ -15,11 +15,11 @@ from tests.engine.families import CONTEXT, make_family
 TARGET = Path(__file__).parents[2] / "models" / "target"
 
 
-async def _no_key() -> bytes:
-    return b""
+async def _no_keys() -> dict[bytes, float]:
+    return {}
 
 
-KEYS = TicketVerifier(b"", _no_key)
+KEYS = TicketVerifier(_no_keys)
 
 
 def test_a_drafter_is_loaded_as_its_section_configures_it() -> None:

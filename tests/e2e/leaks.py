@@ -56,7 +56,7 @@ async def nothing_left(cluster: LocalCluster, warm_up: Callable[[], Awaitable[No
             assert value <= before[name] + SLACK, (name, before, after)
         async with connect(cluster.redis_url) as redis:
             for key in await redis.keys("*"):
-                if any(tag in key for tag in (b"{workers}", b"{cluster}", b"{acceptance}", b"{leases}")):
+                if any(tag in key for tag in (b"{workers}", b"{tickets}", b"{acceptance}", b"{leases}")):
                     continue
                 # Of closed sessions a tombstone stays for a minute.
                 assert key.endswith(b":session"), key

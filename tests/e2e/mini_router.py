@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -12,14 +13,13 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
-from outrider.rpc.tickets import Permit, sign
+from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.store.client import connect
-from outrider.store.tickets import ticket_key
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
-KEYS: dict[str, bytes] = {}  # ticket keys, by the address of a verifier that `trust` was given
+SIGNERS: dict[str, TicketSigner] = {}  # by the address of a server whose cluster `trust` was given
 # With overlap time has no price: drafters draft however fast the target is.
 SPECULATE = Plan(version=1, depth=8, width=4, nodes=16, overlap=Overlap.ALWAYS)
 _names = itertools.count(1)
@@ -31,10 +31,16 @@ async def described(verifier: str) -> verifier_pb2.VerifierDescription:
 
 
 async def trust(cluster: LocalCluster) -> None:
-    """Learns a running cluster's ticket key."""
-    async with aclosing(connect(cluster.redis_url)) as redis:
-        key = await ticket_key(redis)
-    KEYS.update((process.address, key) for process in cluster.processes.values())
+    """Lists a ticket key in a running cluster's Redis, as a router does; it counts for the whole run."""
+    signer = await listed_signer(cluster.redis_url)
+    SIGNERS.update((process.address, signer) for process in cluster.processes.values())
+
+
+async def listed_signer(redis_url: str) -> TicketSigner:
+    signer = TicketSigner()
+    async with aclosing(connect(redis_url)) as redis:
+        await redis.zadd("outrider:{tickets}:keys", {signer.public_key: (time.time() + 86400) * 1000})
+    return signer
 
 
 @dataclass
@@ -137,4 +143,4 @@ async def attach(drafter: str, session: str, verifier: str, upstream: str | None
 async def ticket(verifier: str, session: str, drafter_id: str, epoch: int = 1) -> bytes:
     async with open_channel(verifier) as channel:
         described = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
-    return sign(KEYS[verifier], Permit(session, "", drafter_id, described.worker_id, epoch))
+    return SIGNERS[verifier].sign(Permit(session, "", drafter_id, described.worker_id, epoch))

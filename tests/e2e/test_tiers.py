@@ -17,11 +17,11 @@ from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, Verifier
 from outrider.core.session.contract import OFF, Contract
 from outrider.fleet.cluster import LocalCluster, Process
 from outrider.rpc.channels import open_channel
-from outrider.rpc.tickets import Permit, sign
+from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2, types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.conftest import MODELS
-from tests.e2e.mini_router import KEYS, decode, detach, trust
+from tests.e2e.mini_router import SIGNERS, decode, detach, trust
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -79,7 +79,7 @@ async def attach_below(drafter: str, upstream: str, session: str) -> str:
     async with open_channel(drafter) as below, open_channel(upstream) as above:
         name = (await DrafterStub(below).Describe(types_pb2.DescribeRequest())).worker_id
         there = (await DrafterStub(above).Describe(types_pb2.DescribeRequest())).worker_id
-        signed = sign(KEYS[upstream], Permit(session, "", name, there, 1))
+        signed = SIGNERS[upstream].sign(Permit(session, "", name, there, 1))
         request = drafter_pb2.AttachRequest(session_id=session, epoch=1, upstream=upstream, ticket=signed)
         await DrafterStub(below).Attach(request)
     return name

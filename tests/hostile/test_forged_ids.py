@@ -59,7 +59,7 @@ def forged(draw: random.Random, real: list[str]) -> str:
                 f"outrider:{{{one}}}:log",
                 "*",
                 "{keys}",
-                "{cluster}:ticket-key",
+                "{tickets}:keys",
                 f"idempotency:{one}",
                 f"{draw.getrandbits(128):032x}",
                 f"{draw.getrandbits(128):032x}",

@@ -24,10 +24,8 @@ from outrider.errors import OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving as serving_grpc
 from outrider.rpc.status import CLASS_KEY
-from outrider.rpc.tickets import Permit, sign
-from outrider.store.client import connect
+from outrider.rpc.tickets import Permit
 from outrider.store.registry import Worker
-from outrider.store.tickets import ticket_key
 from outrider.v1 import drafter_pb2, inference_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import (
     DrafterStub,
@@ -37,6 +35,7 @@ from outrider.v1.drafter_pb2_grpc import (
 )
 from outrider.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, VerifierStub, add_VerifierServicer_to_server
+from tests.e2e.mini_router import listed_signer
 from tests.engine.small_checkpoints import make_checkpoint
 from tests.engine.taught import random_heads
 from tests.hostile import frames
@@ -126,8 +125,7 @@ async def test_frames_of_a_drafter(checkpoint: Path, redis_url: str, count: int)
             digests = [extend(EMPTY, committed[:length]) for length in range(1, len(committed) + 1)]
             frames.TRUE_DIGESTS[:] = digests
             permit = Permit("s", "", "d", described.worker_id, 1)
-            async with connect(redis_url) as redis:
-                good = sign(await ticket_key(redis), permit, valid_s=7200)
+            good = (await listed_signer(redis_url)).sign(permit, valid_s=7200)
             hello = drafter_pb2.Hello(
                 drafter_id="d", tokenizer_digest=described.tokenizer_digest, vocabulary=VOCABULARY
             )

@@ -21,6 +21,7 @@ from outrider.core.session.contract import Plan
 from outrider.core.session.speculation_status import SpeculationStatus
 from outrider.errors import OutriderError, Unavailable
 from outrider.rpc.status import CLASS_KEY
+from outrider.rpc.tickets import TicketSigner
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
 from router.api.auth import NoAuthentication
@@ -249,7 +250,7 @@ class Router:
                 background=_Background(self.trouble),
                 admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
                 tiers=TierSwitch(),
-                ticket_key=_no_key,
+                ticket_signer=TicketSigner(),
                 metrics=RouterMetrics(),
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
@@ -304,10 +305,6 @@ def error_of(ended: Ended) -> OutriderError:
 
 async def _share_nothing(name: str, priors: AcceptancePriors) -> None:
     """Shares nothing."""
-
-
-async def _no_key() -> bytes:
-    return b""
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from outrider.errors import Conflict, Superseded, Unavailable
 from outrider.store.client import address_of, connect, ping
 from outrider.store.registry import Registry, Worker
 from outrider.store.sessions import SessionLog, Sessions, SessionTurn
-from outrider.store.tickets import ticket_key
+from outrider.store.tickets import list_key, listed_keys
 from tests.store.cluster import redis_cluster
 
 TOKENS = [5, 6, 7, 8, 1, 2]
@@ -126,7 +126,8 @@ async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> Non
     for index in range(8):
         assert await sessions.claim("tenant", f"key {index}", b"request", f"s{index}") == f"s{index}"
         assert await sessions.claim("tenant", f"key {index}", b"request", "another") == f"s{index}"
-    assert await ticket_key(client) == await ticket_key(client)
+    await list_key(client, b"k" * 32)
+    assert list(await listed_keys(client)) == [b"k" * 32]
     registry = Registry(client)
     worker = Worker("v1", "verifier", "127.0.0.1:7071", "target", b"digest", 4096, 1024, 8, 2, 6_700_000)
     for name in ("v1", "v2", "v3"):

@@ -23,7 +23,7 @@ from outrider.errors import (
 from outrider.store.client import address_of, connect, redacted
 from outrider.store.leases import Lease
 from outrider.store.sessions import OwnedSession, SessionLog, SessionRecord, Sessions, SessionTurn
-from outrider.store.tickets import ticket_key
+from outrider.store.tickets import list_key
 
 PROMPT = [5, 6, 7, 8]
 CONTRACT = Contract(seed=2**64 - 1, max_tokens=9, temperature=0.1 + 0.2, stop_ids=(0, 3), logprobs=1)
@@ -61,7 +61,7 @@ async def test_what_was_left_behind_is_ended_once_and_its_owner_is_refused(clien
 async def test_all_sessions_are_found_and_nothing_else(client: Redis, sessions: Sessions) -> None:
     await sessions.create("s2", "", "target", b"")
     await sessions.claim("", "key", b"", "s2/1")
-    await ticket_key(client)
+    await list_key(client, b"k" * 32)
     await _begin(sessions)
     assert sorted([name async for name in sessions.ids()]) == ["s1", "s2"]
 
@@ -404,17 +404,6 @@ async def test_an_idempotency_key_is_held_by_the_first_and_by_its_request(client
         assert b"secret" not in key
         assert b"secret" not in await client.get(key)
         assert 50_000 < await client.pttl(key) <= 60_000
-
-
-async def test_the_ticket_key_is_one_for_all(client: Redis) -> None:
-    keys = await asyncio.gather(*(ticket_key(client) for _ in range(8)))
-    assert len(set(keys)) == 1
-    assert len(keys[0]) == 32
-    await client.flushall()
-    assert await ticket_key(client) != keys[0]
-    await client.set("outrider:{cluster}:ticket-key", "short")
-    with pytest.raises(InternalError, match="ticket-key"):
-        await ticket_key(client)
 
 
 async def test_scripts_survive_a_server_that_forgot_them(client: Redis, sessions: Sessions) -> None:

@@ -23,8 +23,8 @@ from verifier_svc.commit_queue import StepCommit
 from verifier_svc.session import SessionStart, VerifierSession
 
 
-async def no_key() -> bytes:
-    return b""
+async def no_keys() -> dict[bytes, float]:
+    return {}
 
 
 def publish(sink: DraftStreamServicer, session: VerifierSession, commit: StepCommit) -> None:
@@ -36,7 +36,7 @@ def sink_and_session(overlap: Overlap = Overlap.MEASURED) -> tuple[DraftStreamSe
     session = VerifierSession(
         SessionStart("s", "", 1, (1, 2, 3), 3, *terms, 64), AcquiredSlot(0, 2, None), 4096, ArrivalPatterns.unknown()
     )
-    return DraftStreamServicer("verifier", b"", TicketVerifier(b"", no_key)), session
+    return DraftStreamServicer("verifier", b"", TicketVerifier(no_keys)), session
 
 
 async def test_commits_for_drafters_at_rest_are_held_back_and_joined() -> None:

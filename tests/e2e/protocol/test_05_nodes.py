@@ -68,14 +68,14 @@ async def test_exhausted_means_that_nothing_more_comes_before_the_next_commit(dr
         assert (frame.exhausted, list(frame.tokens)) == (True, [])
 
 
-async def no_key() -> bytes:
-    return b""
+async def no_keys() -> dict[bytes, float]:
+    return {}
 
 
 async def test_a_verifier_does_not_wait_for_an_exhausted_drafter_until_the_next_commit() -> None:
     engine: Any = SimpleNamespace(slots=1, treeless="", memory=lambda *_: None)
     loop = StepScheduler(engine, CostModel([(2, 0.01)]), prefill_chunk=128, max_nodes=64, publish=lambda *_: None)
-    sink = DraftStreamServicer("verifier", b"", TicketVerifier(b"", no_key))
+    sink = DraftStreamServicer("verifier", b"", TicketVerifier(no_keys))
     sink.serve(loop)
     plan = Plan(version=1, depth=8, wait_us=1_000_000)
     start = SessionStart("s", "", 1, (1, 2, 3), 3, Contract(seed=1, max_tokens=100), plan, 64)

@@ -1,8 +1,6 @@
 """7. Trust."""
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from outrider.core.control.arrival_model import ArrivalPatterns
 from outrider.core.control.budget import CostModel
@@ -22,11 +21,11 @@ from outrider.engine.kv_slots import AcquiredSlot
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS, open_channel
 from outrider.rpc.codec import plan_to_pb
-from outrider.rpc.tickets import Permit, sign
+from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.store.client import connect
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from tests.e2e.mini_router import KEYS, described
+from tests.e2e.mini_router import SIGNERS, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, RawRouter, decoding, delta, drafting, hello_to
 from tests.e2e.protocol.talk import End, Inbox, end_of
@@ -74,12 +73,12 @@ async def unharmed(verifier: str, text: Text) -> AsyncIterator[Bystander]:
         assert not drafter.inbox.of("closed", 1)
 
 
-async def test_the_ticket_key_is_32_bytes_in_redis_and_a_ticket_is_made_as_the_page_specifies(
+async def test_a_public_key_that_redis_lists_checks_a_ticket_made_as_the_page_specifies(
     cluster: LocalCluster, verifier: str, text: Text
 ) -> None:
-    async with aclosing(connect(cluster.redis_url)) as redis:
-        key = await redis.get("outrider:{cluster}:ticket-key")
-    assert len(key) == 32
+    private = Ed25519PrivateKey.generate()
+    public = private.public_key().public_bytes_raw()
+    assert len(public) == 32
     async with (
         decoding(verifier, tokens=text.prompt, contract=text.contract, window=1) as router,
         drafting(verifier) as drafter,
@@ -91,8 +90,14 @@ async def test_the_ticket_key_is_32_bytes_in_redis_and_a_ticket_is_made_as_the_p
             epoch=1,
             expires_ms=int(time.time() * 1000) + 60_000,
         ).SerializeToString()
-        signed = types_pb2.SignedTicket(ticket=ticket, mac=hmac.new(key, ticket, hashlib.sha256).digest())
-        attachment = await drafter.subscribe(router.session, signed=signed.SerializeToString())
+        signed = types_pb2.SignedTicket(ticket=ticket, public_key=public, signature=private.sign(ticket))
+        blob = signed.SerializeToString()
+        attachment = await drafter.subscribe(router.session, signed=blob)
+        assert (await drafter.inbox.take("closed", attachment)).reason.startswith("forged ticket")
+        async with aclosing(connect(cluster.redis_url)) as redis:
+            assert await redis.zcard("outrider:{tickets}:keys")  # the router's, at least
+            await redis.zadd("outrider:{tickets}:keys", {public: (time.time() + 60) * 1000})
+        attachment = await drafter.subscribe(router.session, signed=blob)
         await drafter.inbox.take("snapshot", attachment)
 
 
@@ -103,7 +108,7 @@ TICKETS: dict[str, tuple[dict[str, Any], str]] = {
     "of another upstream": ({"upstream_id": "another"}, "foreign ticket"),
     "of another epoch": ({"epoch": 2}, "foreign ticket"),
     "that has expired": ({"valid_s": -0.001}, "expired ticket"),
-    "under another key": ({"key": b"k" * 32}, "forged ticket"),
+    "of a key that nobody listed": ({"signer": TicketSigner()}, "forged ticket"),
     "that was changed": ({"tail": b"\x28\x02"}, "forged ticket"),
     "that does not exist": ({"blob": b""}, "forged ticket"),
     "that is no message": ({"blob": b"\xff\xff\xff"}, "malformed ticket"),
@@ -123,7 +128,7 @@ async def test_a_bad_ticket_closes_its_attachment_alone(
         fields = {"session_id": router.session, "tenant": "", "drafter_id": drafter.name, "upstream_id": upstream}
         altered = {name: value for name, value in changes.items() if name in Permit.__slots__}
         permit = Permit(**{**fields, "epoch": 1, **altered})
-        blob = sign(changes.get("key", KEYS[verifier]), permit, changes.get("valid_s", 60.0))
+        blob = changes.get("signer", SIGNERS[verifier]).sign(permit, changes.get("valid_s", 60.0))
         if "tail" in changes:
             signed = types_pb2.SignedTicket.FromString(blob)
             signed.ticket += changes["tail"]

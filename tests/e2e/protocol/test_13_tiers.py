@@ -10,11 +10,11 @@ from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb
-from outrider.rpc.tickets import Permit, sign
+from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
-from tests.e2e.mini_router import KEYS
+from tests.e2e.mini_router import SIGNERS
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import RawDrafter, delta, drafting
 from tests.e2e.protocol.upstreams import Attached, Copy, Stream, upstream_of
@@ -51,7 +51,7 @@ async def between(drafter: str) -> AsyncIterator[Between]:
             hello = pb.Hello(drafter_id=NAME, tokenizer_digest=there.tokenizer_digest, vocabulary=there.vocabulary)
             below.send_frame(hello=hello)
             assert (await below.inbox.take("welcome")).upstream_id == there.worker_id
-            yield Between(mid.stream, below, mid, sign(KEYS[drafter], permit))
+            yield Between(mid.stream, below, mid, SIGNERS[drafter].sign(permit))
 
 
 async def test_nodes_go_up_at_once_with_their_origin_and_are_then_judged(drafter: str, text: Text) -> None:
@@ -163,7 +163,7 @@ async def test_a_ticket_for_another_upstream_is_refused(drafter: str, text: Text
     async with between(drafter) as peers:
         peers.above.snapshot(text.whole[:LENGTH])
         permit = Permit(peers.session, "", NAME, "verifier-x", 1)
-        await peers.below.subscribe(peers.session, signed=sign(KEYS[drafter], permit))
+        await peers.below.subscribe(peers.session, signed=SIGNERS[drafter].sign(permit))
         assert "foreign ticket" in (await peers.below.inbox.take("closed")).reason
 
 
