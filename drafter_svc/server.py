@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
@@ -16,8 +15,10 @@ from outrider.config import DrafterConfig
 from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.engine.ranks.group import ALONE, Group
 from outrider.engine.threads import run_in_short_lived_thread
+from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.server import serving
 from outrider.rpc.supervision import supervising
+from outrider.rpc.tls import Tls
 from outrider.store.client import connect
 from outrider.store.registry import keep_announced
 from outrider.store.tickets import listed_keys
@@ -35,7 +36,8 @@ async def run(config: DrafterConfig, redis_url: str, *, announce: Callable[[str]
     the address cannot be bound, TokenizerMismatch for a store of another tokenizer.
     """
     check_settings(config)
-    worker_id = f"drafter-{secrets.token_hex(4)}"
+    tls = Tls.read(config.ca, config.cert, config.key)
+    worker_id = new_drafter_id(tls.cert if tls is not None else None)
     redis = connect(redis_url)
     if config.drafts == "model":
         ticket_verifier = TicketVerifier(partial(listed_keys, redis))

@@ -34,9 +34,12 @@ class FusedFeatures(Protocol):
 class DraftStream(DraftOutbox):
     """One drafter's Draft call: what is queued for it, and the sessions that it drafts for."""
 
-    def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
+    def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat], holder: str = "") -> None:
+        """`holder`: who the caller is by its certificate; empty without TLS."""
         super().__init__(drafter_id, heartbeat)
         self.public_sources = False  # whether everybody may see what it drafts, also what is not accepted
+        self.holder = holder
+        self.admitted = False  # whether a ticket has admitted it to a session
         self.subscriptions: dict[int, Subscription] = {}  # by attachment
         self.waiting: dict[int, WaitingSubscribe] = {}  # by attachment
         self.attached = 0  # the largest attachment so far

@@ -22,6 +22,7 @@ from outrider.draft_server.ticket_verifier import TicketVerifier
 from outrider.errors import Forbidden, InvalidRequest, NotFound, OutriderError, Overloaded, TokenizerMismatch
 from outrider.rpc import liveness
 from outrider.rpc.codec import delta_from_pb, hints_to_pb, plan_to_pb, set_sent_terms
+from outrider.rpc.drafter_ids import holder_of
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tickets import Permit
 from outrider.v1 import drafter_pb2 as pb
@@ -91,7 +92,7 @@ class DraftStreamServicer(TreeSinkServicer):
         """Serves one drafter's stream for as long as it is open."""
         async with errors_as_status(context), self._counting():
             frames = liveness.monitored(requests, "the drafter")
-            stream = await self._greet(frames)
+            stream = await self._greet(frames, context)
             reading = asyncio.create_task(self._read(stream, frames))
             writing = asyncio.create_task(self._write(stream, context))
             self._streams.add(stream)
@@ -194,11 +195,11 @@ class DraftStreamServicer(TreeSinkServicer):
         """Counts a refused frame that ends its stream."""
         try:
             yield
-        except (InvalidRequest, TokenizerMismatch, DecodeError):
+        except (Forbidden, InvalidRequest, TokenizerMismatch, DecodeError):
             self.refused += 1
             raise
 
-    async def _greet(self, frames: Requests) -> DraftStream:
+    async def _greet(self, frames: Requests, context: grpc.aio.ServicerContext[Any, Any]) -> DraftStream:
         first = await anext(frames, None)
         if first is None or first.WhichOneof("frame") != "hello":
             raise InvalidRequest("hello", "must be the first frame of Draft")
@@ -208,7 +209,8 @@ class DraftStreamServicer(TreeSinkServicer):
                 f"tokenizer_digest: drafter '{hello.drafter_id}' uses another tokenizer than this upstream's model; "
                 "draft with a model of the same family, or start the drafter with --target"
             )
-        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat)
+        holder = holder_of(context, hello.drafter_id)
+        stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat, holder)
         stream.public_sources = hello.public_sources
         stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
         return stream
@@ -267,11 +269,19 @@ class DraftStreamServicer(TreeSinkServicer):
             raise Forbidden(f"fenced: the session is at epoch {session.epoch}")
         permit = Permit(session.id, session.tenant, stream.drafter_id, self._worker_id, subscribe.epoch)
         self._ticket_verifier.check(subscribe.ticket, permit)
+        self._check_holder(stream)
         self._check_features(subscribe.features)
         calibration, wants_features = self._calibration(stream.drafter_id), bool(subscribe.features)
         self._snapshot(session.subscribe(stream, subscribe.attachment, calibration, wants_features=wants_features))
         session.on_drafter_subscribed()
         self._host.wake()
+
+    def _check_holder(self, stream: DraftStream) -> None:
+        """Raises Forbidden if another holder has an open stream under the same id that a ticket has admitted."""
+        for other in self._streams:
+            if other.admitted and other.drafter_id == stream.drafter_id and other.holder != stream.holder:
+                raise Forbidden("foreign drafter: a drafter with another certificate drafts here under the same id")
+        stream.admitted = True
 
     def _check_features(self, wanted: bytes) -> None:
         if wanted and not self._fusion:

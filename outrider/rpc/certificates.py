@@ -14,9 +14,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from outrider.errors import ConfigError
-from outrider.rpc.tls import NAMES
+from outrider.rpc.drafter_ids import NAME as DRAFTER_NAME
+from outrider.rpc.tls import DRAFTER, NAMES
 
 CA_DAYS = 3650
+COMMON_NAME_CHARACTERS = 64
 DAYS = 365
 CLIENT_FACING = ("router", "gateway")  # called by clients, which check the host name
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -25,14 +27,20 @@ CLOCK_SKEW = timedelta(minutes=5)  # certificates are valid a little before they
 Key = ec.EllipticCurvePrivateKey
 
 
-def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bool = False) -> list[Path]:
+def make(
+    folder: Path, hosts: Sequence[str] = (), drafters: Sequence[str] = (), *, days: int = DAYS, force: bool = False
+) -> list[Path]:
     """Write ca.pem, ca.key, and ROLE.pem and ROLE.key for every role into `folder`; return the files.
 
-    `hosts`: names and addresses, beside this machine's own, at which clients reach router and gateway. Only the owner
-    can read the keys. Raises ConfigError when a file exists already, unless `force` replaces all of them, or when they
+    `hosts`: names and addresses, beside this machine's own, at which clients reach router and gateway. `drafters`:
+    names of drafters, each of which gets a certificate of its own, drafter-NAME.pem. Only the owner can read the keys.
+    Raises ConfigError for a wrong name, when a file exists already, unless `force` replaces all of them, or when they
     cannot be written.
     """
-    files = [folder / f"{name}.{kind}" for name in ("ca", *NAMES) for kind in ("pem", "key")]
+    if wrong := [name for name in drafters if not DRAFTER_NAME.fullmatch(name)]:
+        raise ConfigError(f"drafter: {wrong[0]!r} is no name; use lower-case letters, digits and '-', at most 63")
+    subjects = NAMES | {f"drafter-{name}": (*NAMES["drafter"], f"{name}.{DRAFTER}") for name in drafters}
+    files = [folder / f"{name}.{kind}" for name in ("ca", *subjects) for kind in ("pem", "key")]
     existing = [file.name for file in files if file.exists()]
     if existing and not force:
         raise ConfigError(
@@ -43,7 +51,7 @@ def make(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS, force: bo
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder, "ca", ca, ca_key)
-        for role, names in NAMES.items():
+        for role, names in subjects.items():
             key = ec.generate_private_key(ec.SECP256R1())
             subject_names = (*names, *LOCAL, *hosts) if role in CLIENT_FACING else names
             _write(folder, role, _certificate(role, subject_names, key, ca, ca_key, days), key)
@@ -77,7 +85,7 @@ def _authority(key: Key) -> x509.Certificate:
 def _certificate(
     role: str, names: Iterable[str], key: Key, ca: x509.Certificate, ca_key: Key, days: int
 ) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"outrider {role}")])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"outrider {role}"[:COMMON_NAME_CHARACTERS])])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     both = [
         ExtendedKeyUsageOID.SERVER_AUTH,

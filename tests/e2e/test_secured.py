@@ -41,14 +41,23 @@ class Secured(NamedTuple):
 async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
     """A verifier that drafts from its tenants' answers, a drafter with the small model, and a tier below that one."""
     folder = tmp_path_factory.mktemp("certs")
-    make(folder)
+    make(folder, drafters=["edge"])
     lines: list[str] = []
     target, small = MODELS / "target", MODELS / "drafter"
     config = ClusterConfig(
         tls=TlsConfig(ca=folder / "ca.pem", cert=folder / "{role}.pem", key=folder / "{role}.key"),
         router=RouterConfig(listen="127.0.0.1:0", models={"target": target}, auth="keys", tiers="all"),
         verifier=[VerifierConfig(model=target, dtype="float32", slots=4, lookup="suffix")],
-        drafter=[DrafterConfig(model=small, dtype="float32", slots=4)],
+        drafter=[
+            DrafterConfig(
+                model=small,
+                dtype="float32",
+                slots=4,
+                ca=folder / "ca.pem",
+                cert=folder / "drafter-edge.pem",
+                key=folder / "drafter-edge.key",
+            )
+        ],
         tier={1: [DrafterConfig(model=small, slots=4, tier=1, drafts="suffix")]},
     )
     async with LocalCluster(config, forward=lambda name, line: lines.append(f"{name}: {line}")) as cluster:
@@ -71,6 +80,7 @@ async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
                 session = await client.get_session(drafted.session_id)
                 if len(session.drafters) == 2 and drafted.usage.acceptance_length > 1.0:
                     break
+        assert sorted(drafter.rpartition("-")[0] for drafter in session.drafters) == ["drafter", "edge"]
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -160,7 +170,7 @@ async def test_certificates_are_replaced_while_sessions_run(
         stream, received = client.stream(prompts[0], max_tokens=200, seed=5), 0
         async for chunk in stream:
             if received < 20 <= (received := received + len(chunk.token_ids)):
-                make(secured.ca.parent, force=True)
+                make(secured.ca.parent, drafters=["edge"], force=True)
         assert stream.result.token_ids == plain.token_ids
         assert stream.result.resumes == 0
         await asyncio.sleep(0.5)  # until the router has looked

@@ -16,6 +16,10 @@ def certs(
         list[str] | None,
         typer.Option(help="Another name or address that clients reach router and gateway by; may be repeated."),
     ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A drafter that gets a certificate of its own; may be repeated."),
+    ] = None,
     days: Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")] = 365,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files, the CA included.")] = False,
 ) -> None:
@@ -26,5 +30,5 @@ def certs(
     from outrider.rpc.certificates import make
 
     with reported():
-        files = make(folder, host or (), days=days, force=force)
+        files = make(folder, host or (), drafter or (), days=days, force=force)
     print(f"outrider certs: wrote {', '.join(file.name for file in files)} to {folder}")

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.rpc.drafter_ids import new_drafter_id
 from outrider.rpc.tls import NAMES, Tls
 
 
@@ -26,6 +27,21 @@ def test_each_role_gets_a_certificate_and_a_key_that_only_its_owner_can_read(tmp
     keys = list(folder.glob("*.key"))
     assert len(keys) == len(NAMES) + 1
     assert {stat.S_IMODE(key.stat().st_mode) for key in keys} == {0o600}
+
+
+def test_a_drafter_with_a_name_gets_a_certificate_of_its_own(tmp_path: Path) -> None:
+    run("certs", str(tmp_path), "--drafter", "alice", "--drafter", "b" * 63)
+    for name in ("alice", "b" * 63):
+        read = Tls.read(tmp_path / "ca.pem", tmp_path / f"drafter-{name}.pem", tmp_path / f"drafter-{name}.key")
+        assert read is not None
+        assert new_drafter_id(read.cert).startswith(f"{name}-")
+
+
+@pytest.mark.parametrize("name", ["", "Alice", "a.b", "-a", "a-", "../x", "b" * 64])
+def test_a_name_that_no_certificate_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    _, stderr = run("certs", str(tmp_path), "--drafter", name, exit_code=2)
+    assert "lower-case letters" in stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
