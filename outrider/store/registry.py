@@ -1,4 +1,14 @@
-"""The registry of live workers, which announce themselves under heartbeat keys that expire."""
+"""The registry of live workers, which announce themselves under heartbeat keys that expire.
+
+    outrider:{workers}:id:ID           a verifier (JSON)
+    outrider:{workers}:ids             set: the verifiers' ids
+    outrider:{workers}:drafter-id:ID   a drafter (JSON)
+    outrider:{workers}:drafter-ids     set: the drafters' ids
+
+Each role has keys of its own, so that a drafter's user in Redis can neither remove a verifier nor pose as one. All keys
+have one hash tag, so that MGET works on a Redis Cluster. Drafters of an older version announce themselves among the
+verifiers.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +28,8 @@ from outrider.store.client import Client, connect, load_object, redis_errors
 TOP = -1  # the tier above all drafters: the verifiers
 Role = Literal["verifier", "drafter"]
 
-_IDS = "outrider:{workers}:ids"  # one hash tag for the whole registry, so that MGET works on a Redis Cluster
-_WORKER = "outrider:{workers}:id:"
+_IDS: dict[Role, str] = {"drafter": "outrider:{workers}:drafter-ids", "verifier": "outrider:{workers}:ids"}
+_WORKER: dict[Role, str] = {"drafter": "outrider:{workers}:drafter-id:", "verifier": "outrider:{workers}:id:"}
 _MISSED_HEARTBEATS = 3
 
 log = logging.getLogger(__name__)
@@ -83,16 +93,16 @@ class Registry:
         """List the worker for `ttl_s` seconds from now, replacing its earlier entry."""
         with redis_errors(self._redis):
             async with self._redis.pipeline() as pipeline:
-                pipeline.set(_WORKER + worker.worker_id, _dump(worker, ttl_s), px=round(ttl_s * 1000))
-                pipeline.sadd(_IDS, worker.worker_id)
+                pipeline.set(_WORKER[worker.role] + worker.worker_id, _dump(worker, ttl_s), px=round(ttl_s * 1000))
+                pipeline.sadd(_IDS[worker.role], worker.worker_id)
                 await pipeline.execute()
 
-    async def withdraw(self, worker_id: str) -> None:
+    async def withdraw(self, worker: Worker) -> None:
         """Remove a worker. Succeeds if it is not there."""
         with redis_errors(self._redis):
             async with self._redis.pipeline() as pipeline:
-                pipeline.delete(_WORKER + worker_id)
-                pipeline.srem(_IDS, worker_id)
+                pipeline.delete(_WORKER[worker.role] + worker.worker_id)
+                pipeline.srem(_IDS[worker.role], worker.worker_id)
                 await pipeline.execute()
 
     async def workers(self, role: Role | None = None) -> list[Worker]:
@@ -111,13 +121,22 @@ class Registry:
         return [entry.worker for _, entry in sorted(self._known.items()) if role in (None, entry.worker.role)]
 
     async def _entries(self) -> list[_WorkerEntry]:
+        """Return all entries, the drafters' first: of two with one id the verifier's counts."""
         with redis_errors(self._redis):
-            ids: list[Any] = sorted(await self._redis.smembers(_IDS))  # bytes
-            blobs: list[Any] = await self._redis.mget([_WORKER.encode() + name for name in ids]) if ids else []
-            # A worker whose key expired adds itself again with its next heartbeat.
-            if expired := [name for name, blob in zip(ids, blobs, strict=True) if blob is None]:
-                await self._redis.srem(_IDS, *expired)
-        return [entry for blob in blobs if blob and (entry := _load(blob))]
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for key in _IDS.values():
+                    pipeline.smembers(key)
+                replies: list[Any] = await pipeline.execute()
+            ids = [(role, name) for role, names in zip(_IDS, replies, strict=True) for name in sorted(names)]  # bytes
+            blobs: list[Any] = (
+                await self._redis.mget([_WORKER[role].encode() + name for role, name in ids]) if ids else []
+            )
+            for role, key in _IDS.items():  # a worker whose key expired adds itself again with its next heartbeat
+                expired = [name for (its, name), blob in zip(ids, blobs, strict=True) if its == role and blob is None]
+                if expired:
+                    await self._redis.srem(key, *expired)
+        found = (_load(blob, role) for (role, _), blob in zip(ids, blobs, strict=True) if blob)
+        return [entry for entry in found if entry is not None]
 
 
 async def keep_announced(
@@ -148,13 +167,13 @@ async def keep_announced(
                 async with asyncio.timeout(interval_s):
                     await changed.wait()
     finally:
-        await _withdraw(registry, describe().worker_id)
+        await _withdraw(registry, describe())
         await client.aclose()
 
 
-async def _withdraw(registry: Registry, worker_id: str) -> None:
+async def _withdraw(registry: Registry, worker: Worker) -> None:
     try:
-        await registry.withdraw(worker_id)
+        await registry.withdraw(worker)
     except Unavailable:
         log.info("could not withdraw; the entry expires by itself")
 
@@ -163,7 +182,7 @@ def _dump(worker: Worker, ttl_s: float) -> str:
     return json.dumps(asdict(worker) | {"tokenizer_digest": worker.tokenizer_digest.hex(), "ttl_s": ttl_s})
 
 
-def _load(blob: bytes) -> _WorkerEntry | None:
+def _load(blob: bytes, listed_as: Role) -> _WorkerEntry | None:
     try:
         values = load_object(blob, "a worker's entry")
         # A newer worker may send fields unknown here, an older one fewer.
@@ -171,6 +190,8 @@ def _load(blob: bytes) -> _WorkerEntry | None:
         worker = Worker(**known | {"tokenizer_digest": bytes.fromhex(values["tokenizer_digest"])})
         if worker.role not in get_args(Role):
             raise ValueError(f"{worker.role!r} is no role")
+        if listed_as == "drafter" != worker.role:
+            raise ValueError(f"a {worker.role} is listed among the drafters")
         for name, value in known.items():
             kind = _KINDS[name]
             if name != "tokenizer_digest" and not isinstance(value, (int, float) if kind is float else kind):

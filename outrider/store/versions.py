@@ -1,6 +1,10 @@
 """Versions of a drafter that is trained online: which exist, and which are not to be used.
 
-    outrider:{versions}:DRAFTER   hash: `version:N` -> it (JSON); `doubted:N`, `cleared:N`, `withdrawn:N` -> why
+    outrider:{versions}:DRAFTER   hash: `version:N` -> it (JSON)
+    outrider:{verdicts}:DRAFTER   hash: `doubted:N`, `cleared:N`, `withdrawn:N` -> why
+
+The verdicts are apart because drafters write them: a drafter's user in Redis cannot publish a version. (Older versions
+of Outrider wrote them beside the versions, where they still count.)
 
 Version numbers only grow, and each field is written once, so no lock is needed: the version to use is the latest that
 was not withdrawn. A drafter may doubt its version when it agrees with the target less than the one before did. The
@@ -21,6 +25,7 @@ from outrider.store.client import Client, decoding, load_object, redis_errors
 KEPT_S = 30 * 24 * 3600  # how long versions are kept after the latest one
 
 _KEY = "outrider:{versions}:"
+_VERDICTS = "outrider:{verdicts}:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +76,24 @@ class Versions:
     def __init__(self, redis: Client, drafter: str) -> None:
         self._redis = redis
         self._key = _KEY + drafter
+        self._verdicts = _VERDICTS + drafter
 
     async def read(self) -> PublishedVersions:
         """Return the known versions. Raises InternalError for malformed fields."""
         with redis_errors(self._redis):
-            fields: Any = await self._redis.hgetall(self._key)
-        found: dict[str, dict[int, Any]] = {"version": {}, "doubted": {}, "cleared": {}, "withdrawn": {}}
-        for name, blob in fields.items():
-            with decoding(f"{self._key}"):
+            versions: Any = await self._redis.hgetall(self._key)
+            verdicts: Any = await self._redis.hgetall(self._verdicts)
+        found: dict[str, dict[int, Any]] = {"doubted": {}, "cleared": {}, "withdrawn": {}}
+        for name, blob in verdicts.items():
+            with decoding(self._verdicts):  # a version here is malformed
                 kind, _, number = name.decode().partition(":")
-                found[kind][int(number)] = (
-                    Version(**load_object(blob, "a version")) if kind == "version" else blob.decode(errors="replace")
-                )
+                found[kind][int(number)] = blob.decode(errors="replace")
+        found["version"] = {}
+        for name, blob in versions.items():
+            with decoding(self._key):
+                kind, _, number = name.decode().partition(":")
+                text = blob.decode(errors="replace")
+                found[kind][int(number)] = Version(**load_object(blob, "a version")) if kind == "version" else text
         return PublishedVersions(found["version"], found["doubted"], found["cleared"], found["withdrawn"])
 
     async def publish(self, version: Version) -> bool:
@@ -90,6 +101,7 @@ class Versions:
         with redis_errors(self._redis):
             new: Any = await self._redis.hsetnx(self._key, f"version:{version.number}", json.dumps(asdict(version)))
             await self._redis.expire(self._key, KEPT_S)
+            await self._redis.expire(self._verdicts, KEPT_S)
             held: Any = await self._redis.hget(self._key, f"version:{version.number}")
         return bool(new) or (
             held is not None and json.loads(held) == asdict(version)
@@ -112,8 +124,11 @@ class Versions:
         if number < 1:
             raise InternalError(f"version {number} is not one that was published")
         with redis_errors(self._redis):
-            await self._redis.hdel(self._key, f"version:{number}", f"doubted:{number}", f"cleared:{number}")
+            for key in (self._key, self._verdicts):
+                await self._redis.hdel(key, f"version:{number}", f"doubted:{number}", f"cleared:{number}")
 
     async def _write_once(self, what: str, number: int, why: str) -> bool:
         with redis_errors(self._redis):
-            return bool(await self._redis.hsetnx(self._key, f"{what}:{number}", why))
+            new: Any = await self._redis.hsetnx(self._verdicts, f"{what}:{number}", why)
+            await self._redis.expire(self._verdicts, KEPT_S)
+        return bool(new)

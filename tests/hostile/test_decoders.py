@@ -190,7 +190,7 @@ DECODERS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], object], tuple
         UsageStats,
         (InternalError,),
     ),
-    "workers": (nearly(json.loads(registry._dump(WORKER, 3.0))), registry._load, ()),
+    "workers": (nearly(json.loads(registry._dump(WORKER, 3.0))), lambda blob: registry._load(blob, "verifier"), ()),
     "api keys": (
         nearly({"key_id": "k", "tenant": "t", "name": "n", "created": 1.0, "expires": None}),
         lambda blob: keys._load(blob).expired,

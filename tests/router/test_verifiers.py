@@ -88,7 +88,7 @@ async def test_when_all_verifiers_are_gone_the_client_gets_the_error_and_can_res
             call = rig.stub.Generate(ask(max_tokens=len(SCRIPT)))
             session_id = (await call.read()).started.session_id
             chunk = (await call.read()).chunk
-        await rig.registry.withdraw(worker.worker_id)
+        await rig.registry.withdraw(worker)
         events: list[pb.GenerateResponse] = []
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drain(call, events)
@@ -124,7 +124,7 @@ async def test_a_verifier_that_has_lost_redis_alone_is_there_as_long_as_it_serve
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest) as worker:
         first = rig.stub.Generate(ask(max_tokens=40))
         await first.read()
-        await rig.registry.withdraw(worker.worker_id)  # as when its entry expires
+        await rig.registry.withdraw(worker)  # as when its entry expires
         await asyncio.sleep(2 * REFRESH_S)
         await collect(rig.stub.Generate(ask(max_tokens=3)))
         await drain(first)

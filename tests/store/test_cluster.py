@@ -134,7 +134,7 @@ async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> Non
         await registry.announce(replace(worker, worker_id=name), ttl_s=5 if name != "v3" else 0.02)
     await asyncio.sleep(0.05)
     assert [known.worker_id for known in await registry.workers()] == ["v1", "v2"]
-    await registry.withdraw("v1")
+    await registry.withdraw(worker)
     assert [known.worker_id for known in await registry.workers("verifier")] == ["v2"]
 
 

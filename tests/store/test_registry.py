@@ -45,8 +45,8 @@ async def test_workers_are_listed_by_role_as_they_described_themselves(client: R
     await registry.announce(replace(VERIFIER, sessions=3), ttl_s=5)
     assert await registry.workers("verifier") == [replace(VERIFIER, sessions=3)]
     assert await registry.workers("drafter") == [DRAFTER]
-    await registry.withdraw("v1")
-    await registry.withdraw("v1")
+    await registry.withdraw(VERIFIER)
+    await registry.withdraw(VERIFIER)
     assert await registry.workers("verifier") == []
 
 
@@ -66,6 +66,28 @@ async def test_a_foreign_entry_is_skipped_and_logged(client: Redis, caplog: pyte
         await client.sadd("outrider:{workers}:ids", name)
     assert await registry.workers("verifier") == [VERIFIER]
     assert len(caplog.records) == 3
+
+
+async def test_a_drafter_cannot_pose_as_a_verifier_nor_take_its_place(
+    client: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(client)
+    await registry.announce(VERIFIER, ttl_s=5)
+    await registry.announce(replace(DRAFTER, worker_id="v1"), ttl_s=5)
+    posing = await client.get("outrider:{workers}:id:v1")
+    await client.set("outrider:{workers}:drafter-id:v2", posing)
+    await client.sadd("outrider:{workers}:drafter-ids", "v2")
+    assert await registry.workers() == [VERIFIER]
+    assert "a verifier is listed among the drafters" in caplog.text
+
+
+async def test_a_drafter_of_an_older_version_is_found_among_the_verifiers(client: Redis) -> None:
+    registry = Registry(client)
+    await registry.announce(DRAFTER, ttl_s=5)
+    for kind in ("id", "ids"):
+        old, new = (f"outrider:{{workers}}:{prefix}{kind}" + ":d1" * (kind == "id") for prefix in ("drafter-", ""))
+        await client.rename(old, new)
+    assert await registry.workers("drafter") == [DRAFTER]
 
 
 async def test_keep_announced_follows_the_description_and_withdraws(client: Redis, redis_url: str) -> None:
@@ -143,7 +165,7 @@ async def test_after_an_outage_known_workers_count_as_alive_for_one_of_their_ttl
     assert await fresh.workers() == []  # it never listed any before
     await registry.announce(replace(VERIFIER, sessions=7), 30)
     assert await registry.workers("verifier") == [replace(VERIFIER, sessions=7)]
-    await registry.withdraw("v1")
+    await registry.withdraw(VERIFIER)
     assert await registry.workers("verifier") == []  # it came back and went by itself
     assert _ids(await registry.workers()) == ["d1"]
     await client.aclose()

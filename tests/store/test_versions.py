@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from redis.asyncio import Redis
@@ -24,7 +25,8 @@ async def test_the_latest_that_was_not_withdrawn_is_the_good_one(client: Redis) 
     assert not await versions.withdraw(2, "again")
     published = await versions.read()
     assert (published.usable, published.latest, published.withdrawn) == ([ONE], 2, {2: "worse"})
-    assert 0 < await client.ttl("outrider:{versions}:drafter") <= KEPT_S
+    for kind in ("versions", "verdicts"):
+        assert 0 < await client.ttl(f"outrider:{{{kind}}}:drafter") <= KEPT_S
 
 
 async def test_a_number_is_given_once_and_publishing_may_be_repeated(client: Redis) -> None:
@@ -64,3 +66,19 @@ async def test_drafters_are_apart_and_what_is_none_of_ours_is_reported(client: R
     await client.hset("outrider:{versions}:drafter", "version:3", "{}")
     with pytest.raises(InternalError, match="database shared"):
         await Versions(client, "drafter").read()
+
+
+async def test_who_may_write_verdicts_alone_cannot_publish_a_version(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    await versions.publish(ONE)
+    await client.hset("outrider:{verdicts}:drafter", "version:2", json.dumps(asdict(TWO)))
+    with pytest.raises(InternalError, match="verdicts"):
+        await versions.read()
+
+
+async def test_verdicts_of_an_older_version_beside_the_versions_still_count(client: Redis) -> None:
+    versions = Versions(client, "drafter")
+    await versions.publish(ONE)
+    await versions.publish(TWO)
+    await client.hset("outrider:{versions}:drafter", "withdrawn:2", "worse")
+    assert (await versions.read()).usable == [ONE]

@@ -92,7 +92,7 @@ async def test_a_worker_that_starts_at_an_address_is_not_avoided_for_one_that_di
     assert (last.worker_id, worker_pool.suspected(last), worker_pool.sessions(last)) == ("before", True, 1)
     assert worker_pool.channel(first) is not channel  # which would pause before it connects again
     assert worker_pool.is_listed("after")
-    await registry.withdraw(last.worker_id)
+    await registry.withdraw(last)
     worker_pool.remove_session(last)
     assert [it.worker_id for it in await worker_pool.verifiers("m")] == ["after"]
     assert list(worker_pool._channels) == ["after"]
@@ -140,7 +140,7 @@ async def test_drafters_that_fit_nowhere_are_forgotten_with_the_workers(redis_ur
         assert await worker_pool.drafters(b"digest", verifier) == []
         ((found, status),) = worker_pool.incompatible_drafters("m")
         assert (found.worker_id, status.reason) == (drafter.worker_id, SpeculationReason.OTHER_TARGET)
-        await registry.withdraw(drafter.worker_id)
+        await registry.withdraw(drafter)
     await worker_pool.refresh()
     assert worker_pool.incompatible_drafters("m") == []
     assert worker_pool._logged_incompatible == set()
