@@ -18,6 +18,7 @@ from outrider.cli.servers.certs import certs
 from outrider.cli.servers.describe import describe
 from outrider.cli.servers.gateway import gateway
 from outrider.cli.servers.keys import keys
+from outrider.cli.servers.redis_acl import redis_acl
 from outrider.cli.servers.serve import drafter, router, verifier
 from outrider.cli.servers.up import up
 from outrider.cli.verification.verify import verify
@@ -47,6 +48,7 @@ for command in (
     simulate,
     plan,
     certs,
+    redis_acl,
 ):
     app.command()(command)
 app.add_typer(keys, name="keys")

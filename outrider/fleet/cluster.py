@@ -22,6 +22,7 @@ from outrider.errors import ConfigError
 from outrider.fleet.process import ClusterServer, Process, Role
 from outrider.hub import CARD
 from outrider.rpc.tls import ROUTER
+from outrider.store.acl import AclRole
 from outrider.store.client import connect
 from outrider.store.compatibility import incompatible_drafters
 from outrider.store.embedded import EmbeddedRedis
@@ -55,6 +56,7 @@ class Cluster(ABC, Generic[ServerT]):
         _check_cards(config)
         self.processes: dict[str, ServerT] = {}  # by name
         self.redis_url = ""
+        self._redis: EmbeddedRedis | None = None  # that this cluster started
         self._config = config
         self._drafters = len(config.drafters)  # number of drafters ever created, for their names
         self._forward = forward
@@ -110,8 +112,15 @@ class Cluster(ABC, Generic[ServerT]):
         """Create a server that is not started yet."""
 
     @abstractmethod
-    def _own_redis(self, stack: AsyncExitStack) -> str:
-        """Start a Redis that runs as long as `stack`, and return its URL."""
+    def _own_redis(self, stack: AsyncExitStack) -> EmbeddedRedis:
+        """Start a Redis that runs as long as `stack`."""
+
+    def redis_url_of(self, role: Role | AclRole) -> str:
+        """Return the URL of the cluster's Redis for a role, with the role's own user if the cluster started that Redis;
+        empty for a gateway, which needs none."""
+        if role == "gateway":
+            return ""
+        return self.redis_url if self._redis is None else self._redis.url_of(role)
 
     @property
     def router_address(self) -> str:
@@ -120,7 +129,10 @@ class Cluster(ABC, Generic[ServerT]):
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self.redis_url = self._config.redis.url or os.environ.get("REDIS_URL") or self._own_redis(stack)
+            self.redis_url = self._config.redis.url or os.environ.get("REDIS_URL") or ""
+            if not self.redis_url:
+                self._redis = self._own_redis(stack)
+                self.redis_url = self._redis.url
             stack.push_async_callback(self._stop)
             await _all(self._start(process) for process in self.processes.values() if process.role != "gateway")
             await self._await_workers()
@@ -169,7 +181,7 @@ class Cluster(ABC, Generic[ServerT]):
                 task.cancel()
 
     async def _start(self, process: ServerT) -> None:
-        await process.start(self.redis_url)
+        await process.start(self.redis_url_of(process.role))
         self._ready(process)
 
     async def _stop(self) -> None:
@@ -225,8 +237,8 @@ class LocalCluster(Cluster[Process]):
     def _server(self, role: Role, name: str, section: Section) -> Process:
         return Process(role, name, section, self._forward)
 
-    def _own_redis(self, stack: AsyncExitStack) -> str:
-        return stack.enter_context(EmbeddedRedis(self._config.redis.data)).url
+    def _own_redis(self, stack: AsyncExitStack) -> EmbeddedRedis:
+        return stack.enter_context(EmbeddedRedis(self._config.redis.data))
 
 
 def _check_names(config: ClusterConfig) -> None:

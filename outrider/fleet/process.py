@@ -17,6 +17,7 @@ from outrider.fleet.children import Child, start_child
 from outrider.hub import hub_name
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.lifecycle import PARENT, USER_ERROR_STATUS
+from outrider.store.acl import PASSWORD as REDIS_PASSWORD
 
 Role = Literal["router", "verifier", "drafter", "gateway"]
 
@@ -26,7 +27,8 @@ RESTART_S, LONGEST_RESTART_S = 1.0, 30.0  # pauses before the restarts of a serv
 STEADY_S = 60.0  # a server that ran longer is restarted after the first pause again
 GRACE_S = 3.0  # beyond the process's drain time, before the process is killed
 _LISTENING = re.compile(r"outrider \w+: listening on (\S+)")
-NOT_INHERITED = (  # environment variables that name a server's certificates, and those for clients
+NOT_INHERITED = (  # environment variables that name Redis, a server's certificates, and those for clients
+    "REDIS_URL",
     *("OUTRIDER_CA", "OUTRIDER_CERT", "OUTRIDER_KEY", "OUTRIDER_SERVER_NAME", "OUTRIDER_ROUTER"),
     *("OUTRIDER_API_KEY", "OUTRIDER_API_KEY_FILE", "OUTRIDER_PROFILE", "OUTRIDER_PROFILES"),
 )
@@ -56,7 +58,7 @@ class ClusterServer(Protocol):
         """The exit status, negative for a signal; None while the server runs."""
 
     async def start(self, redis_url: str) -> None:
-        """Start or restart the server and wait until it listens.
+        """Start or restart the server and wait until it listens. `redis_url` is empty for a server without Redis.
 
         Raises ConfigError or Unavailable with the server's output if it ends instead.
         """
@@ -102,7 +104,9 @@ class Process:
         self._ready.clear()
         self._last_lines.clear()
         limit = start_limit(self.section)
-        environment = {**_inherited(), "REDIS_URL": redis_url, PARENT: str(os.getpid())}
+        environment = {**_inherited(), PARENT: str(os.getpid())}
+        if redis_url:
+            environment["REDIS_URL"] = redis_url
         forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # a forked process cannot start Ray
         self._child = await start_child([self.role, *flags(self.section)], environment, forked=forked)
         self._readers = [
@@ -178,11 +182,16 @@ class Process:
 
 
 def _inherited() -> dict[str, str]:
-    """Return the environment without `NOT_INHERITED`.
+    """Return the environment without `NOT_INHERITED` and the passwords of users in Redis.
 
-    A section names its server's certificates, and the variables for clients belong to the user of this command.
+    A section names its server's certificates, its URL of Redis is its role's, and the variables for clients belong to
+    the user of this command.
     """
-    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in NOT_INHERITED and not name.startswith(REDIS_PASSWORD)
+    }
 
 
 def start_limit(section: Section) -> float:

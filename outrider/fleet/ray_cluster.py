@@ -198,8 +198,8 @@ class RayCluster(Cluster[RayServer]):
     def _server(self, role: Role, name: str, section: Section) -> RayServer:
         return RayServer(role, name, section, self._forward)
 
-    def _own_redis(self, stack: AsyncExitStack) -> str:
-        return stack.enter_context(EmbeddedRedis(self._config.redis.data, host=node_address())).url
+    def _own_redis(self, stack: AsyncExitStack) -> EmbeddedRedis:
+        return stack.enter_context(EmbeddedRedis(self._config.redis.data, host=node_address()))
 
 
 async def _result(call: Any) -> Any:

@@ -53,7 +53,7 @@ class ClusterSupervisor:
         while server.name in self._cluster.processes:
             await backoff.wait()
             try:
-                await server.start(self._cluster.redis_url)
+                await server.start(self._cluster.redis_url_of(server.role))
             except OutriderError as error:
                 self._report(str(error))
             else:

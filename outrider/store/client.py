@@ -152,8 +152,10 @@ def _diagnosis(error: Exception) -> str:
     # redis-py hides the cause inside ConnectionErrors, and a script's error may follow its NOSCRIPT.
     chain = [one for one in (error, error.__cause__, error.__context__) if one is not None]
     text = str(error)
-    refusals = (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError)
-    if any(isinstance(one, refusals) for one in chain):
+    # A command within a script gets another kind of error.
+    if any(isinstance(one, redis.exceptions.NoPermissionError) for one in chain) or "ACL failure in script" in text:
+        return f"does not permit this ({text}); give each server its role's user, which `outrider redis-acl` prints"
+    if any(isinstance(one, redis.exceptions.AuthenticationError) for one in chain):
         return "refuses our password; check the one in REDIS_URL"
     # Older servers wrap the errors of commands within scripts, so that only the text shows the kind.
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:

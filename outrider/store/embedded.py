@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from outrider.errors import ConfigError, Unavailable
+from outrider.store.acl import ACL_ROLES, AclRole, setuser_command, user_name
 
 _NAMES = ("redis-server", "valkey-server")
 _PREFIX = "outrider-redis-"  # names of private directories begin so
@@ -69,9 +70,14 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """The server's URL with its password: unix://, or redis:// with a host. Pass it on in the environment, never on
-        a command line."""
+        """The URL of a user who may do everything, with its password: unix://, or redis:// with a host. Pass it on in
+        the environment, never on a command line."""
         return self._require_server().url
+
+    def url_of(self, role: AclRole) -> str:
+        """Return the URL for a role's own user, with its password; for a server without ACL rules, `url`."""
+        server = self._require_server()
+        return server.urls.get(role, server.url)
 
     @property
     def pid(self) -> int:
@@ -104,11 +110,9 @@ class _RedisServer:
         self._home, home_lock = _private_directory()
         socket_path = self._home / "redis.sock"
         password = secrets.token_urlsafe(32)
-        self.url = f"unix://{quote(str(socket_path))}?password={password}"
-        address = None
-        if host is not None:
-            address = host, _free_port(host)
-            self.url = f"redis://:{password}@{host}:{address[1]}"
+        address = None if host is None else (host, _free_port(host))
+        self.url = _url(socket_path, address, "", password)
+        self.urls: dict[AclRole, str] = {}
         try:
             with home_lock:
                 folder = _prepare_folder(data if data is not None else self._home / "data")
@@ -117,6 +121,10 @@ class _RedisServer:
                     self.process, self._parent_thread = _spawn(binary, self._home / "log", (home_lock, lock))
             _configure(self.process, folder, socket_path, address, password)
             self._await_ready()
+            passwords = {role: secrets.token_urlsafe(32) for role in ACL_ROLES}
+            if self._add_users(passwords):
+                for role, its in passwords.items():
+                    self.urls[role] = _url(socket_path, address, user_name(role), its)
         except BaseException:
             self.stop()
             raise
@@ -144,6 +152,21 @@ class _RedisServer:
                 except redis.exceptions.ConnectionError:  # not listening yet, or still loading
                     time.sleep(0.005)
         raise Unavailable(f"the embedded Redis did not answer within {_START_S:g} s: {self._log_tail()}")
+
+    def _add_users(self, passwords: Mapping[AclRole, str]) -> bool:
+        """Give each role its own user. Return False for a server that is too old for the rules."""
+        with redis.Redis.from_url(self.url, socket_timeout=_START_S, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                for role, password in passwords.items():
+                    client.execute_command(*setuser_command(role, password).split())
+            except redis.exceptions.ResponseError as error:
+                log.warning(
+                    "all servers share one user in Redis, because it does not know the rules for one of each role "
+                    "(%s); install Redis 7.2 or newer, or Valkey",
+                    error,
+                )
+                return False
+        return True
 
     def _log_tail(self) -> str:
         lines = (self._home / "log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -261,6 +284,12 @@ def _spawn(
     if isinstance(started[0], OSError):
         raise Unavailable(f"the embedded Redis cannot be started: {started[0]}")
     return started[0], thread
+
+
+def _url(socket_path: Path, address: tuple[str, int] | None, user: str, password: str) -> str:
+    if address is None:
+        return f"unix://{user and user + '@'}{quote(str(socket_path))}?password={password}"
+    return f"redis://{user}:{password}@{address[0]}:{address[1]}"
 
 
 def _free_port(host: str) -> int:

@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.fleet.cluster import LocalCluster
+from outrider.store.client import connect
 from tests.e2e.mini_router import trust
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +36,8 @@ async def cluster() -> AsyncIterator[LocalCluster]:
     async with LocalCluster(cluster_config(drafters=2), forward=lambda name, line: print(name, line)) as running:
         await trust(running)
         yield running
+        async with aclosing(connect(running.redis_url)) as redis:
+            assert await redis.acl_log() == []  # no server tried what its user in Redis may not do
 
 
 @pytest.fixture(scope="session")

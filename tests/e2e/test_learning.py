@@ -144,7 +144,7 @@ async def training(cluster: Served, models: Path, output: Path) -> AsyncIterator
         sys.executable,
         *("-m", "outrider.cli", "train", "online"),
         *map(str, (*flags, "--batch", "8", "--every", "10")),
-        env={**os.environ, "REDIS_URL": cluster.redis_url},
+        env={**os.environ, "REDIS_URL": cluster.redis_url_of("trainer")},
     )
     try:
         yield process

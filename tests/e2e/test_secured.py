@@ -84,6 +84,16 @@ async def test_every_part_takes_part_under_tls_and_the_text_is_the_targets_own(
 
 
 @pytest.mark.asyncio(loop_scope="session")
+async def test_each_server_is_in_redis_as_the_user_of_its_role_and_needs_no_more(secured: Secured) -> None:
+    async with secured.client(secured.two) as client:
+        await client.generate("x", max_tokens=4)
+    async with connect(secured.cluster.redis_url) as redis:
+        users = {one["user"] for one in await redis.client_list()}
+        assert users == {"default", "outrider-router", "outrider-verifier", "outrider-drafter"}
+        assert await redis.acl_log() == []
+
+
+@pytest.mark.asyncio(loop_scope="session")
 async def test_others_are_shut_out_with_the_reason(secured: Secured, tmp_path: Path) -> None:
     make(tmp_path)
     address = secured.cluster.router_address

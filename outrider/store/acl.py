@@ -1,0 +1,109 @@
+"""Redis ACL users, one for each role: which keys and commands it needs, and nothing else.
+
+The one source of these rules: `outrider redis-acl` prints them, `outrider up` gives them to the Redis that it starts,
+and deploy/ has them. They need Redis 7.2 or newer, or Valkey.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+AclRole = Literal["router", "verifier", "drafter", "trainer", "keys"]
+ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
+PASSWORD = "OUTRIDER_REDIS_PASSWORD_"  # beginning of the variables with the passwords of the roles' users
+
+# Of every connection: to one server, to the nodes of a Redis Cluster, and of transactions.
+_CONNECTION = "ping select client|setinfo cluster|slots asking command multi exec"
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Commands that a role may use on some keys. R~: it may read them; W~: write; RW~: both."""
+
+    keys: str
+    commands: str
+
+    def rule(self) -> str:
+        """Return the grant as a selector."""
+        patterns = " ".join(f"%{pattern}" for pattern in self.keys.split())
+        return f"({patterns} {_allowed(self.commands)})"
+
+
+_SESSIONS = Grant(
+    "RW~outrider:{*}:session RW~outrider:{*}:log",
+    "evalsha hget hgetall hmget hset hdel exists pexpire xadd xrange xrevrange del",
+)
+_SCRIPTS = Grant("", "script|load scan time")
+_TICKET_KEYS = Grant("R~outrider:{tickets}:keys", "zrevrange")
+_ANNOUNCE = "set sadd del srem"
+
+GRANTS: dict[AclRole, tuple[Grant, ...]] = {
+    "router": (
+        _SESSIONS,
+        Grant("RW~outrider:{leases}*", "evalsha zadd zrem zscore zrangebyscore set"),
+        Grant("RW~outrider:idempotency:*", "get set"),
+        Grant("R~outrider:{workers}:*", "smembers mget"),
+        Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # whose entries have expired
+        Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
+        Grant("R~outrider:{keys}", "hget"),
+        Grant("RW~outrider:{acceptance}:*", "get set"),
+        Grant("W~outrider:{examples}:*", "xadd xtrim expire"),
+        _SCRIPTS,
+    ),
+    "verifier": (
+        Grant("W~outrider:{workers}:id:* W~outrider:{workers}:ids", _ANNOUNCE),
+        _TICKET_KEYS,
+    ),
+    "drafter": (
+        Grant("W~outrider:{workers}:drafter-id:* W~outrider:{workers}:drafter-ids", _ANNOUNCE),
+        _TICKET_KEYS,
+        Grant("R~outrider:{versions}:*", "hgetall"),
+        Grant("RW~outrider:{verdicts}:*", "hgetall hsetnx expire"),
+    ),
+    "trainer": (  # `outrider train online`: it reads the tenants' texts that routers share
+        Grant("R~outrider:{examples}:*", "xrange xrevrange"),
+        Grant("RW~outrider:{versions}:* RW~outrider:{verdicts}:*", "hget hgetall hsetnx hdel expire"),
+        Grant("R~outrider:{workers}:*", "smembers mget"),
+        Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),
+    ),
+    "keys": (Grant("RW~outrider:{keys}", "hset hget hgetall hdel"),),  # `outrider keys`
+}
+
+
+def user_name(role: AclRole) -> str:
+    """Return the name of a role's user."""
+    return f"outrider-{role}"
+
+
+def rules(role: AclRole) -> str:
+    """Return the rules of a role's user: what follows its name and password."""
+    root = " ".join([_CONNECTION, *(grant.commands for grant in GRANTS[role] if not grant.keys)])
+    return _joined("resetchannels -@all", _allowed(root), *(grant.rule() for grant in GRANTS[role] if grant.keys))
+
+
+def password_rule(password: str) -> str:
+    """Return the rule that sets a password without containing it. It must be long and random, because the hash is a
+    plain SHA-256."""
+    return f"#{hashlib.sha256(password.encode()).hexdigest()}"
+
+
+def user_line(role: AclRole, password: str = "") -> str:
+    """Return a role's line of an ACL file or redis.conf. Without a password nobody can be this user."""
+    return _joined("user", user_name(role), "on", password and password_rule(password), rules(role))
+
+
+def setuser_command(role: AclRole, password: str = "") -> str:
+    """Return the command that makes or updates a role's user on a running server. Without a password, one that is set
+    stays."""
+    passwords = password and f"resetpass {password_rule(password)}"
+    return _joined("ACL SETUSER", user_name(role), "on resetkeys clearselectors", passwords, rules(role))
+
+
+def _allowed(commands: str) -> str:
+    return " ".join(f"+{command}" for command in commands.split())
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
