@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from outrider.store.acl import ACL_ROLES
+
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(file.parent.name for file in DEPLOY.glob("overlays/*/kustomization.yaml"))
@@ -26,8 +28,9 @@ DEMO_IMAGE = "outrider-demo"  # has the models at /models
 # What is known once a pod runs, or to the operator.
 FIELDS = {"status.podIP": "10.0.0.1", "metadata.labels['topology.kubernetes.io/zone']": "here"}
 SECRETS = {
-    ("redis", "url"): "redis://:secret@redis:6379/0",
     ("redis", "password"): "secret",
+    **{("redis", f"{role}-password"): f"secret{role}" for role in ACL_ROLES},
+    **{("redis", f"{role}-url"): f"redis://outrider-{role}:secret{role}@redis:6379/0" for role in ACL_ROLES},
     ("ray", "token"): "secret",
 }
 

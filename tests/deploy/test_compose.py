@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from outrider.config import GatewayConfig, RouterConfig, WorkerConfig
+from outrider.store.acl import ACL_ROLES
 from tests.deploy.commands import KINDS, parsed, read_from_environment
 from tests.deploy.images import stages
 from tests.deploy.manifests import DEPLOY, ROLES
@@ -28,7 +29,9 @@ def test_servers_take_their_command_lines_and_read_their_environment(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = SERVICES[role]
-    it = parsed(service["command"], {"REDIS_URL": service["environment"]["REDIS_URL"]}, monkeypatch)
+    named = {name: value for name, value in service["environment"].items() if name == "REDIS_URL"}
+    assert bool(named) == (role != "gateway")
+    it = parsed(service["command"], named, monkeypatch)
     assert it.role == role
     assert isinstance(it.section, KINDS[role])
     assert service["environment"].keys() - OTEL <= read_from_environment(role) | read_from_environment("router")
@@ -47,7 +50,11 @@ def test_servers_are_found_where_they_listen(monkeypatch: pytest.MonkeyPatch) ->
         assert worker.advertise == f"{role}:{port(worker.listen)}"
     assert [*router.models] == [found["verifier"].model_name]  # type: ignore[attr-defined]
     assert SERVICES["gateway"]["ports"] == [f"127.0.0.1:{port(gateway.listen)}:{port(gateway.listen)}"]
-    assert all(SERVICES[role]["environment"]["REDIS_URL"].startswith("redis://redis:6379") for role in ROLES)
+    for role in ("router", "verifier", "drafter"):  # each with the password that Redis has for its user
+        password = SERVICES["redis"]["environment"][f"{role.upper()}_PASSWORD"]
+        assert SERVICES[role]["environment"]["REDIS_URL"] == f"redis://outrider-{role}:{password}@redis:6379/0"
+    assert SERVICES["redis"]["command"] == ["sh", "/etc/redis/start.sh"]
+    assert {"REDISCLI_AUTH", *(f"{role.upper()}_PASSWORD" for role in ACL_ROLES)} == {*SERVICES["redis"]["environment"]}
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
     pages = {role: getattr(found[role], "metrics", None) or gateway.listen for role in ROLES}
     for it in scraped:

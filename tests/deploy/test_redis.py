@@ -1,4 +1,4 @@
-"""The Redis of the manifests, started as its pod starts it: it takes its settings, and its password by a pipe."""
+"""The Redis of the manifests, started as its pod starts it: it takes its settings, and its passwords by a pipe."""
 
 from __future__ import annotations
 
@@ -6,47 +6,99 @@ import os
 import shlex
 import signal
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.retry import Retry
 
+from outrider.store.acl import ACL_ROLES, rules, user_name
 from outrider.store.embedded import find_server
-from tests.deploy.manifests import COMPONENT, environment, of_kind, pods, rendered
+from tests.deploy.manifests import COMPONENT, DEPLOY, environment, of_kind, pods, rendered, servers
+from tests.store.role_work import WORK, denied, works
 
 
-def test_it_starts_with_its_password_and_its_settings_and_ends_at_a_signal(tmp_path: Path) -> None:
+def started(folder: Path, **changes: str) -> tuple[subprocess.Popen[bytes], dict[str, str]]:
+    """The server of the demo with its files in `folder`, and the environment of its container, with changes."""
     manifests = rendered("cpu-demo")
     (pod,) = (pod for pod in pods(manifests) if pod.labels[COMPONENT] == "redis")
     (container,) = pod.containers
-    (data := tmp_path / "data").mkdir()
-    settings = tmp_path / "redis.conf"
-    text = of_kind(manifests, "ConfigMap")["redis"]["data"]["redis.conf"].replace("/data", str(data))
-    listening = f"port 0\nunixsocket {tmp_path}/socket\n"  # and nowhere else
-    settings.write_text(text + listening, encoding="utf-8")
-    *shell, script = container["command"]
-    here = {"valkey-server": shlex.quote(str(find_server())), "/etc/redis/redis.conf": shlex.quote(str(settings))}
-    for name, ours in here.items():
-        script = script.replace(name, ours)
-    found = environment(manifests, container)
-    server = subprocess.Popen([*shell, script], env={**os.environ, **found}, stdout=subprocess.DEVNULL)
+    (folder / "data").mkdir()
+    found = environment(manifests, container) | changes
+    here = {"valkey-server": shlex.quote(str(find_server())), "/etc/redis": str(folder), "/data": f"{folder}/data"}
+    for name, text in of_kind(manifests, "ConfigMap")["redis"]["data"].items():
+        for its, ours in here.items():
+            text = text.replace(its, ours)
+        if name == "redis.conf":
+            text += f"port 0\nunixsocket {folder}/socket\n"  # and nowhere else
+        (folder / name).write_text(text, encoding="utf-8")
+    command = [word.replace("/etc/redis", str(folder)) for word in container["command"]]
+    return subprocess.Popen(command, env={**os.environ, **found}, stdout=subprocess.DEVNULL), found
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str], redis.Redis]]:
+    """The server, its environment, and a client of the operator."""
+    server, found = started(folder)
+    patient = Retry(ConstantBackoff(0.05), 100)
     try:
-        patient = Retry(ConstantBackoff(0.05), 100)
         with redis.Redis(
-            unix_socket_path=f"{tmp_path}/socket", password=found["REDISCLI_AUTH"], retry=patient
-        ) as client:
-            assert client.ping()
-            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
-            assert client.config_get("appendonly") == {"appendonly": "yes"}
-        stranger = redis.Redis(unix_socket_path=f"{tmp_path}/socket", retry=Retry(NoBackoff(), 0))
-        with stranger, pytest.raises(redis.AuthenticationError):
-            stranger.ping()
-        assert found["REDISCLI_AUTH"] not in Path(f"/proc/{server.pid}/cmdline").read_text(encoding="utf-8")
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+            unix_socket_path=f"{folder}/socket", password=found["REDISCLI_AUTH"], retry=patient
+        ) as operator:
+            assert operator.ping()
+            yield server, found, operator
     finally:
         server.kill()
         server.wait()
-    assert any(data.rglob("*.aof"))
+
+
+def test_it_starts_with_its_passwords_and_its_settings_and_ends_at_a_signal(tmp_path: Path) -> None:
+    with running(tmp_path) as (server, found, operator):
+        assert operator.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+        assert operator.config_get("appendonly") == {"appendonly": "yes"}
+        stranger = redis.Redis(unix_socket_path=f"{tmp_path}/socket", retry=Retry(NoBackoff(), 0))
+        with stranger, pytest.raises(redis.AuthenticationError):
+            stranger.ping()
+        line = Path(f"/proc/{server.pid}/cmdline").read_text(encoding="utf-8")
+        assert not any(value in line for name, value in found.items() if name.endswith(("PASSWORD", "AUTH")))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    assert any((tmp_path / "data").rglob("*.aof"))
+
+
+async def test_each_role_does_its_work_with_the_url_of_its_pods(tmp_path: Path) -> None:
+    manifests = rendered("cpu-demo")
+    urls = {pod.component: environment(manifests, container).get("REDIS_URL") for pod, container in servers("cpu-demo")}
+    assert urls.pop("gateway") is None
+    with running(tmp_path) as (_, found, operator):
+        passwords = {role: found[f"{role.upper()}_PASSWORD"] for role in ACL_ROLES}
+        for role, url in urls.items():
+            parts = urlsplit(url or "")
+            assert (parts.username, parts.password) == (f"outrider-{role}", passwords[role])  # type: ignore[index]
+        for role in WORK:
+            ours = f"unix://{user_name(role)}@{tmp_path}/socket?password={passwords[role]}"
+            await works(role, ours, f"unix://{tmp_path}/socket?password={found['REDISCLI_AUTH']}")
+        assert denied(operator) == []
+
+
+def test_it_does_not_start_without_all_of_its_passwords(tmp_path: Path) -> None:
+    """A user with an empty password would let everybody in."""
+    for number, name in enumerate(("REDISCLI_AUTH", *(f"{role.upper()}_PASSWORD" for role in ACL_ROLES))):
+        (folder := tmp_path / str(number)).mkdir()
+        server, _ = started(folder, **{name: ""})
+        try:
+            assert server.wait(10) != 0, name
+        finally:
+            server.kill()
+            server.wait()
+
+
+def test_its_rules_are_those_of_the_code() -> None:
+    lines = (DEPLOY / "components" / "redis" / "start.sh").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("user ")] == [
+        f"user {user_name(role)} on >${{{role.upper()}_PASSWORD:?}} {rules(role)}" for role in ACL_ROLES
+    ]

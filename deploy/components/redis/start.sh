@@ -1,0 +1,12 @@
+# Starts Redis with a user for each role of the cluster, and `default` for the operator alone. All passwords come from the
+# environment and go on by a pipe, for a command line is nobody's secret; they are letters and digits. The rules are
+# those that `outrider redis-acl` prints.
+set -e
+exec valkey-server /etc/redis/redis.conf - <<END
+requirepass ${REDISCLI_AUTH:?}
+user outrider-router on >${ROUTER_PASSWORD:?} resetchannels -@all +ping +select +client|setinfo +cluster|slots +asking +command +multi +exec +script|load +scan +time (%RW~outrider:{*}:session %RW~outrider:{*}:log +evalsha +hget +hgetall +hmget +hset +hdel +exists +pexpire +xadd +xrange +xrevrange +del) (%RW~outrider:{leases}* +evalsha +zadd +zrem +zscore +zrangebyscore +set) (%RW~outrider:idempotency:* +get +set) (%R~outrider:{workers}:* +smembers +mget) (%W~outrider:{workers}:ids %W~outrider:{workers}:drafter-ids +srem) (%W~outrider:{tickets}:keys +zadd +zremrangebyscore +expire) (%R~outrider:{keys} +hget) (%RW~outrider:{acceptance}:* +get +set) (%W~outrider:{examples}:* +xadd +xtrim +expire)
+user outrider-verifier on >${VERIFIER_PASSWORD:?} resetchannels -@all +ping +select +client|setinfo +cluster|slots +asking +command +multi +exec (%W~outrider:{workers}:id:* %W~outrider:{workers}:ids +set +sadd +del +srem) (%R~outrider:{tickets}:keys +zrevrange)
+user outrider-drafter on >${DRAFTER_PASSWORD:?} resetchannels -@all +ping +select +client|setinfo +cluster|slots +asking +command +multi +exec (%W~outrider:{workers}:drafter-id:* %W~outrider:{workers}:drafter-ids +set +sadd +del +srem) (%R~outrider:{tickets}:keys +zrevrange) (%R~outrider:{versions}:* +hgetall) (%RW~outrider:{verdicts}:* +hgetall +hsetnx +expire)
+user outrider-trainer on >${TRAINER_PASSWORD:?} resetchannels -@all +ping +select +client|setinfo +cluster|slots +asking +command +multi +exec (%R~outrider:{examples}:* +xrange +xrevrange) (%RW~outrider:{versions}:* %RW~outrider:{verdicts}:* +hget +hgetall +hsetnx +hdel +expire) (%R~outrider:{workers}:* +smembers +mget) (%W~outrider:{workers}:ids %W~outrider:{workers}:drafter-ids +srem)
+user outrider-keys on >${KEYS_PASSWORD:?} resetchannels -@all +ping +select +client|setinfo +cluster|slots +asking +command +multi +exec (%RW~outrider:{keys} +hset +hget +hgetall +hdel)
+END
