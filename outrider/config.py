@@ -108,6 +108,8 @@ class RouterConfig(GrpcConfig):
     tenant_sessions: int | None = Field(default=None, ge=1)  # generations of a tenant at the same time; None: no limit
     tenant_requests_per_s: float | None = Field(default=None, gt=0)  # requests of a tenant; None: no limit
     tenant_tokens_per_min: int | None = Field(default=None, ge=1)  # of prompts and answers; None: no limit
+    tenant_stored_sessions: int | None = Field(default=None, ge=1)  # sessions of a tenant in Redis; None: no limit
+    tenant_stored_bytes: ByteSize | None = None  # bytes of these; None: half of Redis' maxmemory, if it has one
     address_requests_per_s: float | None = Field(default=None, gt=0)  # calls from one address; None: no limit
     template_s: float = Field(default=0.2, gt=0, le=4)  # processor time of the chat template for one request
     window: int = Field(default=64, ge=1)  # W: tokens that may be committed beyond the durable position

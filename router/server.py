@@ -21,6 +21,7 @@ from outrider.store.client import connect
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
 from outrider.store.sessions import Sessions
+from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import list_key
 from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
@@ -34,7 +35,7 @@ from router.reporting.dashboard import pages
 from router.reporting.request_metrics import RouterMetrics, mean
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
-from router.sessions.maintenance import keep_key_listed, refresh_workers, sweep
+from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
 from router.sessions.session_open import RouterContext
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
@@ -89,6 +90,9 @@ async def _serve(
         ticket_signer=TicketSigner(),
         warm_start=WarmStart(partial(share, client), worker_pool.drafter_models),
         sample_writer=SampleWriter(client, config.teaches),
+        storage=TenantStorage(
+            client, config.session_ttl_s, sessions=config.tenant_stored_sessions, size=config.tenant_stored_bytes
+        ),
         metrics=RouterMetrics(),
     )
     service = GenerateServicer(
@@ -124,6 +128,7 @@ async def _serve(
             ):
                 tasks.keep_running("fleet", partial(refresh_workers, worker_pool, admission))
                 tasks.keep_running("ticket key", partial(keep_key_listed, client, public_key))
+                tasks.keep_running("storage", partial(keep_measured, router.storage))
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)
                 tasks.keep_running("training samples", router.sample_writer.run)

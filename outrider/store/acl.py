@@ -48,9 +48,14 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         Grant("W~outrider:{workers}:ids W~outrider:{workers}:drafter-ids", "srem"),  # whose entries have expired
         Grant("W~outrider:{tickets}:keys", "zadd zremrangebyscore expire"),
         Grant("R~outrider:{keys}", "hget"),
+        Grant(
+            "RW~outrider:{usage:*}:ends RW~outrider:{usage:*}:bytes",
+            "evalsha hget hset hincrby hdel zadd zrem zcard zrangebyscore pexpire",
+        ),
         Grant("RW~outrider:{acceptance}:*", "get set"),
         Grant("W~outrider:{examples}:*", "xadd xtrim expire"),
         _SCRIPTS,
+        Grant("", "info"),  # how full it is
     ),
     "verifier": (
         Grant("W~outrider:{workers}:id:* W~outrider:{workers}:ids", _ANNOUNCE),

@@ -16,6 +16,7 @@ from outrider.errors import Cancelled, Moved, NotFound, Superseded
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import server_span
 from outrider.store.sessions import SessionRecord
+from outrider.store.tenant_storage import SESSION_BYTES, generation_bytes
 from outrider.telemetry.logs import session_context
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
@@ -129,6 +130,7 @@ class GenerateServicer(InferenceServicer):
             self._router.admission.rates.count_other(tenant)
             model = find_model(request.model, self._router.models)
             session_id = secrets.token_hex(16)
+            await self._router.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
             await self._router.sessions.create(session_id, tenant, model.name, model.digest)
             return session_to_pb(await self._router.sessions.get(session_id))
 
@@ -149,6 +151,7 @@ class GenerateServicer(InferenceServicer):
                 await self._router.sessions.get(request.session_id, tenant)
                 await self._cancel(tenant, request.session_id)
                 await self._router.sessions.close(request.session_id)
+                await self._router.storage.forget(tenant, request.session_id)
             return pb.CloseSessionResponse()
 
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
@@ -264,6 +267,16 @@ class GenerateServicer(InferenceServicer):
         finally:
             if self.running.get(generation.session_id) is generation:
                 del self.running[generation.session_id]
+            self._settle_storage(opened)
+
+    def _settle_storage(self, opened: OpenedGeneration) -> None:
+        """Count what an ended generation has written, instead of all that it might have."""
+        router, response = self._router, opened.response
+        if opened.token_log is None or not router.storage.bounded:
+            return
+        record, answer = opened.record, response.position - response.start
+        size = generation_bytes(response.start - opened.logged, opened.turn.contract, answer)
+        router.background.spawn(router.storage.settle(record.tenant, record.session_id, record.generation, size))
 
     async def _describe(self, model: ServedModel) -> pb.Model:
         worker_pool = self._router.worker_pool

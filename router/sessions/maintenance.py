@@ -10,11 +10,13 @@ from collections.abc import Container
 from outrider.errors import OutriderError
 from outrider.store.client import Client
 from outrider.store.sessions import Sessions
+from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import RENEW_S, list_key
 from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 
 REFRESH_S = 0.25  # between two reads of the registry
+MEASURE_S = 2.0  # between two measurements of how full Redis is
 SWEEP_S = 10.0  # between two sweeps; randomized, so that routers do not sweep together
 SWEEP_BATCH, SWEEP_PAUSE_S = 16, 0.05  # sessions checked in a row, and the pause after them
 
@@ -43,6 +45,20 @@ async def keep_key_listed(redis: Client, public_key: bytes) -> None:
             await list_key(redis, public_key)
         except OutriderError as error:
             log.debug("%s", error)  # upstreams keep the keys that they have read
+
+
+async def keep_measured(storage: TenantStorage) -> None:
+    """Measure how full Redis is, again and again. Runs until cancelled."""
+    failed = ""
+    while True:
+        try:
+            await storage.measure()
+            failed = ""
+        except OutriderError as error:
+            if str(error) != failed:
+                log.warning("how full Redis is cannot be read, so tenants are not kept from filling it: %s", error)
+            failed = str(error)
+        await asyncio.sleep(MEASURE_S)
 
 
 async def sweep(sessions: Sessions) -> None:

@@ -17,6 +17,7 @@ from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
 from outrider.store.registry import Worker
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
+from outrider.store.tenant_storage import TenantStorage, generation_bytes
 from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
 from router.api.served_models import ServedModel
 from router.background import BackgroundTasks
@@ -46,6 +47,7 @@ class RouterContext:
     ticket_signer: TicketSigner
     warm_start: WarmStart
     sample_writer: SampleWriter
+    storage: TenantStorage
     metrics: RouterMetrics
 
     def owner(self) -> str:
@@ -67,6 +69,7 @@ class OpenedGeneration:
     text_offset: int  # characters of the response that the client has
     policy: GammaPolicy
     forked_from: str = ""
+    logged: int = 0  # tokens that were in the log before it began, where it began here
 
     @property
     def ended(self) -> EndReason | None:
@@ -323,6 +326,8 @@ async def _begin(
     router: RouterContext, params: GenerateParams, history: _History, deadline: float | None
 ) -> OpenedGeneration:
     sessions, plan = router.sessions, params.policy.plan()
+    size = generation_bytes(len(history.tokens) - history.logged, params.contract)
+    await router.storage.reserve(params.tenant, history.session_id, history.generation, size, new=history.expected == 0)
     turn = SessionTurn(params.contract, params.stops, len(history.tokens), deadline, params.request_id)
     if history.expected == 0:
         await sessions.create(history.session_id, params.tenant, params.model.name, params.model.digest)
@@ -351,7 +356,17 @@ async def _begin(
     )
     token_log = TokenLog(sessions, owned, record, history.tokens, b"")
     return OpenedGeneration(
-        params.model, record, turn, token_log, response, (), response.start, 0, params.policy, history.forked_from
+        params.model,
+        record,
+        turn,
+        token_log,
+        response,
+        (),
+        response.start,
+        0,
+        params.policy,
+        history.forked_from,
+        history.logged,
     )
 
 

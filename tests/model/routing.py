@@ -87,6 +87,9 @@ class Call:
     def time_remaining(self) -> float | None:
         return None
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
@@ -230,6 +233,15 @@ class _Background(BackgroundTasks):
             self._trouble.append(repr(error))
 
 
+class _UnlimitedStorage:
+    """What a tenant keeps is neither counted nor bounded."""
+
+    bounded = False
+
+    async def reserve(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+
 class Router:
     """One router process."""
 
@@ -254,6 +266,7 @@ class Router:
                 metrics=RouterMetrics(),
                 warm_start=WarmStart(_share_nothing, lambda _: ()),
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
+                storage=_UnlimitedStorage(),  # type: ignore[arg-type]
             ),
             NoAuthentication(),
         )

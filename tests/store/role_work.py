@@ -19,6 +19,7 @@ from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry, Worker
 from outrider.store.sessions import Sessions, SessionTurn
+from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import list_key, listed_keys
 from outrider.store.training_samples import TrainingSampleStore
 from outrider.store.versions import Version, Versions
@@ -79,6 +80,12 @@ async def _sessions(client: Client, admin: Client) -> None:
     await sessions.leases.end_scan()
     for name in ("s1", "s2", "s3"):
         await sessions.close(name)
+    storage = TenantStorage(client, 0.002, sessions=9, size=9_999)
+    await storage.measure()
+    await storage.reserve("tenant", "s1", 1, 100, new=True)
+    await asyncio.sleep(0.004)
+    await storage.reserve("tenant", "s2", 1, 100, new=True)
+    await storage.forget("tenant", "s2")
 
 
 async def verifier(client: Client, admin: Client) -> None:

@@ -148,6 +148,12 @@ def router(
     tenant_tokens_per_min: Annotated[
         int | None, typer.Option(help="Tokens per minute of a tenant's prompts and answers. [default: no limit]")
     ] = None,
+    tenant_stored_sessions: Annotated[
+        int | None, typer.Option(help="Sessions of a tenant in Redis. [default: no limit]")
+    ] = None,
+    tenant_stored_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of these, as in 2GiB. [default: half of Redis' maxmemory]")
+    ] = None,
     address_requests_per_s: Annotated[
         float | None, typer.Option(help="Calls per second from one address. [default: no limit]")
     ] = None,

@@ -1,0 +1,103 @@
+"""What tenants keep in Redis: counted by generation, bounded, and forgotten with what expires."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from outrider.core.session.contract import Contract
+from outrider.errors import Overloaded
+from outrider.store import tenant_storage
+from outrider.store.client import connect
+from outrider.store.tenant_storage import TenantStorage, generation_bytes
+
+Made = Callable[..., TenantStorage]
+
+
+@pytest_asyncio.fixture
+async def made(redis_url: str) -> AsyncIterator[Made]:
+    client = connect(redis_url)
+    yield lambda ttl_s=60.0, sessions=None, size=None: TenantStorage(client, ttl_s, sessions=sessions, size=size)
+    await client.aclose()
+
+
+async def taken(storage: TenantStorage, tenant: str = "a") -> int:
+    """What is counted for a tenant; counting nothing changes nothing."""
+    _, count = await storage._run(tenant, "probe", 0, "", "", "")
+    return count
+
+
+def test_what_a_generation_takes_grows_with_what_it_may_write() -> None:
+    plain, logged = Contract(seed=0, max_tokens=100), Contract(seed=0, max_tokens=100, logprobs=20)
+    assert generation_bytes(1000, plain) > generation_bytes(10, plain) > generation_bytes(10, plain, 3)
+    assert generation_bytes(10, logged) - generation_bytes(10, plain) >= 100 * 160
+
+
+async def test_a_generation_is_counted_before_it_begins_and_corrected_when_it_has_ended(made: Made) -> None:
+    storage = made(size=10_000)
+    await storage.reserve("a", "s", 1, 8_000, new=True)
+    await storage.reserve("a", "s", 1, 8_000, new=True)  # a repetition
+    assert await taken(storage) == 8_000
+    with pytest.raises(Overloaded, match=r"sessions take 8000 bytes of at most 10000 \(tenant_stored_bytes\)"):
+        await storage.reserve("a", "t", 1, 2_001, new=True)
+    await storage.reserve("b", "t", 1, 9_000, new=True)  # another tenant
+    await storage.settle("a", "s", 1, 500)
+    assert await taken(storage) == 500
+    await storage.reserve("a", "s", 2, 3_000, new=False)
+    await storage.settle("a", "s", 2, 1_000)
+    await storage.settle("a", "s", 1, 500)  # late
+    assert await taken(storage) == 1_500
+    await storage.reserve("a", "t", 1, 8_500, new=True)
+    await storage.forget("a", "s")
+    assert await taken(storage) == 8_500
+    assert await taken(storage, "b") == 9_000
+
+
+async def test_a_tenant_has_so_many_sessions(made: Made) -> None:
+    storage = made(sessions=2)
+    for name in ("s", "t"):
+        await storage.reserve("a", name, 0, 10, new=True)
+    with pytest.raises(Overloaded, match=r"has 2 sessions \(tenant_stored_sessions\)"):
+        await storage.reserve("a", "u", 0, 10, new=True)
+    await storage.reserve("a", "t", 1, 10, new=False)  # one that is there goes on
+    await storage.forget("a", "t")
+    await storage.reserve("a", "u", 1, 10, new=True)
+
+
+async def test_what_has_expired_is_not_counted(made: Made) -> None:
+    storage = made(ttl_s=0.2, sessions=1, size=100)
+    await storage.reserve("a", "s", 1, 100, new=True)
+    with pytest.raises(Overloaded):
+        await storage.reserve("a", "t", 1, 1, new=True)
+    await asyncio.sleep(0.3)
+    await storage.reserve("a", "t", 1, 90, new=True)
+    assert await taken(storage) == 90
+
+
+async def test_many_at_once_never_exceed_the_bound(made: Made) -> None:
+    storage = made(size=1_000)
+    outcomes = await asyncio.gather(
+        *(storage.reserve("a", str(number), 1, 100, new=True) for number in range(30)), return_exceptions=True
+    )
+    assert sum(outcome is None for outcome in outcomes) == 10
+    assert await taken(storage) == 1_000
+
+
+async def test_a_redis_that_is_almost_full_takes_no_new_sessions(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = made()
+    await storage.measure()
+    assert not storage.bounded  # this Redis has no limit
+    await storage.reserve("a", "s", 1, 10**12, new=True)
+    storage._used, storage._room = 850, 1000
+    assert storage.bounded
+    await storage.reserve("a", "s", 1, 400, new=True)
+    with pytest.raises(Overloaded, match="at most 500"):
+        await storage.reserve("a", "t", 1, 101, new=True)
+    storage._used = 901
+    with pytest.raises(Overloaded, match="Redis is almost full, so no session begins"):
+        await storage.reserve("b", "t", 1, 1, new=True)
+    await storage.reserve("a", "s", 2, 100, new=False)
+    assert tenant_storage.FULL < 1
