@@ -37,9 +37,9 @@ learns = true
 metrics = "127.0.0.1:0"
 """
 KEPT = {  # tasks that are run again, by server
-    "router": {"loop lag", "fleet", "sweep", "warm start", "training samples"},
-    "verifier": {"loop lag", "announcement"},
-    "drafter": {"loop lag", "announcement", "learning", "upstream"},
+    "router": {"loop lag", "fleet", "ticket key", "sweep", "warm start", "training samples"},
+    "verifier": {"loop lag", "announcement", "ticket keys"},
+    "drafter": {"loop lag", "announcement", "learning", "ticket keys", "upstream"},
 }
 NEEDED = {"verifier": "step loop", "drafter": "growth"}  # tasks whose end ends the process
 FAILED = re.compile(r"task '(.+)' failed; (it is started again|the process ends)")

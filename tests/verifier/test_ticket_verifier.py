@@ -15,7 +15,10 @@ from outrider.rpc.tickets import Permit, TicketSigner
 
 PERMIT = Permit("session", "tenant", "drafter-1", "verifier-1", 3)
 ROUTER = TicketSigner()
-TICKET = ROUTER.sign(PERMIT)
+
+
+def ticket(signer: TicketSigner = ROUTER, valid_s: float = 60.0) -> bytes:
+    return signer.sign(PERMIT, valid_s)
 
 
 class Listed:
@@ -63,11 +66,11 @@ async def test_however_many_tickets_name_unknown_keys_there_is_one_reading_in_a_
     listed = Listed()
     async with verifying(listed) as verifier:
         for _ in range(20):
-            assert verifier.request_reading(TicketSigner().sign(PERMIT))
+            assert verifier.request_reading(ticket(TicketSigner()))
             await asyncio.sleep(0)
         await listed.next_reading()
         for _ in range(20):
-            assert verifier.request_reading(TicketSigner().sign(PERMIT)) == 2
+            assert verifier.request_reading(ticket(TicketSigner())) == 2
             await asyncio.sleep(0)
         assert listed.readings == [1]
 
@@ -80,12 +83,12 @@ async def test_what_names_no_key_and_what_is_known_need_no_reading() -> None:
             assert verifier.request_reading(junk) is None
             with pytest.raises(Forbidden):
                 verifier.check(junk, PERMIT)
-        assert verifier.request_reading(TICKET) == 1
+        assert verifier.request_reading(ticket()) == 1
         with pytest.raises(Forbidden, match="forged"):
-            verifier.check(TICKET, PERMIT)
+            verifier.check(ticket(), PERMIT)
         await listed.next_reading()
-        assert verifier.request_reading(TICKET) is None
-        verifier.check(TICKET, PERMIT)
+        assert verifier.request_reading(ticket()) is None
+        verifier.check(ticket(), PERMIT)
         assert listed.readings == [1]
 
 
@@ -96,15 +99,15 @@ async def test_a_ticket_that_comes_while_the_keys_are_read_waits_for_the_next_re
     listed = Listed()
     listed.open.clear()
     async with verifying(listed) as verifier:
-        assert verifier.request_reading(TicketSigner().sign(PERMIT)) == 1
+        assert verifier.request_reading(ticket(TicketSigner())) == 1
         await listed.begun.wait()
-        assert verifier.request_reading(TICKET) == 2
+        assert verifier.request_reading(ticket()) == 2
         listed.open.set()
         await listed.next_reading()
         listed.keys = {ROUTER.public_key: time.time() + 60}
         while 2 not in listed.readings:
             await listed.next_reading()
-        verifier.check(TICKET, PERMIT)
+        verifier.check(ticket(), PERMIT)
 
 
 async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_away(
@@ -114,18 +117,18 @@ async def test_a_key_counts_until_its_time_also_after_redis_has_lost_it_or_is_aw
     listed, end = Listed(), time.time() + 3600
     listed.keys = {ROUTER.public_key: end}
     async with verifying(listed) as verifier:
-        verifier.request_reading(TICKET)
+        verifier.request_reading(ticket())
         await listed.next_reading()
-        ticket = ROUTER.sign(PERMIT, valid_s=7200)
+        lasting = ticket(valid_s=7200)
         for lost in ({}, None, None):
             listed.keys = lost
-            verifier.request_reading(TicketSigner().sign(PERMIT))
+            verifier.request_reading(ticket(TicketSigner()))
             await listed.next_reading()
-            verifier.check(ticket, PERMIT)
+            verifier.check(lasting, PERMIT)
         assert [record.message for record in caplog.records] == [
             "the routers' ticket keys cannot be read: Redis is away"
         ]
         monkeypatch.setattr("time.time", lambda: end + 0.001)
-        assert verifier.request_reading(ticket)
+        assert verifier.request_reading(lasting)
         with pytest.raises(Forbidden, match="forged"):
-            verifier.check(ticket, PERMIT)
+            verifier.check(lasting, PERMIT)
