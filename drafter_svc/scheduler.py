@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +23,6 @@ from outrider.core.acceptance import ChildSampling, rule_of
 from outrider.core.construction import construction_of, static_construction_of
 from outrider.core.construction.expansion import CANDIDATES, DrafterFits
 from outrider.core.sampling.noise import Draw
-from outrider.core.session.contract import Contract
 from outrider.core.stats import Ema
 from outrider.core.tree.delta import Delta, Hints
 from outrider.core.tree.node import Node
@@ -48,6 +48,7 @@ class ScheduledSession:
     relay: Relay | None = None  # the session as the lower tier sees it
     next: tuple[Segment, list[Node]] | None = None  # the segment to run next, and the nodes that it expands
     has_read: bool = False  # it has just read all of a long text, so it may propose more
+    fits: DrafterFits | None = None  # of its own, where its contract is not representative
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class LevelPart:
     session: DraftSession
     segment: Segment
     nodes: list[Node]  # the nodes that the segment's last rows expand
+    fits: DrafterFits
 
 
 class DraftScheduler:
@@ -150,7 +152,8 @@ class DraftScheduler:
         self._changed.set()
 
     def agreement(self) -> dict[str, tuple[int, int]]:
-        """Return, by temperature bucket, how many best candidates were the target's choice, of how many compared."""
+        """Return, by temperature bucket, how many best candidates were the target's choice, of how many compared, in
+        representative sessions."""
         counts = dict(self._agreed_before)
         for (_, bucket), fits in tuple(self._fits.items()):
             agreed, compared = counts.get(bucket, (0, 0))
@@ -189,7 +192,7 @@ class DraftScheduler:
                     # All sessions share the chunk; one whose prompt does not fit waits for the next level.
                     if reads <= chunk and self._reserve(member.session, segment, line[index + 1 :]):
                         chunk -= reads
-                        parts.append(LevelPart(key, member.session, segment, nodes))
+                        parts.append(LevelPart(key, member.session, segment, nodes, self._fit(member, member.session)))
             if parts:
                 return parts
             if self._read_on():
@@ -247,6 +250,7 @@ class DraftScheduler:
         self.slots.clear()
         self._budget = PageBudget(self._engine, self.slots)
         for member in self.members.values():
+            member.fits = None
             self._drop_kv(member)
 
     def _hold_s(self, member: ScheduledSession) -> float:
@@ -262,14 +266,14 @@ class DraftScheduler:
         if session is not None:
             if member.relay is not None:
                 member.relay.changed = False
-            delta = session.refill(self._fit(session.contract))
+            delta = session.refill(self._fit(member, session))
             member.next = self._next(member, session)
             if session.plan.depth:
                 self._send_new(key, member, session, delta)
 
     def _next(self, member: ScheduledSession, session: DraftSession) -> tuple[Segment, list[Node]] | None:
         return session.next_segment(
-            self._fit(session.contract),
+            self._fit(member, session),
             chunk=self._prefill_chunk,
             limit=max(self._level_nodes, session.plan.nodes if member.relay and member.relay.subscriptions else 0),
             context=self._engine.context,
@@ -346,7 +350,7 @@ class DraftScheduler:
         """Sends the lower tier's nodes up at once, with this model's scores where it has them."""
         session = member.session
         if session is not None and nodes:
-            session.rescore(nodes, self._fit(session.contract))
+            session.rescore(nodes, self._fit(member, session))
             self._deliver(key, session, session.announce(nodes, origin, span), exhausted=False)
 
     def _apply(self, member: ScheduledSession, session: DraftSession, message: MirrorUpdate | Hints) -> bool:
@@ -388,7 +392,7 @@ class DraftScheduler:
         for part, draw in zip(parts, draws, strict=True):
             for node in part.nodes if draw is None else ():
                 part.session.sampler.prepare(node.position + 1)
-            part.session.learn(self._fit(part.session.contract))
+            part.session.learn(part.fits)
         self._read_on()
 
     def _propose(self, parts: Sequence[LevelPart], logits: Logits) -> None:
@@ -401,7 +405,7 @@ class DraftScheduler:
                 continue  # the session ended while the pass ran
             part.session.advance(part.segment, part.nodes)
             self.slots.mark_computed(part.session.slot, part.session.cached)
-            delta = part.session.expand(part.nodes, rows, self._fit(part.session.contract))
+            delta = part.session.expand(part.nodes, rows, part.fits)
             if member.relay is not None and part.nodes:
                 member.relay.hint(time.monotonic())
             member.next = self._next(member, part.session)
@@ -411,7 +415,7 @@ class DraftScheduler:
         """Sends new nodes; when these are the last before the next commit, also those that were held back."""
         exhausted = member.next is None and not (member.relay is not None and member.relay.drafting)
         if exhausted:
-            held_back = session.flush(self._fit(session.contract))
+            held_back = session.flush(self._fit(member, session))
             if held_back.tokens:
                 self._deliver(key, session, delta, exhausted=False)
                 delta = held_back
@@ -422,6 +426,13 @@ class DraftScheduler:
         if delta.tokens or delta.rescored or exhausted:
             self._send(key, delta, session.plan.version, exhausted)
 
-    def _fit(self, contract: Contract) -> DrafterFits:
-        """Return the fits of scores, which are shared by rule and temperature bucket."""
-        return self._fits.setdefault((contract.rule, contract.temperature_bucket), DrafterFits())
+    def _fit(self, member: ScheduledSession, session: DraftSession) -> DrafterFits:
+        """Return the fits of a session's scores: those that sessions of one rule and temperature bucket share, or its
+        own copy where it is not representative."""
+        contract = session.contract
+        shared = self._fits.setdefault((contract.rule, contract.temperature_bucket), DrafterFits())
+        if session.representative:
+            return shared
+        if member.fits is None:
+            member.fits = deepcopy(shared)
+        return member.fits

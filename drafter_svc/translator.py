@@ -182,6 +182,7 @@ class Translator:
                 mirror.terms,
                 len(tokens),
                 known=member.known,
+                representative=mirror.representative,
             ),
         )
 

@@ -122,7 +122,7 @@ class StepScheduler:
         self._executor.prepare_slot(kv_slot)
         proposer = self._ngram_proposers.begin(start.tenant, start.contract)
         heads = self._head_proposer.open(start.contract, kv_slot, self._executor)
-        patterns = self.hold_policy.patterns(greedy=start.contract.greedy)
+        patterns = start.contract.own_or_shared(self.hold_policy.patterns(greedy=start.contract.greedy))
         engine = self._engine
         session = VerifierSession(
             start, kv_slot, engine.vocabulary, patterns, proposer, heads, unpadded_vocabulary=engine.unpadded_vocabulary
@@ -378,12 +378,10 @@ class StepScheduler:
             else:
                 commits.append((work.session, self._commit_work(step, work, walked, now, rates)))
         if step.back_to_back and any(map(_is_informative, step.sessions)):
-            committed = sum(len(commit.choices) for _, commit in commits)
             self.hold_policy.learn(
                 self.sessions.values() or step.sessions,
-                len(commits),
+                [(session, len(commit.choices)) for session, commit in commits],
                 step.prompt_tokens,
-                committed,
                 now - self._committed,
             )
         self._committed = now

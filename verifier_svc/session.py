@@ -164,6 +164,11 @@ class VerifierSession(DraftedSession):
         return self.contract.greedy
 
     @property
+    def representative(self) -> bool:
+        """Whether other sessions may learn from this one."""
+        return self.contract.representative
+
+    @property
     def awaited(self) -> bool:
         """Whether drafters may still send nodes that a step could verify."""
         return self.drafting and not self.terms.resting and self.ceilings.depth > 0 and self.room > 1

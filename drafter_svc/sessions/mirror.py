@@ -33,6 +33,7 @@ class MirrorSnapshot:
     known: Prefix = NOTHING  # a prefix of the tokens whose digest was computed as they came
     vocabulary: int = 2**32  # ids that the target has
     unpadded_vocabulary: int = 2**32  # the target chooses only ids below it
+    representative: bool = True  # whether the target's contract is, where `contract` is a translation of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Mirror:
 
     def __init__(self, snapshot: MirrorSnapshot, *, first_id: int = 1) -> None:
         self.contract = snapshot.contract
+        self.representative = snapshot.representative and snapshot.contract.representative
         self.plan = snapshot.plan
         self.credit = snapshot.credit
         self.terms = snapshot.terms
@@ -91,6 +93,7 @@ class Mirror:
             known=self.tree.committed.shortest_prefix,
             vocabulary=self.vocabulary,
             unpadded_vocabulary=self.unpadded_vocabulary,
+            representative=self.representative,
         )
 
     @property

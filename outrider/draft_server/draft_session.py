@@ -146,8 +146,12 @@ class DraftedSession(ABC):
     def subscribe(
         self, stream: DraftStream, attachment: int, calibration: Calibration, *, wants_features: bool = False
     ) -> Subscription:
-        """Adds a drafter, or restarts its part under new ids. Raises Overloaded if the session has too many."""
+        """Adds a drafter, or restarts its part under new ids. Raises Overloaded if the session has too many.
+
+        `calibration`: the drafter's, over all sessions whose contract is representative.
+        """
         self.unsubscribe(stream)
+        calibration = self.contract.own_or_shared(calibration)
         limit = self.max_drafters
         if len(self.subscriptions) >= limit:
             drafters = "drafter" if limit == 1 else "drafters"

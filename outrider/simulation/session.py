@@ -74,6 +74,7 @@ class SimulatedSession:
     """
 
     greedy = False
+    representative = True
 
     def __init__(
         self,

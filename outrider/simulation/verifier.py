@@ -120,22 +120,21 @@ class SimulatedVerifier:
         clock, outcome = self.cluster.clock, self.cluster.outcome
         for session, taken in step.reading.items():
             session.unread -= taken
-        committed = 0
+        commits: list[tuple[SimulatedSession, int]] = []
         for session, count in zip(step.deciding, step.nodes, strict=True):
             tokens, report = self._decide(session, count, step)
-            committed += tokens
+            commits.append((session, tokens))
             session.terms.verified_price = step.price
             self._deliver(session, tokens, report)
         if step.deciding and self._committed:
             self.hold_policy.learn(
                 self.sessions or step.deciding,
-                len(step.deciding),
+                commits,
                 sum(step.reading.values()),
-                committed,
                 clock.now - self._committed,
             )
         self._committed = self._ended = clock.now
-        outcome.tokens += committed
+        outcome.tokens += sum(tokens for _, tokens in commits)
         outcome.steps += len(step.deciding)
         for session in self.sessions:
             session.terms.set_overlap_mode(self.hold_policy.overlap_mode)

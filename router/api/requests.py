@@ -93,7 +93,7 @@ def parse(
     models: Mapping[str, ServedModel],
     config: RouterConfig,
     session: SessionRecord | None = None,
-    priors: Callable[[ServedModel, str], AcceptancePriors] | None = None,
+    priors: Callable[[ServedModel, Contract], AcceptancePriors] | None = None,
     *,
     tenant: str = "",
 ) -> GenerateParams:
@@ -116,7 +116,7 @@ def parse(
     if len(request.idempotency_key) > MAX_KEY:
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     contract = _contract(request.sampling, request.acceptance, model)
-    known = priors(model, contract.temperature_bucket) if priors is not None else None
+    known = priors(model, contract) if priors is not None else None
     return GenerateParams(
         model=model,
         prompt=_prompt(request, model),

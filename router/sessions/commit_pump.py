@@ -150,7 +150,7 @@ class CommitPump:
             previous=token_log.record.drafters,
         )
         wanted = min(wanted, 1) if single else wanted
-        tiers, signer = router.tiers, router.ticket_signer
+        tiers, signer = contract.own_or_shared(router.tiers), router.ticket_signer
         drafters = DrafterSet(router.worker_pool, router.background, assignment, wanted, tiers, signer)
         self._alone = drafters.estimates
         return drafters

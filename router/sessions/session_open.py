@@ -100,9 +100,7 @@ class FoundGeneration:
         """Return the generation: to decode under `token_log`, or with None, to read."""
         # A plan of depth 0 that never changed was requested; one that changed may have rested its drafters for a while.
         name = router.config.policy if record.plan.depth or record.plan.version > 1 else "off"
-        gamma = policy(
-            name, ceilings(router.config), router.warm_start.priors(self.model, self.turn.contract.temperature_bucket)
-        )
+        gamma = policy(name, ceilings(router.config), router.warm_start.priors(self.model, self.turn.contract))
         missing = unsent_parts(self.parts, self.position, self.text_offset)
         return OpenedGeneration(
             self.model, record, self.turn, token_log, self.response, missing, self.position, self.text_offset, gamma

@@ -74,8 +74,8 @@ class SampleWriter:
 
     def collector(self, tenant: str, model: ServedModel, contract: Contract) -> SampleCollector:
         """Return the sample collector of a generation of that tenant, which collects nothing unless the tenant allows
-        it."""
-        if self._tenants.isdisjoint((tenant, ALL_TENANTS)):
+        it, and the contract is representative: drafters draft for all tenants."""
+        if self._tenants.isdisjoint((tenant, ALL_TENANTS)) or not contract.representative:
             return NoSampleCollector()
         return _SampleCollector(self, model, contract.logprobs, greedy=contract.greedy)
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.session.contract import Contract
 from outrider.errors import OutriderError
 from router.api.served_models import ServedModel
 
@@ -29,14 +30,14 @@ class WarmStart:
         self._entries: dict[str, AcceptancePriors] = {}
         self._entry_added = asyncio.Event()  # an entry was added that other routers may have priors for
 
-    def priors(self, model: ServedModel, temperature_bucket: str) -> AcceptancePriors:
-        """Return the priors for sessions of a model. A new entry gets the other routers' priors within some
-        milliseconds."""
-        name = f"{model.name}:{'+'.join(self._drafter_models(model.digest))}:{temperature_bucket}"
+    def priors(self, model: ServedModel, contract: Contract) -> AcceptancePriors:
+        """Return the priors for a session of a model under a contract. A new entry gets the other routers' priors
+        within some milliseconds."""
+        name = f"{model.name}:{'+'.join(self._drafter_models(model.digest))}:{contract.temperature_bucket}"
         if name not in self._entries:
             self._entries[name] = AcceptancePriors()
             self._entry_added.set()
-        return self._entries[name]
+        return contract.own_or_shared(self._entries[name])
 
     def estimates(self) -> dict[str, Any]:
         """Return what is estimated, by model, models of its drafters, and temperature bucket."""

@@ -39,6 +39,7 @@ class FakeVerifier(VerifierServicer):
         self.most = 0  # that were open at once
         self.drafters = 0  # that reports count
         self.verified = 4  # nodes of each step, in reports
+        self.elapsed_us = 0  # of each step, in reports; 0: not measured
         self.rates = 0, 0  # of the verifier without and with drafting, in reports; drafters rest if there are any
         self.starts: list[verifier_pb2.DecodeStart] = []
         self.plans: list[types_pb2.Plan] = []
@@ -127,6 +128,7 @@ class FakeVerifier(VerifierServicer):
                     verified_depth=self.verified,
                     wire_bytes=10,
                     drafters=self.drafters,
+                    elapsed_us=self.elapsed_us,
                     resting=any(self.rates),
                     plain_rate=self.rates[0],
                     drafted_rate=self.rates[1],

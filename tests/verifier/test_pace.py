@@ -101,10 +101,11 @@ def test_the_way_is_that_of_so_many_sessions_and_begins_as_with_nearly_as_many()
     }
 
     def steps(seconds: float, sessions: int, speed: dict[OverlapMode, float]) -> OverlapMode:
-        crowd: list[Any] = [SimpleNamespace(greedy=False)] * sessions
+        crowd: list[Any] = [SimpleNamespace(greedy=False, representative=True)] * sessions
         ways = []
         for _ in range(round(seconds * 100)):
-            pace.learn(crowd, sessions, 0, round(100 * speed[pace.overlap_mode]), 0.01)
+            committed = round(100 * speed[pace.overlap_mode] / sessions)
+            pace.learn(crowd, [(each, committed) for each in crowd], 0, 0.01)
             ways.append(pace.overlap_mode)
         return mode(ways[len(ways) // 2 :])
 

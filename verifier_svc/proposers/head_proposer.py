@@ -97,7 +97,7 @@ class SpeculatorProposer(HeadProposer):
         if key not in self._shared:
             # All sessions share a round, so a trial never delays one session for another, whatever it costs.
             self._shared[key] = [DrafterFits() for _ in range(self._speculator.depth)], TrialGate(max_price=math.inf)
-        return HeadDrafts(contract, self._calibration, *self._shared[key])
+        return HeadDrafts(contract, *contract.own_or_shared((self._calibration, *self._shared[key])))
 
     def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
         hidden = self._hidden()

@@ -136,9 +136,9 @@ class NgramProposers:
         if not fits(contract):
             return None
         if self._ahead:
-            known, calibration, trial_gate = self._shared[contract.greedy]
+            known, calibration, trial_gate = contract.own_or_shared(self._shared[contract.greedy])
             return LookaheadProposer(Lookahead(known), calibration, self._allowance, trial_gate)
         if self._lookups is None:
             return None
-        lookup = self._lookups.begin(tenant, contract)
-        return NgramProposer(lookup, self._calibration, self._allowance, public=self._public)
+        lookup, calibration = self._lookups.begin(tenant, contract), contract.own_or_shared(self._calibration)
+        return NgramProposer(lookup, calibration, self._allowance, public=self._public)

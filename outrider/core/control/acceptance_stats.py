@@ -32,6 +32,10 @@ class AcceptanceCounts:
         # reached: [depth - 1] those of these steps that committed a node at that depth
         # ranks: [rank] committed nodes, by how many siblings had a better score
 
+    def __deepcopy__(self, memo: object) -> AcceptanceCounts:
+        """Return a copy whose arrays are views of one, too."""
+        return AcceptanceCounts(self._all)
+
     def observe(self, report: StepReport) -> None:
         """Add one step."""
         accepted = min(report.accepted, DEPTHS)

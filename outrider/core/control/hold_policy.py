@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, hold_seconds
 from outrider.core.control.budget import CostModel, VerificationBudget
@@ -30,6 +30,10 @@ class HeldSession(Protocol):
         """Whether the session decodes greedily."""
 
     @property
+    def representative(self) -> bool:
+        """Whether other sessions may learn from this one."""
+
+    @property
     def awaited(self) -> bool:
         """Whether the session's drafters may still send nodes that a step could take."""
 
@@ -38,13 +42,22 @@ class HeldSession(Protocol):
         """Whether the session's plan forbids a step before its tree is deeper."""
 
 
+class SessionMix(NamedTuple):
+    """What overlap modes are measured for separately."""
+
+    size: int  # the rounded log2 of the number of open sessions
+    greedy: bool  # whether there is a single session, which is greedy
+    representative: bool  # whether some session is representative, so that these alone are measured
+
+
 class HoldPolicy:
     """Learns from every step of a verifier whether waiting for drafters pays, and which overlap mode is fastest.
 
     Where drafters compute on the verifier's own cores, every level takes time from the steps; where they are far away,
     a step must not wait for them; and with many sessions a step is long without them. So the overlap mode is measured,
-    separately by the number of open sessions, and with a single session also by whether it is greedy. All times are in
-    seconds.
+    separately by the number of open sessions, and with a single session also by whether it is greedy. Only
+    representative sessions are measured; while none is open the others are, in a measurement of their own. All times
+    are in seconds.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -56,9 +69,7 @@ class HoldPolicy:
         self._patterns: dict[
             bool, ArrivalPatterns
         ] = {}  # by whether a session is greedy, because drafters predict greedy text better
-        self._selectors: dict[
-            tuple[int, bool], OverlapSelector
-        ] = {}  # by the rounded log2 of the number of sessions, and whether a single session is greedy
+        self._selectors: dict[SessionMix, OverlapSelector] = {}
         self._latest: OverlapSelector | None = None  # the one that learned from the last step
 
     def patterns(self, *, greedy: bool) -> ArrivalPatterns:
@@ -83,16 +94,26 @@ class HoldPolicy:
         return min(left, hold_seconds(arrivals, now, budget.expected, budget.seconds, self_limiting=not ahead))
 
     def learn(
-        self, sessions: Collection[HeldSession], decoding: int, read: int, committed: int, seconds: float
+        self,
+        sessions: Collection[HeldSession],
+        commits: Sequence[tuple[HeldSession, int]],
+        read: int,
+        seconds: float,
     ) -> None:
         """Record a step with the open `sessions`, `seconds` after the step before, and choose the overlap mode.
 
-        The step read `read` prompt tokens, and committed `committed` tokens for the `decoding` sessions that decoded.
+        The step read `read` prompt tokens. `commits` are the sessions that decoded, each with the number of tokens that
+        it committed.
         """
         self._open.observe(len(sessions))
         size = round(math.log2(max(1.0, self._open.mean)))
-        selector = self._selector_of(size, size == 0 and all(session.greedy for session in sessions))
-        selector.observe(self._cost.in_tokens(decoding, read) + committed, seconds)
+        representative = any(session.representative for session in sessions)
+        counted = [tokens for session, tokens in commits if session.representative or not representative]
+        if commits and not counted:
+            return  # the step was that of sessions from which the present ones do not learn
+        greedy = size == 0 and all(session.greedy for session in sessions)
+        selector = self._selector_of(SessionMix(size, greedy, representative))
+        selector.observe(self._cost.in_tokens(len(commits), read) + sum(counted), seconds)
         self.overlap_mode, self._latest = selector.arm, selector
 
     @property
@@ -102,16 +123,18 @@ class HoldPolicy:
         plain, drafted = (0.0, 0.0) if self._latest is None else self._latest.rates
         return min(_MAX_RATE, round(plain * 1000)), min(_MAX_RATE, round(drafted * 1000))
 
-    def _selector_of(self, size: int, greedy: bool) -> OverlapSelector:
-        """Return the selector for a number of sessions. A new one starts from the selector of the nearest number."""
-        selector = self._selectors.get((size, greedy))
+    def _selector_of(self, mix: SessionMix) -> OverlapSelector:
+        """Return the selector for a mix of sessions. A new one starts from the selector of the nearest number of
+        sessions, which is one of representative sessions, unless the new one is not."""
+        selector = self._selectors.get(mix)
         if selector is None:
-            others = [known for known in self._selectors if known[0] != size]
-            nearest = min(others, key=lambda known: abs(known[0] - size), default=None)
+            fitting = [known for known in self._selectors if known.representative >= mix.representative]
+            others = [known for known in fitting if known.size != mix.size]
+            nearest = min(others, key=lambda known: abs(known.size - mix.size), default=None)
             selector = (
                 OverlapSelector(OverlapMode.TURNS) if nearest is None else self._selectors[nearest].warm_started()
             )
-            self._selectors[size, greedy] = selector
+            self._selectors[mix] = selector
         return selector
 
     def estimates(self) -> dict[str, Any]:
@@ -121,8 +144,13 @@ class HoldPolicy:
             "open_sessions": self._open.mean,
             "arrivals": {_kind(greedy): patterns.estimates() for greedy, patterns in tuple(self._patterns.items())},
             "overlap_modes": [
-                {"sessions": 2**size, "kind": _kind(greedy), **selector.estimates()}
-                for (size, greedy), selector in tuple(self._selectors.items())
+                {
+                    "sessions": 2**mix.size,
+                    "kind": _kind(mix.greedy),
+                    "representative": mix.representative,
+                    **selector.estimates(),
+                }
+                for mix, selector in tuple(self._selectors.items())
             ],
         }
 

@@ -181,17 +181,19 @@ class Lookups:
 
     def begin(self, tenant: str, contract: Contract) -> Lookup:
         """Return the lookup of a new session, which has no tokens yet."""
-        lookup = self._begin(tenant)
+        lookup = self._begin(tenant, contract)
         if contract.greedy or contract.rule != SHARED_NOISE or contract.restricts:
             return lookup
         kind = contract.temperature_bucket + (" cut" if contract.cuts else "")
-        return NoiseMixedSource(lookup, self._noised.setdefault(kind, NoiseMixtureFit()), contract)
+        fit = contract.own_or_shared(self._noised.setdefault(kind, NoiseMixtureFit()))
+        return NoiseMixedSource(lookup, fit, contract)
 
-    def _begin(self, tenant: str) -> Lookup:
+    def _begin(self, tenant: str, contract: Contract) -> Lookup:
         if self._method == "prompt-lookup" and self._corpus is None:
-            return PromptLookup(self._fit)
+            return PromptLookup(contract.own_or_shared(self._fit))
         in_session = self._method != "retrieval"
-        return Suffixes(in_session, self._outputs.of(tenant) if self._method == "suffix" else None, self._corpus)
+        outputs = self._outputs.of(tenant) if self._method == "suffix" else None
+        return Suffixes(in_session, outputs, contract.own_or_shared(self._corpus))
 
 
 def fits(contract: Contract) -> bool:

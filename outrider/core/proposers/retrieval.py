@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from copy import deepcopy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,12 @@ class Retrieval:
     def __init__(self, store: Datastore) -> None:
         self._store = store
         self._interpolation = Interpolation()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Retrieval:
+        """Return a source over the same store, with a copy of what this one has learned."""
+        copied = Retrieval(self._store)
+        copied._interpolation = deepcopy(self._interpolation, memo)
+        return copied
 
     def propose(self, text_end: Sequence[int], nodes: int, depth: int) -> Continuation:
         """Propose what followed in the corpus, within one document."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import reprlib
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 from outrider.errors import InvalidRequest
 
@@ -31,6 +32,15 @@ MAX_STOP_IDS = 64
 MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+
+# Filters and temperatures beyond these leave a text that tells little about others: a single token is left to choose,
+# or the shared noise alone chooses, whatever the models predict. See `Contract.representative`.
+MIN_USUAL_TOP_K = 10
+MIN_USUAL_TOP_P = 0.5
+MAX_USUAL_MIN_P = 0.3
+MAX_USUAL_TEMPERATURE = 1.5
+
+EstimatesT = TypeVar("EstimatesT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +153,26 @@ class Contract:
     def restricts(self) -> bool:
         """Whether penalties, a bias, or lists of allowed or banned ids change the model's distribution."""
         return self.penalizes or bool(self.logit_bias or self.allowed_ids or self.banned_ids)
+
+    @property
+    def representative(self) -> bool:
+        """Whether what a generation under this contract shows of drafters and texts also holds for others.
+
+        It does not where the caller decides what drafts are worth: by penalties, biases and lists of ids, by stop ids
+        that `min_tokens` bans, by filters or a temperature that leave one choice or any, and by a lossy rule, whose
+        thresholds may accept everything. Filters change nothing of greedy decoding.
+        """
+        filtered = (
+            0 < self.top_k < MIN_USUAL_TOP_K or self.top_p < MIN_USUAL_TOP_P or self.min_p > MAX_USUAL_MIN_P
+        ) and not self.greedy
+        bans_stops = bool(self.min_tokens and self.stop_ids)
+        hot = self.temperature > MAX_USUAL_TEMPERATURE
+        return not (self.restricts or bans_stops or filtered or hot or self.lossy)
+
+    def own_or_shared(self, shared: EstimatesT) -> EstimatesT:
+        """Return the estimates that a session under this contract uses and updates: the shared ones, or a copy of its
+        own where the contract is not representative."""
+        return shared if self.representative else deepcopy(shared)
 
     @property
     def lossy(self) -> bool:

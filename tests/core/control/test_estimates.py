@@ -63,11 +63,11 @@ def observed() -> dict[str, Any]:
     cost = CostModel([(1, 0.01), (32, 0.02)])
     hold = HoldPolicy(cost)
     arrivals = Arrivals(hold.patterns(greedy=True))
-    session: Any = type("Session", (), {"greedy": True})()
+    session: Any = type("Session", (), {"greedy": True, "representative": True})()
     for step in range(60):
         arrivals.restart(step * 0.1, 1.0)
         arrivals.arrived(step * 0.1 + 0.01, 1.5, passing=False)
-        hold.learn([session], 1, 0, 3, 0.1)
+        hold.learn([session], [(session, 3)], 0, 0.1)
     tiers = TierSwitch()
     both = frozenset({0, 1})
     for _ in range(9):

@@ -3,9 +3,13 @@
 import asyncio
 
 from outrider.core.control.goodput import AcceptancePriors
+from outrider.core.session.contract import Contract
 from outrider.errors import Unavailable
 from router.speculation.warm_start import WarmStart
 from tests.router.test_tenants import MODEL
+
+HOT = Contract(seed=0, max_tokens=1)
+GREEDY = Contract(seed=0, max_tokens=1, temperature=0.0)
 
 
 async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -> None:
@@ -21,16 +25,16 @@ async def test_entries_are_apart_by_drafters_and_heat_and_are_shared_at_once() -
     book = WarmStart(share, lambda _: drafters)
     keeping = asyncio.create_task(book.run())
     await asyncio.sleep(0)
-    hot = book.priors(MODEL, "hot")
-    assert book.priors(MODEL, "hot") is hot
-    assert book.priors(MODEL, "greedy") is not hot
+    hot = book.priors(MODEL, HOT)
+    assert book.priors(MODEL, HOT) is hot
+    assert book.priors(MODEL, GREEDY) is not hot
     async with asyncio.timeout(5):
         while len(names) < 2:
             await asyncio.sleep(0.01)
     assert hot.useless  # what was read is in the very entry that sessions hold
     assert names[0] == f"{MODEL.name}:drafter:hot"
     drafters.append("mid")
-    assert book.priors(MODEL, "hot") is not hot
+    assert book.priors(MODEL, HOT) is not hot
     async with asyncio.timeout(5):
         while f"{MODEL.name}:drafter+mid:hot" not in names:
             await asyncio.sleep(0.01)

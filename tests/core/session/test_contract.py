@@ -1,0 +1,68 @@
+"""From which contracts other sessions learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.core.control.acceptance_stats import AcceptanceCounts
+from outrider.core.session.contract import Contract, StepReport
+
+
+def contract(**terms: Any) -> Contract:
+    return Contract(**{"seed": 1, "max_tokens": 9, **terms})
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"temperature": 0.0, "top_k": 1, "top_p": 0.01, "min_p": 1.0},  # filters change nothing of greedy decoding
+        {"temperature": 1.5, "top_k": 10, "top_p": 0.5, "min_p": 0.3},
+        {"top_k": 40, "top_p": 0.9, "stop_ids": (2,), "logprobs": 20, "choice": 7},
+        {"min_tokens": 9},  # there is no stop id that it could ban
+        {"rule": "traversal-verification"},
+    ],
+)
+def test_from_usual_contracts_others_learn(terms: dict[str, Any]) -> None:
+    assert contract(**terms).representative
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"logit_bias": {3: -100.0}},
+        {"allowed_ids": (3,)},
+        {"banned_ids": (3,)},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -2.0},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 1, "stop_ids": (2,)},
+        {"top_k": 1},
+        {"top_k": 9},
+        {"top_p": 0.49},
+        {"min_p": 0.31},
+        {"temperature": 1.6},
+        {"temperature": 0.0, "banned_ids": (3,)},
+        {"rule": "lenient-speculative-sampling", "lenience": 0.1},
+        {"rule": "typical-acceptance", "typical_epsilon": 0.0},
+    ],
+)
+def test_from_contracts_that_decide_what_drafts_are_worth_nobody_learns(terms: dict[str, Any]) -> None:
+    assert not contract(**terms).representative
+
+
+def test_a_session_that_is_not_representative_begins_with_what_others_learned_and_keeps_what_it_learns() -> None:
+    shared = AcceptanceCounts()
+    report = StepReport(verified=4, accepted=2, verified_depth=3, ranks=b"\0\1")
+    contract().own_or_shared(shared).observe(report)
+    learned = shared.values()
+    assert shared.steps == 1.0
+    own = contract(banned_ids=(3,)).own_or_shared(shared)
+    assert own.values() == learned
+    own.observe(report)
+    own.scale(2.0)
+    assert own.steps == 4.0
+    assert own.values() == [4.0 * value for value in learned]
+    assert shared.values() == learned

@@ -1,0 +1,291 @@
+"""A caller whose contract shapes the target's distribution teaches other sessions nothing, wherever sessions share.
+
+Each learner is shown the same session twice: under a plain contract, where its shared estimates must change, and under
+one that decides what drafts are worth, where they must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafter_svc.scheduler import DraftScheduler
+from drafter_svc.sessions.mirror import MirrorSnapshot, MirrorUpdate
+from drafter_svc.translator import Translator
+from drafter_svc.upstreams.upstream import Attachment
+from outrider.core.control.budget import CostModel
+from outrider.core.control.calibration import Calibration
+from outrider.core.control.hold_policy import HoldPolicy
+from outrider.core.control.overlap import OverlapMode
+from outrider.core.control.tier_selection import TierSwitch
+from outrider.core.proposers.datastore import Datastore, write_datastore
+from outrider.core.proposers.lookup import LookupMethod, Lookups
+from outrider.core.sampling.sampler import Choice
+from outrider.core.session.contract import Contract, Plan, SentTerms, StepReport
+from outrider.core.session.digest import EMPTY, extend
+from outrider.core.tree.delta import Delta
+from outrider.draft_server.draft_session import DraftStream
+from outrider.store.training_samples import TrainingSampleStore
+from outrider.v1.types_pb2 import Heartbeat
+from router import server
+from router.speculation.warm_start import WarmStart
+from tests.drafter.test_scheduler import VOCABULARY, Engine
+from tests.router.fakes import FakeDrafter, FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, ask, collect, running_router, until
+from verifier_svc.proposers.head_proposer import SpeculatorProposer
+from verifier_svc.proposers.ngram_proposer import SENDER, NgramProposers
+from verifier_svc.scheduler import StepScheduler
+from verifier_svc.session import SessionStart, VerifierSession
+
+TEXT = (1, 2, 3, 1, 2, 3, 1)
+PLAN = Plan(version=1, depth=6, width=3, nodes=8)
+POISON: dict[str, Any] = {"banned_ids": (9,)}
+
+contracts = pytest.mark.parametrize("terms", [{}, POISON], ids=["plain", "poison"])
+
+
+def contract(terms: dict[str, Any]) -> Contract:
+    return Contract(seed=1, max_tokens=100, **terms)
+
+
+def changed(learner: object, happens: Callable[[], object]) -> bool:
+    before = pickle.dumps(learner)
+    happens()
+    return pickle.dumps(learner) != before
+
+
+def scheduler(**proposers: Any) -> StepScheduler:
+    engine: Any = SimpleNamespace(
+        slots=8,
+        treeless="",
+        memory=lambda *_: None,
+        release=lambda *_: None,
+        vocabulary=VOCABULARY,
+        unpadded_vocabulary=VOCABULARY,
+    )
+    cost = CostModel([(1, 0.01), (64, 0.02)])
+    return StepScheduler(engine, cost, prefill_chunk=64, max_nodes=64, publish=lambda *_: None, **proposers)
+
+
+def opened(verifier: StepScheduler, terms: dict[str, Any]) -> VerifierSession:
+    return verifier.open(SessionStart("s", "", 1, TEXT, len(TEXT), contract(terms), PLAN, 64))
+
+
+@contracts
+def test_a_drafter_s_calibration(terms: dict[str, Any]) -> None:
+    session, calibration = opened(scheduler(), terms), Calibration()
+    subscription = session.subscribe(DraftStream("d", Heartbeat), 1, calibration)
+    session.grant(subscription)
+
+    def misses() -> None:
+        session.graft(subscription, Delta(6, session.tree.digest, 1, (0,), (7,), (-0.01,)), 1.0, passing=False)
+        session.calibrate_verified([*session.tree.root.children.values()], set())
+
+    assert changed(calibration, misses) == (not terms)
+    assert subscription.calibration.corrected(-0.01) < -0.01  # the session itself has learned
+
+
+@contracts
+def test_when_deltas_arrive(terms: dict[str, Any]) -> None:
+    verifier = scheduler()
+    session = opened(verifier, terms)
+
+    def arrives() -> None:
+        session.arrivals.restart(1.0, 1.0)
+        session.arrivals.arrived(1.5, 4.0, passing=False)
+
+    assert changed(verifier.hold_policy.patterns(greedy=False), arrives) == (not terms)
+    assert session.arrivals.learned == 1
+
+
+@contracts
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_verifier_s_ngrams(ahead: bool, terms: dict[str, Any]) -> None:
+    proposers = NgramProposers(Lookups("suffix", None), ahead=ahead)
+    session = opened(scheduler(ngram_proposers=proposers), terms)
+    session.propose_ngrams()
+    shared = proposers._shared, proposers._calibration
+    assert changed(shared, lambda: _commit_beside_the_tree(session)) == (not terms)
+
+
+def _commit_beside_the_tree(session: VerifierSession) -> None:
+    nodes = [node for node in session.tree.root.children.values() if node.claim is not None]
+    assert nodes
+    assert {node.claim[0] for node in nodes if node.claim} == {SENDER}
+    session.calibrate_verified(nodes, set())
+    session.commit([Choice(9, 1.0, b"")], StepReport(), now=1.0)
+
+
+@contracts
+@pytest.mark.parametrize("method", ["prompt-lookup", "retrieval"])
+def test_lookups(method: LookupMethod, tmp_path: Path, terms: dict[str, Any]) -> None:
+    store = None
+    if method == "retrieval":
+        write_datastore(tmp_path / "store", [TEXT * 3], tokenizer_digest=bytes(16), vocabulary=16)
+        store = Datastore.open(tmp_path / "store", bytes(16))
+    lookups = Lookups(method, store)
+    lookup = lookups.begin("", contract({"temperature": 0.0, **terms}))
+    lookup.extend(TEXT)
+    lookup.propose(4, 4)
+    shared = lookups._fit if lookups._corpus is None else lookups._corpus._interpolation
+    assert changed(shared, lambda: lookup.extend([2])) == (not terms)
+
+
+@pytest.mark.parametrize("terms", [{}, {"top_k": 2}], ids=["plain", "poison"])
+def test_mixtures_with_the_noise(terms: dict[str, Any]) -> None:
+    lookups = Lookups("suffix", None)
+    lookup = lookups.begin("", contract(terms))
+    (fit,) = lookups._noised.values()
+
+    def learns() -> None:
+        for token in TEXT * 4:
+            lookup.propose(4, 4)
+            lookup.extend([token])
+
+    assert changed(fit, learns) == (not terms)
+
+
+@contracts
+def test_heads_on_the_target(terms: dict[str, Any]) -> None:
+    speculator: Any = SimpleNamespace(depth=2, unpadded_vocabulary=VOCABULARY, open_slot=lambda *_: None)
+    proposer = SpeculatorProposer(speculator, lambda: None, every=False)  # type: ignore[arg-type,return-value]
+    session = opened(scheduler(head_proposer=proposer), terms)
+    heads = session.heads
+    assert heads is not None
+    heads.begin(session.tree)
+    row = np.arange(VOCABULARY, dtype=np.float32) / 8
+    heads.propose(session.tree, session.sampler, session.tree.root, 0, row, PLAN, 0.0)
+    nodes = [*session.tree.root.children.values()]
+
+    def settles() -> None:
+        session.calibrate_verified(nodes, set())
+        heads.settle(session.tree, nodes[:1], [nodes[0].token])
+
+    shared = [(fits, gate) for fits, gate in proposer._shared.values()]
+    assert changed((shared, proposer._calibration), settles) == (not terms)
+
+
+def test_the_overlap_mode_of_a_verifier() -> None:
+    """While a plain session is open its tokens alone count; the others have a measurement of their own."""
+    plain, poison = (SimpleNamespace(greedy=False, representative=not terms) for terms in ({}, POISON))
+    policy = HoldPolicy(CostModel([(1, 0.01), (64, 0.02)]))
+
+    def learn(sessions: Any, commits: Any) -> None:
+        policy.learn(sessions, commits, 0, 0.01)
+
+    def measured(*, representative: bool) -> list[tuple[str, float]]:
+        found = [each for each in policy.estimates()["overlap_modes"] if each["representative"] is representative]
+        return [(name, round(arm["per_s"])) for each in found for name, arm in each["arms"].items() if arm["steps"]]
+
+    for _ in range(8):
+        learn([plain], [(plain, 2)])
+    assert measured(representative=True) == [("turns", 200)]
+    for _ in range(200):  # enough to try every mode, and to find that all but one are slow
+        learn([poison], [(poison, 1 if policy.overlap_mode is OverlapMode.TURNS else 1000)])
+    assert policy.overlap_mode is not OverlapMode.TURNS
+    assert measured(representative=True) == [("turns", 200)]
+    for _ in range(8):
+        learn([plain, poison], [(poison, 1000)])
+        learn([plain, poison], [(plain, 2), (poison, 1000)])
+    assert policy.overlap_mode is OverlapMode.TURNS
+    assert set(measured(representative=True)) == {("turns", 200)}
+    assert max(speed for _, speed in measured(representative=False)) > 1000
+
+
+def drafts(terms: dict[str, Any]) -> tuple[DraftScheduler, Callable[[], Coroutine[Any, Any, None]]]:
+    """A scheduler, and a session that drafts and is sent tokens that were not drafted."""
+    engine: Any = Engine(context=1000)
+    made = DraftScheduler(engine, level_nodes=8, prefill_chunk=64, send=lambda *_: None, resync=lambda _: None)
+
+    async def commits() -> None:
+        key, tokens = Attachment("s", "", 1, b""), [*TEXT]
+        made.opened(key, MirrorSnapshot(tuple(tokens), extend(EMPTY, tokens), contract(terms), PLAN, 1000))
+        running = asyncio.create_task(made.run())
+        for token in (400, 401, 402):
+            for _ in range(200):
+                await asyncio.sleep(0.001)
+                if made.members[key].session is not None and made.members[key].session.tree.size:  # type: ignore[union-attr]
+                    break
+            tokens.append(token)
+            digest = extend(EMPTY, tokens)
+            made.updated(key, MirrorUpdate(len(tokens) - 1, (token,), digest, None, SentTerms(), 2000, ()))
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            if any(fits.compared for fits in [*made._fits.values(), made.members[key].fits] if fits is not None):
+                break
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    return made, commits
+
+
+@contracts
+async def test_a_drafter_s_fits_and_how_often_its_version_agrees(terms: dict[str, Any]) -> None:
+    made, commits = drafts(terms)
+    await commits()
+    (own,) = [member.fits for member in made.members.values()]
+    compared = made.agreement()["hot"][1]
+    assert (compared > 0) == (not terms)
+    assert (own is not None and own.compared > 0) == bool(terms)
+
+
+@contracts
+def test_a_drafter_that_translates_passes_on_whether_a_contract_is_representative(terms: dict[str, Any]) -> None:
+    received: list[MirrorSnapshot] = []
+    tokenizer = MODEL.tokenizer
+    translator = Translator(tokenizer, tokenizer, send=lambda *_: None, resync=lambda _: None)
+    translator.serve(SimpleNamespace(opened=lambda key, snapshot: received.append(snapshot)))  # type: ignore[arg-type]
+    tokens = tokenizer.encode("def add(self, other):").ids
+    snapshot = MirrorSnapshot(tuple(tokens), extend(EMPTY, tokens), contract(terms), PLAN, 100)
+    translator.opened(Attachment("s", "", 1, b""), snapshot)
+    assert [each.representative for each in received] == [not terms]
+    assert received[0].contract.representative  # it names no tokens any more
+
+
+async def test_a_router_s_priors_tiers_and_training_samples(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, books = TierSwitch(), list[WarmStart]()
+
+    def warm_start(*given: Any) -> WarmStart:
+        books.append(WarmStart(*given))
+        return books[-1]
+
+    monkeypatch.setattr(server, "TierSwitch", lambda **_: tiers)
+    monkeypatch.setattr(server, "WarmStart", warm_start)
+    verifier = FakeVerifier(SCRIPT, pace_s=0.002)
+    verifier.elapsed_us = 2000
+    async with (
+        running_router(redis_url, teaches=["*"]) as rig,
+        announced(verifier, rig.registry, MODEL.digest),
+        announced(FakeDrafter(), rig.registry, MODEL.digest, tier=0),
+        announced(FakeDrafter(), rig.registry, MODEL.digest, tier=1),
+    ):
+        samples = TrainingSampleStore(rig.client, MODEL.name, MODEL.digest)
+
+        def steps() -> float:
+            return sum(each["steps"] for each in books[0].estimates().values())
+
+        def measured() -> int:
+            """Windows of generations that sets of tiers were measured by."""
+            return sum(arm["steps"] for each in tiers.estimates() for arm in each["arms"].values())
+
+        async def written() -> int:
+            return len((await samples.after("0", 100))[0])
+
+        for plain in (1, 2):
+            await collect(rig.stub.Generate(ask(max_tokens=40, banned_ids=[9], logit_bias={8: 5.0})))
+            assert steps() == 40 * (plain - 1)
+            await collect(rig.stub.Generate(ask(max_tokens=40)))
+            await until(lambda count=plain: measured() >= count)  # type: ignore[misc]
+            async with asyncio.timeout(5):
+                while await written() < plain:
+                    await asyncio.sleep(0.002)
+            assert (steps(), measured(), await written()) == (40 * plain, plain, plain)
