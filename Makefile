@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SERVERS := $(VENV)/.servers
 
 .PHONY: demo test test-all lane-1 lane-2 test-long mutants durations measured coverage chaos chaos-quick bench bench-quick \
-	bench-trees bench-drafters bench-gpu arm docs lint manifests proto typescript clean
+	bench-trees bench-drafters bench-gpu arm docs lint audit manifests proto typescript clean
 
 demo: $(SERVERS)
 	$(BIN)/outrider demo
@@ -104,6 +104,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.toothless
 	$(BIN)/python -m tests.words
+	$(BIN)/python -m tests.audit --quick
+
+# The pinned dependencies against the advisories of osv.dev.
+audit: $(STAMP)
+	$(BIN)/python -m tests.audit
 
 # Renders every overlay of deploy/ into build/manifests, and validates it.
 manifests: $(STAMP)
