@@ -9,6 +9,8 @@ from outrider.client._connection import Connection
 from outrider.errors import ConfigError
 from outrider.rpc.tls import Tls, is_loopback
 
+Metadata = tuple[tuple[str, str], ...]  # of a call
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -16,14 +18,13 @@ class Access:
 
     tls: Tls | None = None
     server_name: str = ""  # name that the router's certificate must have; empty: the host of the address
-    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # of every call
+    metadata: Metadata = field(default=(), repr=False)  # of every call
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Return the credentials of a connection. Raises ConfigError for a key that is invalid or would not be safe."""
         key, use_tls = connection.api_key, connection.tls or connection.ca is not None
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("api_key: must be the text that `outrider keys add` printed, and nothing else")
+        metadata = key_metadata(key)
         if not use_tls and connection.tls is None and key and not _is_local(connection.address):
             raise ConfigError(
                 "api_key: would cross the network for anybody to read; give `ca` (or set OUTRIDER_CA), tls=True for a "
@@ -32,8 +33,15 @@ class Access:
         return cls(
             Tls.client(connection.ca) if use_tls else None,
             connection.server_name,
-            (("authorization", f"Bearer {key}"),) if key else (),
+            metadata,
         )
+
+
+def key_metadata(key: str) -> Metadata:
+    """Return the metadata that carries an API key; empty without one. Raises ConfigError for what cannot be a key."""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("api_key: must be the text that `outrider keys add` printed, and nothing else")
+    return (("authorization", f"Bearer {key}"),) if key else ()
 
 
 def _is_local(address: str) -> bool:

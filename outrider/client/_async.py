@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from outrider.client import _wire
-from outrider.client._access import Access
+from outrider.client._access import Access, key_metadata
 from outrider.client._connection import ConnectionOptions, resolve
 from outrider.client._router import RETRIES, Router
 from outrider.client._stream import AsyncStream
 from outrider.client._types import Generation, Model, Session, StepTree
 from outrider.client._wire import Options
-from outrider.errors import InvalidRequest
+from outrider.errors import ConfigError, InvalidRequest, Unauthenticated
 from outrider.v1 import inference_pb2 as pb
 
 
@@ -156,6 +156,14 @@ class AsyncClient:
         """Return the models that are served now."""
         response = await self._router.ask("ListModels", pb.ListModelsRequest(), timeout)
         return [_wire.model_from_pb(model) for model in response.models]
+
+    async def check_key(self, api_key: str, *, timeout: float | None = None) -> None:
+        """Raise Unauthenticated unless the router accepts this key, which need not be the client's own."""
+        try:
+            metadata = key_metadata(api_key)
+        except ConfigError as error:
+            raise Unauthenticated(str(error)) from None
+        await self._router.ask("ListModels", pb.ListModelsRequest(), timeout, metadata)
 
     async def close(self) -> None:
         """End the streams that still run, on the server too, and disconnect. Closing twice is allowed."""

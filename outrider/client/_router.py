@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider.client._access import Access
+from outrider.client._access import Access, Metadata
 from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error, is_from_outrider
@@ -48,18 +48,19 @@ class Router:
             self._channel = open_channel(self.address, self._access.tls, self._access.server_name)
         return inference_pb2_grpc.InferenceStub(self._channel)
 
-    async def ask(self, method: str, request: Any, timeout: float | None) -> Any:
-        """Return the response of a unary call.
+    async def ask(self, method: str, request: Any, timeout: float | None, metadata: Metadata | None = None) -> Any:
+        """Return the response of a unary call, with the connection's metadata unless there is other `metadata`.
 
         All unary calls are idempotent, so a call is repeated when its router was lost.
         """
+        metadata = self.metadata if metadata is None else metadata
         check_timeout(timeout)
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         pauses = iter(_PAUSES_S)
         while True:
             left = None if timeout is None else max(0.0, give_up - time.monotonic())
             try:
-                answer = await getattr(self.stub, method)(request, timeout=left, metadata=self.metadata)
+                answer = await getattr(self.stub, method)(request, timeout=left, metadata=metadata)
                 self.was_reached = True
                 return answer
             except grpc.aio.AioRpcError as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,9 +17,11 @@ from outrider.client import Options
 from outrider.config import GatewayConfig
 from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
-from outrider.gateway.body_limit import BodyLimit
+from outrider.gateway.bodies import read_body
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import body, invalid, refusal
+from outrider.gateway.keys import HEALTH, KeyCheck
+from outrider.gateway.limits import BodyLimit, RequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import Prompt, streams
 from outrider.gateway.respond import answer, unless_gone
@@ -26,37 +29,40 @@ from outrider.gateway.schema import Chat, Completion, GenerationForm
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.rpc.supervision import keep_running
 
-HEALTH_S = 2.0  # timeout of the router's answer to a health check
-
 
 def make_app(config: GatewayConfig) -> FastAPI:
     """Return the application. Raises ConfigError for settings with which no caller could use the router."""
     clients, metrics = TenantClients(config), GatewayMetrics()
+    keys = KeyCheck(clients.keyless)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         measuring = asyncio.create_task(keep_running("loop lag", metrics.lag.run))
         yield
         measuring.cancel()
+        await keys.close()
         await clients.close()
 
-    app = FastAPI(title="Outrider", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
+    app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(BodyLimit, config=config)
+    app.add_middleware(keys.middleware)
+    app.add_middleware(RequestLimit, config=config)
     app.add_middleware(clients.tracking_requests)
     app.add_middleware(metrics.counted)
 
     async def answered(
         parsed: GenerationForm, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
     ) -> Response:
+        body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
         groups = streams(clients.client(request), prompts, parsed.n, options, config.timeout_s)
         return await unless_gone(request, answer(parsed, groups, form))
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(parsed: Completion, request: Request) -> Response:
+    async def completions(parsed: Annotated[Completion, Depends(read_body(Completion))], request: Request) -> Response:
         return await answered(parsed, parsed.prompts, parsed.options(), CompletionForm(), request)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(parsed: Chat, request: Request) -> Response:
+    async def chat(parsed: Annotated[Chat, Depends(read_body(Chat))], request: Request) -> Response:
         options: Options = {**parsed.options(), "messages": [message.for_template for message in parsed.messages]}
         return await answered(parsed, [None], options, ChatForm(), request)
 
@@ -72,10 +78,10 @@ def make_app(config: GatewayConfig) -> FastAPI:
                 return serialize.model(entry)
         raise NotFound(f"model {name!r} is not served here")
 
-    @app.get("/health")
-    async def health(request: Request) -> Json:
+    @app.get(HEALTH)
+    async def health() -> Json:
         with suppress(Unauthenticated):  # the router answers, so it is healthy
-            await clients.client(request).models(timeout=HEALTH_S)
+            await keys.check("")
         return {"status": "ok"}
 
     @app.get("/metrics")

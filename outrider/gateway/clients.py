@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.client import AsyncClient
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unauthenticated
+from outrider.gateway.keys import caller_key
 
 MAX_CLIENTS = 256  # clients that stay open after their requests
 _USED = "outrider.used"  # key in a request's scope: the clients that the request uses
@@ -33,14 +34,14 @@ class TenantClients:
         self._config = config
         self._pool: OrderedDict[str, _PooledClient] = OrderedDict()  # by key, the most recently used last
         self._connect("a-key")  # raises ConfigError at the start if no key may be sent to this router
+        self.keyless = self._connect("")  # for checks of keys
 
     def client(self, request: Request) -> AsyncClient:
         """Return the client for the caller of a request, until the request is answered.
 
         The client sends the caller's key to the router, which checks it. Raises Unauthenticated for a malformed key.
         """
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else ""
+        key = caller_key(request.headers)
         if key not in self._pool:
             try:
                 self._pool[key] = _PooledClient(self._connect(key))
@@ -71,6 +72,7 @@ class TenantClients:
         for pooled in self._pool.values():
             pooled.requests = 0
         await self._shrink(0)
+        await self.keyless.close()
 
     async def _shrink(self, size: int) -> None:
         """Close idle clients, the least recently used first, until at most `size` clients are open."""

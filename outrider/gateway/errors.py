@@ -70,7 +70,7 @@ def body(message: str, type_: str, param: str | None = None, code: str | None = 
 def invalid(error: RequestValidationError) -> dict[str, Any]:
     """Return the JSON for a malformed request body: its first error, in OpenAI's words."""
     entry = error.errors()[0]
-    path = [str(part) for part in entry["loc"][1:]]
+    path = [str(part) for part in entry["loc"]]
     match entry["type"]:
         case "extra_forbidden":
             return body(f"Unrecognized request argument supplied: {'.'.join(path)}", "invalid_request_error")

@@ -4,8 +4,8 @@ A field whose effect this cluster cannot provide is refused by name, never ignor
 Fields that only label a request (`user`, `metadata`, `store`, ...) are accepted and have no effect. docs/gateway.md has
 a table of all fields.
 
-A malformed body costs no more memory than it has bytes: a list is refused at its first malformed item, and an object at
-its first unknown field.
+A list is refused at its first malformed item, and an object at its first unknown field. What remains of a body after it
+was parsed is the fields that are used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.client import Options
@@ -41,7 +41,7 @@ ItemT = TypeVar("ItemT")
 Items = Annotated[list[ItemT], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Unserved = Annotated[None, BeforeValidator(_refuse)]  # a field of OpenAI's that would change the answer
-NoEffect = Any  # a field of OpenAI's that does not change the answer
+NoEffect = Annotated[None, BeforeValidator(lambda value: None)]  # one that does not: its value is not kept
 
 
 class RequestBody(BaseModel):
@@ -73,7 +73,7 @@ class Outrider(RequestBody):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_ids: Annotated[tuple[int, ...], Field(fail_fast=True)] | None = None
+    stop_ids: Annotated[tuple[int, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
 
 
@@ -187,11 +187,15 @@ class TextPart(RequestBody):
     text: str
 
 
+def _text(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class ChatMessage(RequestBody):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
+    content: Annotated[str | Items[TextPart], AfterValidator(_text)]  # always a string after validation
     name: NoEffect = None
     refusal: Unserved = None  # it is null in an answer that the caller sends back as a part of the conversation
     tool_calls: Unserved = None
@@ -201,8 +205,7 @@ class ChatMessage(RequestBody):
     @property
     def for_template(self) -> dict[str, str]:
         """The message in the form that chat templates take. The role developer becomes system."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": _text(self.content)}
 
 
 class ResponseFormat(RequestBody):

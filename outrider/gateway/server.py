@@ -9,12 +9,15 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import cast
 
 import uvicorn
 
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
 from outrider.gateway.app import make_app
+from outrider.gateway.connections import BoundedConnection
 
 POLL_S = 0.2  # between two checks of the open connections during shutdown
 
@@ -70,6 +73,8 @@ def server(config: GatewayConfig) -> GatewayServer:
         lifespan="on",
         log_config=None,
         access_log=False,
+        http=cast(type[asyncio.Protocol], partial(BoundedConnection, max_connections=config.max_connections)),
+        ws="none",
         timeout_graceful_shutdown=math.ceil(config.drain_s),
         ssl_certfile=config.cert,
         ssl_keyfile=config.key,

@@ -48,6 +48,7 @@ def test_fields_do_what_the_table_states(kind: type[GenerationForm], theirs: Any
         if entry == "no effect":
             taken = kind.model_validate({**MINIMAL[kind], name: {"any": "thing"}})
             assert taken.options() == plain.options()
+            assert getattr(taken, name) is None  # its value takes no memory
         elif entry == "refused":
             with pytest.raises(ValidationError) as refused:
                 kind.model_validate({**MINIMAL[kind], name: "x"})

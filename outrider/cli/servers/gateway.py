@@ -26,6 +26,12 @@ def gateway(
         str | None, typer.Option(help="Name that the router's certificate must have. [default: its host's]")
     ] = None,
     max_request_bytes: Annotated[int | None, typer.Option(help="Largest request body. [default: 4194304]")] = None,
+    max_total_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of all requests that run, times their n. [default: 16777216]")
+    ] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Requests at the same time. [default: 1024]")] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Connections at the same time. [default: 4096]")] = None,
+    body_s: Annotated[float | None, typer.Option(help="Seconds that a body may take to arrive. [default: 30]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that running answers get after a SIGTERM. [default: 30]")
