@@ -102,6 +102,8 @@ class RouterConfig(GrpcConfig):
     standby: bool = False  # a second verifier keeps the KV of each session, in case the first one dies
     max_sessions: int = Field(default=256, ge=1)  # generations at the same time; further ones wait
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**24)  # size of one request, its prompt included
+    max_calls: int | None = Field(default=None, ge=1)  # calls at the same time, of all kinds; None: room for all others
+    max_connections: int = Field(default=4096, ge=1)  # connections at the same time; further ones are closed
     queue: int = Field(default=256, ge=0)  # requests of each priority that may wait for capacity
     queue_per_tenant: int = Field(default=64, ge=0)  # requests of one tenant among those of `queue`
     queue_s: float = Field(default=30.0, gt=0)  # the longest time that a request waits
@@ -119,6 +121,12 @@ class RouterConfig(GrpcConfig):
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
     drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
+
+    @property
+    def calls(self) -> int:
+        """Limit on the calls at the same time. Running and queued generations, answers that are read again, and as many
+        watchers fit into the default."""
+        return self.max_calls or 4 * (self.max_sessions + 2 * self.queue) + 1024
 
 
 class WorkerConfig(GrpcConfig):

@@ -12,7 +12,7 @@ import grpc.aio
 
 from outrider.config import RouterConfig
 from outrider.core.control.tier_selection import TierSwitch
-from outrider.rpc.server import serving
+from outrider.rpc.server import ServerLimits, serving
 from outrider.rpc.supervision import supervising
 from outrider.rpc.tickets import TicketSigner
 from outrider.rpc.tls import Tls, is_loopback
@@ -27,7 +27,7 @@ from outrider.telemetry.metrics import register_metric
 from outrider.telemetry.process import exporting_telemetry
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
-from router.api.auth import ApiKeyAuthenticator, NoAuthentication
+from router.api.auth import ApiKeyAuthenticator, JudgedByKey, NoAuthentication
 from router.api.served_models import ServedModel, load_model
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
@@ -40,6 +40,7 @@ from router.sessions.session_open import RouterContext
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
 
+REQUEST_MARGIN = 2**16  # bytes by which a message may be longer than `max_request_bytes`, to be refused by that name
 _CLEAN_UP_S = 5.0  # how long ended generations have for their last messages
 
 log = logging.getLogger(__name__)
@@ -95,9 +96,8 @@ async def _serve(
         ),
         metrics=RouterMetrics(),
     )
-    service = GenerateServicer(
-        router, ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()
-    )
+    service = GenerateServicer(router)
+    authenticator = ApiKeyAuthenticator(Keys(client)) if config.auth == "keys" else NoAuthentication()
 
     register_metric("outrider.requests.running", lambda: len(service.running))
     register_metric("outrider.queue.depth", admission.depths)
@@ -123,6 +123,12 @@ async def _serve(
                     drained=service.drained,
                     tls=tls,
                     mutual=False,
+                    judge=JudgedByKey(authenticator, admission.rates),
+                    limits=ServerLimits(
+                        message_bytes=config.max_request_bytes + REQUEST_MARGIN,
+                        calls=config.calls,
+                        connections=config.max_connections,
+                    ),
                     probes=config.health,
                 ) as address,
             ):

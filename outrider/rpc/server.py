@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -16,26 +17,52 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH
 from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
-from outrider.rpc.authorization import ByRole
-from outrider.rpc.channels import LIVENESS, Options
+from outrider.rpc.authorization import JudgedByRole, JudgedCalls
+from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, Options
 from outrider.rpc.tls import Tls
 
 Health: TypeAlias = health.HealthServicer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server takes at most."""
+
+    message_bytes: int = MESSAGE_BYTES
+    calls: int | None = None  # calls at the same time, of all connections; None: no limit
+    connections: int = 4096  # connections at the same time
+
+
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 MAX_STREAMS = 1024  # concurrent calls of one connection; further ones wait at their caller
 _FINAL_READ_S = 0.2  # how long peers have to read how their calls ended, once all handlers have ended
+_WATCHERS_S = 0.2  # how long watchers of the health have to read that the server leaves
 METADATA_BYTES = 16 * 2**10  # of a call; an API key has 52
+
+HANDSHAKE_MS = 10_000  # time for TLS and HTTP/2 to agree on a connection
+IDLE_MS = 600_000  # a caller's connection without a call is closed after so long
+PING_STRIKES = 1000  # pings within half a second of another, without an answer in between, until a caller is cut off
 
 _SERVER: Options = (
     *LIVENESS,
     ("grpc.so_reuseport", 0),  # two servers on one port would silently share its calls
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),  # keepalive pings never close a peer's connection
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_metadata_size", METADATA_BYTES),  # above it some calls are refused, at random,
     ("grpc.absolute_max_metadata_size", METADATA_BYTES),  # and above this limit all
 )
+
+_OF_THE_CLUSTER: Options = (("grpc.http2.max_ping_strikes", 0),)  # keepalive pings never close a peer's connection
+_OF_ANYBODY: Options = (
+    ("grpc.http2.max_ping_strikes", PING_STRIKES),
+    ("grpc.max_connection_idle_ms", IDLE_MS),
+    # Probing would have a stream's window grow to megabytes, which a caller may fill before its key is judged. Without,
+    # it is 64 KiB until the message is read, and a longer message takes one round trip more.
+    ("grpc.http2.bdp_probe", 0),
+)
+_PROBES = ServerLimits(message_bytes=1024, calls=256, connections=256)
 
 
 @asynccontextmanager
@@ -48,6 +75,8 @@ async def serving(
     drained: Callable[[], Awaitable[None]] | None = None,
     tls: Tls | None = None,
     mutual: bool = True,
+    judge: JudgedCalls | None = None,
+    limits: ServerLimits = ServerLimits(),
     probes: str | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the body runs, then drain.
@@ -61,13 +90,16 @@ async def serving(
 
     With `tls` the server accepts TLS only; if it is `mutual`, callers must show a certificate of the CA, whose role
     decides what they may call. gRPC for Python cannot ask for a certificate without requiring it, so a router, whose
-    clients have none, does not ask. Renewed certificate files are used for new connections; open ones stay.
+    clients have none, does not ask. Renewed certificate files are used for new connections; open ones stay. A `judge`
+    decides about calls instead of the certificate's role.
 
     `probes`: an address that reports the health in plaintext, too; see `plaintext_health`.
 
     Raises ConfigError when an address cannot be bound.
     """
-    server = grpc.aio.server(options=_SERVER, interceptors=[ByRole()] if tls is not None and mutual else ())
+    if judge is None and tls is not None and mutual:
+        judge = JudgedByRole()
+    server = _server(limits, _OF_THE_CLUSTER if mutual else _OF_ANYBODY, judge)
     names = [*register(server), HEALTH]
     health_servicer = Health()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -80,7 +112,9 @@ async def serving(
                 await health_servicer.set(name, SERVING)
             yield address
         finally:
-            await health_servicer.enter_graceful_shutdown()
+            # A watcher of the health that does not read holds this up until its call is cancelled.
+            leaving = asyncio.ensure_future(health_servicer.enter_graceful_shutdown())
+            await asyncio.wait({leaving}, timeout=_WATCHERS_S)
             stopping = asyncio.ensure_future(server.stop(drain_s))
             await asyncio.sleep(0)  # peers learn of the drain before their calls end, and send the next ones elsewhere
             begin_drain()
@@ -90,6 +124,7 @@ async def serving(
                 draining.cancel()
                 await server.stop(_FINAL_READ_S)
             await stopping
+            leaving.cancel()
 
 
 @asynccontextmanager
@@ -102,7 +137,7 @@ async def plaintext_health(listen: str | None, health_servicer: Health) -> Async
     if listen is None:
         yield
         return
-    server = grpc.aio.server(options=_SERVER)
+    server = _server(_PROBES, _OF_ANYBODY)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _bind(server, listen, None)
     await server.start()
@@ -110,6 +145,19 @@ async def plaintext_health(listen: str | None, health_servicer: Health) -> Async
         yield
     finally:
         await server.stop(0)
+
+
+def _server(limits: ServerLimits, options: Options, judge: JudgedCalls | None = None) -> grpc.aio.Server:
+    bounds: Options = (
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+    )
+    kept = [option for option in _SERVER if option[0] != "grpc.max_receive_message_length"]
+    return grpc.aio.server(
+        options=(*kept, *options, *bounds),
+        interceptors=() if judge is None else (judge,),
+        maximum_concurrent_rpcs=limits.calls,
+    )
 
 
 def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
@@ -52,18 +52,24 @@ log = logging.getLogger(__name__)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: OutriderError) -> NoReturn:
-    """End the call with the error's status, without waiting for a peer that does not read.
+    """End the call with the error's status, without waiting for a peer that does not read. Never returns.
 
-    Never returns: the raised exception is gRPC's own way to end a call.
+    grpc.aio keeps the exception that its own `abort` raises, in the call. That exception must not refer to the frames
+    of the handler: they refer to the call, and all that they hold, a request of megabytes too, would stay until the
+    garbage collector finds the cycle.
     """
     metadata = [(CLASS_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequest):
         metadata.append((FIELD_KEY, error.field))
     if isinstance(error, Overloaded):
         metadata.append((RETRY_KEY, str(round(error.retry_after * 1000))))
-    with suppress(TimeoutError, grpc.aio.InternalError):
+    try:
         async with asyncio.timeout(_ABORT_S):
             await context.abort(code_of(error), str(error)[:_MAX_DETAILS], tuple(metadata))
+    except grpc.aio.AbortError as aborted:
+        aborted.__traceback__ = aborted.__context__ = None
+    except (TimeoutError, grpc.aio.InternalError):
+        pass
     raise asyncio.CancelledError
 
 

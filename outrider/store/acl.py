@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 AclRole = Literal["router", "verifier", "drafter", "trainer", "keys"]
 ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
-PASSWORD = "OUTRIDER_REDIS_PASSWORD_"  # beginning of the variables with the passwords of the roles' users
+PASSWORD = "OUTRIDER_REDIS_PASSWORD_"  # noqa: S105 - beginning of the variables with the passwords of the roles' users
 
 # Of every connection: to one server, to the nodes of a Redis Cluster, and of transactions.
 _CONNECTION = "ping select client|setinfo cluster|slots asking command multi exec"

@@ -1,21 +1,38 @@
-"""Authentication of callers: an API key names a tenant."""
+"""Authentication of callers: an API key names a tenant. A call is judged before its message is read."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+from weakref import WeakValueDictionary
 
-import grpc.aio
-
-from outrider.errors import Unauthenticated
+from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
+from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
 from outrider.store.keys import Keys
+from router.api.message_bounds import check_message
+from router.api.rate_limits import CallRates
+
+MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
+HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send
+HEALTH_READ_S = 2.0  # time that such a message may take to arrive
+HEALTH_BYTES = 1024  # its size
+MAX_HEALTH_CALLS = 256  # calls of health at the same time
+MAX_REFLECTION_CALLS = 4  # calls of reflection at the same time
+REFLECTION_S = 10.0  # time that one may take
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
+_HEALTH_PREFIX = "/grpc.health."
+_TENANT: ContextVar[str] = ContextVar("tenant")  # of the call that runs
 
 
 class Authenticator(Protocol):
     """Maps a call to its tenant."""
 
-    async def tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    async def tenant(self, context: Context) -> str:
         """Return the caller's tenant. Raises Unauthenticated if the caller may not call at all, Unavailable without
         Redis."""
 
@@ -23,7 +40,7 @@ class Authenticator(Protocol):
 class NoAuthentication:
     """Every caller is allowed, and all are one tenant."""
 
-    async def tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    async def tenant(self, context: Context) -> str:
         return ""
 
 
@@ -33,7 +50,7 @@ class ApiKeyAuthenticator:
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
 
-    async def tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    async def tenant(self, context: Context) -> str:
         credentials = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         if (
             len(credentials) != 1
@@ -45,3 +62,67 @@ class ApiKeyAuthenticator:
                 "`outrider keys add` makes one"
             )
         return (await self._keys.find(credentials[0][len(_SCHEME) :])).tenant
+
+
+class JudgedByKey(JudgedCalls):
+    """Lets in the callers that the authenticator knows, and everybody to health and reflection, within bounds."""
+
+    def __init__(self, authenticator: Authenticator, rates: CallRates) -> None:
+        self._authenticator = authenticator
+        self._rates = rates
+        self._reads: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant, while used
+        self._health_reads = asyncio.Semaphore(HEALTH_READS)
+        self._keyless: Counter[str] = Counter()  # running calls without a key
+
+    @asynccontextmanager
+    async def admitted(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Run a call of Outrider for its tenant, and others within their bounds."""
+        if method.startswith(OUTRIDER_PREFIX):
+            self._rates.count_address(context.peer())
+            tenant = await self._authenticator.tenant(context)
+            self._rates.count_call(tenant, method.rpartition("/")[2])
+            run_for(tenant)
+            yield
+        elif method.startswith(_HEALTH_PREFIX):
+            with self._counted("health", MAX_HEALTH_CALLS):
+                yield
+        else:
+            with self._counted("reflection", MAX_REFLECTION_CALLS):
+                try:
+                    async with asyncio.timeout(REFLECTION_S):
+                        yield
+                except TimeoutError:
+                    raise DeadlineExceeded(f"{method}: a call may take {REFLECTION_S:g} s") from None
+
+    async def read(self, method: str, context: Context) -> bytes:
+        """Return the message of a call. Raises InvalidRequest."""
+        if method.startswith(OUTRIDER_PREFIX):
+            async with self._reads.setdefault(caller_tenant(), asyncio.Semaphore(MAX_READS)):
+                message = await read_message(context, MESSAGE_S)
+            check_message(method, message)
+            return message
+        async with self._health_reads:
+            message = await read_message(context, HEALTH_READ_S)
+        if len(message) > HEALTH_BYTES:
+            raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {HEALTH_BYTES}")
+        return message
+
+    @contextmanager
+    def _counted(self, kind: str, most: int) -> Iterator[None]:
+        if self._keyless[kind] >= most:
+            raise Overloaded(f"{kind}: {most} calls run already; try again")
+        self._keyless[kind] += 1
+        try:
+            yield
+        finally:
+            self._keyless[kind] -= 1
+
+
+def run_for(tenant: str) -> None:
+    """Make the current task run a call of this tenant."""
+    _TENANT.set(tenant)
+
+
+def caller_tenant() -> str:
+    """Return the tenant of the call that the current task runs. Raises LookupError where none was admitted."""
+    return _TENANT.get()

@@ -10,6 +10,7 @@ from outrider.errors import Overloaded
 
 EMA_WEIGHT = 0.1  # weight of one generation in the mean
 MAX_BUCKETS = 4096  # tenants, or addresses, whose buckets are kept
+GENERATING, ENDING = ("Generate", "Resume"), ("Cancel", "CloseSession")  # kinds of calls
 MIN_RETRY_S = 0.1  # at least, for a refusal's retry_after
 
 
@@ -54,21 +55,17 @@ class CallRates:
             self._check(self._addresses, address, "this address is over its rate (address_requests_per_s)")
             self._addresses.take(address, 1.0)
 
-    def count_generation(self, tenant: str, *, resumed: bool = False) -> None:
-        """Count a generation that a tenant begins or resumes; one that runs may be resumed at any rate of tokens.
+    def count_call(self, tenant: str, method: str) -> None:
+        """Count a tenant's call of a method of the Inference service. Raises Overloaded.
 
-        Raises Overloaded.
+        Calls of other kinds than generating and resuming have the same rate, and those that end something have none. A
+        generation that runs may be resumed at any rate of tokens.
         """
-        if self.tokens is not None and not resumed:
+        if method in ENDING:
+            return
+        if method == "Generate" and self.tokens is not None:
             self._check(self.tokens, tenant, "this tenant is over its rate (tenant_tokens_per_min)")
-        self._count("generations", tenant)
-
-    def count_other(self, tenant: str) -> None:
-        """Count a tenant's call of another kind; as many are allowed as generations. Raises Overloaded."""
-        self._count("others", tenant)
-
-    def _count(self, kind: str, tenant: str) -> None:
-        if buckets := self._calls.get(kind):
+        if buckets := self._calls.get("generations" if method in GENERATING else "others"):
             self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
             buckets.take(tenant, 1.0)
 

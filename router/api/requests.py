@@ -56,6 +56,7 @@ class GenerateParams:
     fingerprint: bytes  # of the request's content
     priority: QueueClass
     tenant: str = ""
+    context: int = 0  # the longest of the model's verifiers; 0: not known
 
     @property
     def estimated_prompt_tokens(self) -> int:
@@ -96,9 +97,11 @@ def parse(
     priors: Callable[[ServedModel, Contract], AcceptancePriors] | None = None,
     *,
     tenant: str = "",
+    longest_context: Callable[[str], int] = lambda model: 0,
 ) -> GenerateParams:
     """Check a tenant's request and fill in defaults. `session` is the session that it continues; `priors` returns the
-    acceptance priors that its policy starts with.
+    acceptance priors that its policy starts with; `longest_context` that of a model's verifiers, or 0 if it is not
+    known.
 
     Raises InvalidRequest naming the field, NotFound for an unknown model, TokenizerMismatch for token ids of another
     tokenizer.
@@ -117,9 +120,10 @@ def parse(
         raise InvalidRequest("idempotency_key", f"must have at most {MAX_KEY} characters")
     contract = _contract(request.sampling, request.acceptance, model)
     known = priors(model, contract) if priors is not None else None
+    context = longest_context(model.name)
     return GenerateParams(
         model=model,
-        prompt=_prompt(request, model),
+        prompt=_prompt(request, model, context),
         contract=contract,
         stops=_stops(request.sampling.stop),
         policy=_policy(request.speculation, config, known),
@@ -127,6 +131,7 @@ def parse(
         idempotency_key=request.idempotency_key,
         fingerprint=_fingerprint(request),
         tenant=tenant,
+        context=context,
         priority=_priority(request.priority),
     )
 
@@ -153,8 +158,7 @@ def check_fits(
     contract.check_vocabulary(vocabulary)
     needed = len(prompt) + contract.max_tokens
     context = max(worker.context for worker in verifiers)
-    if len(prompt) >= context:
-        raise InvalidRequest("prompt", f"has {len(prompt)} tokens, must have at most {context - 1}")
+    _check_length(len(prompt), context)
     if needed > context:
         raise InvalidRequest(
             "max_tokens",
@@ -162,6 +166,11 @@ def check_fits(
             f"the prompt takes {len(prompt)} of the context of {context}",
         )
     return [worker for worker in verifiers if worker.context >= needed]
+
+
+def _check_length(tokens: int, context: int) -> None:
+    if tokens >= context:
+        raise InvalidRequest("prompt", f"has {tokens} tokens, must have at most {context - 1}")
 
 
 def find_model(name: str, models: Mapping[str, ServedModel]) -> ServedModel:
@@ -180,7 +189,9 @@ def _priority(value: int) -> QueueClass:
     return PRIORITIES[value]
 
 
-def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str | tuple[int, ...] | Conversation:
+def _prompt(
+    request: inference_pb2.GenerateRequest, model: ServedModel, context: int
+) -> str | tuple[int, ...] | Conversation:
     kind = request.WhichOneof("prompt")
     if request.messages:
         if kind is not None:
@@ -193,6 +204,8 @@ def _prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> str |
                 f"token_ids.tokenizer_digest: is {digest.hex()}, model {model.name!r} has {model.digest.hex()}; "
                 "tokenize with the model's own tokenizer or send text"
             )
+        if context:
+            _check_length(len(request.token_ids.ids), context)  # before Python's numbers take ten times the memory
         prompt: str | tuple[int, ...] = tuple(request.token_ids.ids)
     else:
         prompt = request.text

@@ -20,6 +20,9 @@ from router.text.token_text import TokenText
 
 _LONG_TEXT = 4096  # characters; a longer text is tokenized in a thread, so that other sessions do not wait
 TOKENIZERS = 2  # long texts that are tokenized at the same time
+_PIECE = 2**16  # characters that are tokenized at a time to find out whether a text fits
+_USUAL = 8  # characters of a token; few texts have more, and only those are counted before they are tokenized
+_SLACK = 2  # pieces may have more tokens than the text that they are parts of, but not so many times as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +40,41 @@ class ServedModel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_text", TokenText(self.tokenizer))
 
-    async def encode(self, text: str, tenant: str = "", *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, tenant: str = "", *, special: bool = True, context: int = 0) -> tuple[int, ...]:
         """Return the token ids of a tenant's text; `special`: with the tokens that the tokenizer itself puts around a
         prompt.
 
-        Raises Overloaded when too many long texts of the tenant wait.
+        Raises InvalidRequest for a text that is far too long for the `context`, if that is known (not 0): the tokenizer
+        takes hundreds of bytes for each token. Raises Overloaded when too many long texts of the tenant wait.
         """
         if len(text) > _LONG_TEXT:
-            return await self.turns.run(None, tenant, self._encode, text, special)
-        return self._encode(text, special)
+            return await self.turns.run(None, tenant, self._encode, text, special, context)
+        return self._encode(text, special, context)
 
-    async def encode_chat(self, messages: Sequence[TemplateMessage], tenant: str = "") -> tuple[int, ...]:
+    async def encode_chat(
+        self, messages: Sequence[TemplateMessage], tenant: str = "", *, context: int = 0
+    ) -> tuple[int, ...]:
         """Return the token ids of the prompt of a tenant's messages; the template contains the special tokens.
 
         Raises InvalidRequest if there is no template or it refuses the messages, Overloaded when too many of the
-        tenant's messages wait.
+        tenant's messages wait, and as `encode`.
         """
         if self.chat is None:
             raise InvalidRequest("messages", f"model {self.name!r} has no chat template; send a prompt")
-        return await self.encode(await self.chat.render(messages, tenant), tenant, special=False)
+        return await self.encode(await self.chat.render(messages, tenant), tenant, special=False, context=context)
 
     def close(self) -> None:
         """End the model's child processes."""
         if self.chat is not None:
             self.chat.close()
 
-    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+    def _encode(self, text: str, special: bool, context: int) -> tuple[int, ...]:
+        if context and len(text) > _USUAL * context:
+            counted = 0
+            for start in range(0, len(text), _PIECE):
+                counted += len(self.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False).ids)
+                if counted > _SLACK * context:
+                    raise InvalidRequest("prompt", f"has far too many tokens, must have at most {context - 1}")
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
 

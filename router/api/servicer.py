@@ -20,7 +20,7 @@ from outrider.store.tenant_storage import SESSION_BYTES, generation_bytes
 from outrider.telemetry.logs import session_context
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
-from router.api.auth import Authenticator
+from router.api.auth import caller_tenant
 from router.api.messages import event_to_pb, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
@@ -43,9 +43,8 @@ Context = grpc.aio.ServicerContext
 class GenerateServicer(InferenceServicer):
     """Translates requests to generations, and their events to messages."""
 
-    def __init__(self, router: RouterContext, authenticator: Authenticator) -> None:
+    def __init__(self, router: RouterContext) -> None:
         self._router = router
-        self._authenticator = authenticator
         self._draining = False
         self._pending = PendingRequests()
         self._answers = AnswerLimit(router.config)
@@ -60,11 +59,10 @@ class GenerateServicer(InferenceServicer):
         """Run one generation for as long as the call lasts."""
         async with self._measured(context, "Generate", "text_completion") as metrics:
             arrived = time.monotonic()
-            tenant = await self._tenant(context)
-            self._router.admission.rates.count_generation(tenant)
+            tenant = caller_tenant()
             remaining = context.time_remaining()
             deadline = None if remaining is None else time.time() + remaining
-            session = await self._find_session(tenant, request)
+            session = await self._find_session(tenant, request.session_id)
             params = parse(
                 request,
                 self._router.models,
@@ -72,16 +70,19 @@ class GenerateServicer(InferenceServicer):
                 session,
                 self._router.warm_start.priors,
                 tenant=tenant,
+                longest_context=self._router.worker_pool.longest_context,
             )
             metrics.on_parsed(params)
+            session_id = request.session_id
+            del request  # it may have megabytes, and what follows may wait for long
             async with AsyncExitStack() as answering, self._outbox() as outbox, AsyncExitStack() as stack:
-                pending = stack.enter_context(self._pending.register(tenant, request.session_id))
+                pending = stack.enter_context(self._pending.register(tenant, session_id))
                 admitted = stack.enter_async_context(self._router.admission.slot(self._ticket(params, remaining)))
                 slot = await pending.wait_for(admitted)
                 metrics.on_admitted(slot.since)
                 answering.enter_context(self._answers.hold(tenant))
                 if session is not None and time.monotonic() - arrived > STALE_S:
-                    session = await self._find_session(tenant, request)
+                    session = await self._find_session(tenant, session_id)
                 opened = await session_open.begin(self._router, params, session, deadline)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
@@ -90,8 +91,7 @@ class GenerateServicer(InferenceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Resume a generation, whichever router owned it."""
         async with self._measured(context, "Resume", "resume") as metrics, AsyncExitStack() as stack:
-            tenant = await self._tenant(context)
-            self._router.admission.rates.count_generation(tenant, resumed=True)
+            tenant = caller_tenant()
             stack.enter_context(self._answers.hold(tenant))
             outbox = await stack.enter_async_context(self._outbox())
             found = await session_open.find(
@@ -118,7 +118,7 @@ class GenerateServicer(InferenceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """End a generation, wherever it runs."""
         async with errors_as_status(context), server_span(context, "outrider.v1.Inference/Cancel"):
-            tenant = await self._tenant(context)
+            tenant = caller_tenant()
             await self._cancel(tenant, request.session_id)
             await session_open.end(self._router, tenant, request.session_id)  # another router may run it
             return pb.CancelResponse()
@@ -126,8 +126,7 @@ class GenerateServicer(InferenceServicer):
     async def CreateSession(self, request: pb.CreateSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Create an empty session."""
         async with errors_as_status(context):
-            tenant = await self._tenant(context)
-            self._router.admission.rates.count_other(tenant)
+            tenant = caller_tenant()
             model = find_model(request.model, self._router.models)
             session_id = secrets.token_hex(16)
             await self._router.storage.reserve(tenant, session_id, 0, SESSION_BYTES, new=True)
@@ -137,8 +136,7 @@ class GenerateServicer(InferenceServicer):
     async def GetSession(self, request: pb.GetSessionRequest, context: Context[Any, Any]) -> pb.Session:
         """Return a session's description."""
         async with errors_as_status(context):
-            tenant = await self._tenant(context)
-            self._router.admission.rates.count_other(tenant)
+            tenant = caller_tenant()
             return session_to_pb(await session_open.open_record(self._router.sessions, tenant, request.session_id))
 
     async def CloseSession(
@@ -146,7 +144,7 @@ class GenerateServicer(InferenceServicer):
     ) -> pb.CloseSessionResponse:
         """End a session and drop its log."""
         async with errors_as_status(context):
-            tenant = await self._tenant(context)
+            tenant = caller_tenant()
             with suppress(NotFound):  # for example closed before
                 await self._router.sessions.get(request.session_id, tenant)
                 await self._cancel(tenant, request.session_id)
@@ -157,8 +155,7 @@ class GenerateServicer(InferenceServicer):
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
         """Stream a session's steps, with their texts, until it is closed or the call ends."""
         async with errors_as_status(context):
-            tenant = await self._tenant(context)
-            self._router.admission.rates.count_other(tenant)
+            tenant = caller_tenant()
             async with aclosing(self._steps.steps(tenant, request.session_id)) as steps:
                 async for step in steps:
                     await context.write(step)
@@ -166,14 +163,8 @@ class GenerateServicer(InferenceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context[Any, Any]) -> pb.ListModelsResponse:
         """List the models that have a verifier."""
         async with errors_as_status(context):
-            self._router.admission.rates.count_other(await self._tenant(context))
             listed = [await self._describe(model) for model in self._router.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
-
-    async def _tenant(self, context: Context[Any, Any]) -> str:
-        """Return the caller's tenant. Raises Unauthenticated, and Overloaded for an address that is over its rate."""
-        self._router.admission.rates.count_address(context.peer())
-        return await self._authenticator.tenant(context)
 
     async def _cancel(self, tenant: str, session_id: str) -> None:
         """Cancel the generation of a tenant's session, if it runs here or is about to."""
@@ -195,9 +186,8 @@ class GenerateServicer(InferenceServicer):
         """Return once no Generate or Resume call runs any more."""
         await self._idle.wait()
 
-    async def _find_session(self, tenant: str, request: pb.GenerateRequest) -> SessionRecord | None:
-        sessions = self._router.sessions
-        return await session_open.open_record(sessions, tenant, request.session_id) if request.session_id else None
+    async def _find_session(self, tenant: str, session_id: str) -> SessionRecord | None:
+        return await session_open.open_record(self._router.sessions, tenant, session_id) if session_id else None
 
     def _ticket(self, params: GenerateParams, remaining: float | None) -> AdmissionTicket:
         tokens = params.estimated_prompt_tokens + OUTPUT_WEIGHT * params.estimated_output_tokens

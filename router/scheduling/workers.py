@@ -127,6 +127,11 @@ class WorkerPool:
         serving = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
         return sum(map(self._room, serving)) if serving else None
 
+    def longest_context(self, model: str) -> int:
+        """Return the longest context of a model's listed verifiers; 0 if none is listed."""
+        serving = (worker for worker in self._listed if worker.role == "verifier" and worker.model == model)
+        return max((worker.context for worker in serving), default=0)
+
     def rank_verifiers(
         self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], tenant: str
     ) -> list[Worker]:

@@ -386,9 +386,9 @@ async def _history(sessions: Sessions, params: GenerateParams, session: SessionR
 async def _encode(params: GenerateParams, *, first: bool) -> tuple[int, ...]:
     match params.prompt:
         case str() as text:
-            tokens = await params.model.encode(text, params.tenant, special=first)
+            tokens = await params.model.encode(text, params.tenant, special=first, context=params.context)
         case Conversation() as messages:
-            tokens = await params.model.encode_chat(messages, params.tenant)
+            tokens = await params.model.encode_chat(messages, params.tenant, context=params.context)
         case tokens:
             pass
     if not tokens:

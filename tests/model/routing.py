@@ -24,7 +24,7 @@ from outrider.rpc.status import CLASS_KEY
 from outrider.rpc.tickets import TicketSigner
 from outrider.store.registry import Worker
 from outrider.v1 import inference_pb2 as pb
-from router.api.auth import NoAuthentication
+from router.api.auth import run_for
 from router.api.served_models import ServedModel
 from router.api.servicer import GenerateServicer
 from router.background import BackgroundTasks
@@ -215,6 +215,9 @@ class Fleet:
     def capacity(self, model: str) -> int | None:
         return None
 
+    def longest_context(self, model: str) -> int:
+        return 0
+
     def rank_verifiers(self, workers: list[Worker], holder: str, tokens: list[int], tenant: str) -> list[Worker]:
         return sorted(workers, key=lambda worker: self.suspected(worker) or worker.worker_id != holder)
 
@@ -268,7 +271,6 @@ class Router:
                 sample_writer=SampleWriter(redis, ()),  # type: ignore[arg-type]
                 storage=_UnlimitedStorage(),  # type: ignore[arg-type]
             ),
-            NoAuthentication(),
         )
         self._calls: dict[Link, asyncio.Task[Any]] = {}
 
@@ -294,6 +296,7 @@ class Router:
             pb.ResumeRequest: self.inference.Resume,
             pb.CancelRequest: self.inference.Cancel,
         }
+        run_for("")
         try:
             reply = await handlers[type(request)](request, call)
             if reply is not None:

@@ -18,6 +18,7 @@ from outrider.rpc.channels import open_channel
 from outrider.rpc.server import serving
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import inference_pb2_grpc
+from tests.http2 import Http2Client
 
 SERVICE = "outrider.v1.Inference"
 
@@ -63,6 +64,20 @@ async def test_health_follows_the_servers_life_and_running_calls_end_during_the_
         assert await call == pb.CancelResponse()
         await asyncio.wait_for(leaving, 2)
     assert not servicer.cancelled
+
+
+async def test_a_watcher_that_does_not_read_does_not_delay_the_drain() -> None:
+    server = serving("127.0.0.1:0", Slow().register, drain_s=0.05)
+    address = await server.__aenter__()
+    async with Http2Client(address, window=0) as watcher:
+        watcher.call("/grpc.health.v1.Health/Watch", b"")
+        dripping = asyncio.create_task(watcher.drip(0, 0.0))
+        async with open_channel(address) as channel:
+            for _ in range(3):  # the watcher's call was before these
+                await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        async with asyncio.timeout(20):
+            await server.__aexit__(None, None, None)
+        await dripping
 
 
 async def test_a_call_that_outlives_the_drain_is_cancelled() -> None:

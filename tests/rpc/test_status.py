@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -126,6 +128,30 @@ async def test_a_bug_is_logged_once_and_its_details_do_not_reach_the_caller(capl
     assert "secret" not in str(error.details())
     assert [record.name for record in caplog.records] == ["outrider.rpc.status"]
     assert caplog.records[0].exc_info is not None
+
+
+async def test_a_refused_call_leaves_nothing_to_the_garbage_collector() -> None:
+    """What its handler held, such as a request of megabytes, is free at once."""
+
+    class Large:
+        pass
+
+    held: list[weakref.ref[Large]] = []
+
+    def behaviour() -> None:
+        large = Large()
+        held.append(weakref.ref(large))
+        raise errors.InvalidRequest("text", "is wrong")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await outcome(behaviour)).code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with asyncio.timeout(5):
+            while held[0]() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_a_bare_status_falls_back_on_its_code() -> None:

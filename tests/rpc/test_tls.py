@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,21 @@ async def test_a_method_is_for_its_roles_and_no_others(folders: dict[str, Path],
             if not allowed:
                 assert "another role" in (error.details() or "")
                 assert "Forbidden" in dict(error.trailing_metadata() or ()).values()
+
+
+@pytest.mark.parametrize("path", ALLOWED_ROLES)
+async def test_a_role_is_judged_before_a_message_is_read(folders: dict[str, Path], path: str) -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    ours = folders["ours"]
+    async with (
+        parts(certificate(ours, "verifier")) as address,
+        open_channel(address, certificate(ours, "gateway"), VERIFIER) as channel,
+    ):
+        refused = channel.stream_stream(path)(nothing(), timeout=10)
+        assert await refused.code() is UNAUTHORIZED
 
 
 async def test_a_method_that_is_not_in_the_table_is_refused_to_every_role(

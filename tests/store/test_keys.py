@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from outrider.errors import InvalidRequest, NotFound, Unauthenticated
+from outrider.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
 from outrider.store import keys as module
 from outrider.store.client import connect
 from outrider.store.keys import CACHE_S, Keys
@@ -96,3 +96,21 @@ async def test_a_tenant_has_a_plain_name(redis: Redis, tenant: str) -> None:
 async def test_a_key_that_is_not_there_cannot_be_revoked(redis: Redis) -> None:
     with pytest.raises(NotFound, match="outrider keys list"):
         await Keys(redis).revoke("0" * 12)
+
+
+async def test_look_ups_of_unknown_keys_are_bounded_and_known_ones_do_not_wait_for_them(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_LOOKUPS", 2)
+    monkeypatch.setattr(module, "CACHE_S", -1.0)  # known, and looked up again all the same
+    keys = Keys(redis)
+    secret, _ = await keys.add("acme")
+    await keys.find(secret)
+    unknown = [asyncio.create_task(keys.find(f"outrider_{number}")) for number in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await keys.find("outrider_further")
+    assert (await keys.find(secret)).tenant == "acme"
+    assert all(isinstance(error, Unauthenticated) for error in await asyncio.gather(*unknown, return_exceptions=True))
+    with pytest.raises(Unauthenticated):
+        await keys.find("outrider_further")

@@ -134,6 +134,10 @@ def router(
     max_request_bytes: Annotated[
         int | None, typer.Option(help="Largest request, with its prompt. [default: 4194304]")
     ] = None,
+    max_calls: Annotated[
+        int | None, typer.Option(help="Concurrent calls of all kinds. [default: room for all others]")
+    ] = None,
+    max_connections: Annotated[int | None, typer.Option(help="Concurrent connections. [default: 4096]")] = None,
     queue: Annotated[int | None, typer.Option(help="Requests of each priority that may wait. [default: 256]")] = None,
     queue_per_tenant: Annotated[
         int | None, typer.Option(help="Requests of one tenant that may wait. [default: 64]")

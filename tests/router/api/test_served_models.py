@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from copy import copy
 from pathlib import Path
 
 import pytest
+from tokenizers import Encoding
 
 from outrider.config import RouterConfig
-from outrider.errors import CheckpointError, Unavailable
+from outrider.errors import CheckpointError, InvalidRequest, Unavailable
 from router.api.served_models import load_model
 from router.server import run
 
@@ -24,6 +26,26 @@ async def test_a_prompt_is_encoded_as_the_tokenizer_itself_does_it(folder: Path)
     model = load_model("m", folder)
     for text in ("import os\n", "é🙂 " * 3000):
         assert await model.encode(text) == tuple(model.tokenizer.encode(text).ids)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_all_of_it_is_tokenized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenized = load_model("m", folder), 0
+
+    class Counted:
+        def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+            nonlocal tokenized
+            tokenized += len(text)
+            return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    counting = copy(model)
+    object.__setattr__(counting, "tokenizer", Counted())
+    with pytest.raises(InvalidRequest, match="prompt: has far too many tokens, must have at most 99"):
+        await counting.encode("a b " * 2**20, context=100)
+    assert tokenized <= 2**16
+    blank = " " * 10_000  # a text of few tokens for its length
+    assert await model.encode(blank, context=1000) == await model.encode(blank)
 
 
 @pytest.mark.parametrize(

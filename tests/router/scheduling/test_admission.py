@@ -67,7 +67,7 @@ class Front:
         await turn()
 
     async def _stay(self, name: str, wanted: AdmissionTicket) -> None:
-        self.admission.rates.count_generation(wanted.tenant)
+        self.admission.rates.count_call(wanted.tenant, "Generate")
         async with self.admission.slot(wanted) as place:
             self.held[name] = place
             self.inside.append(name)
