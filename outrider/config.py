@@ -119,6 +119,7 @@ class RouterConfig(GrpcConfig):
     lease_s: float = Field(default=10.0, ge=0.5)  # a router that is silent for so long loses its sessions to others
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
+    pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
     auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
     drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
 
@@ -226,6 +227,7 @@ class GatewayConfig(ServerConfig):
     max_connections: int = Field(default=4096, ge=1)  # connections at the same time; further ones are closed
     body_s: float = Field(default=30.0, gt=0)  # time that a request's body may take to arrive
     timeout_s: float = Field(default=600.0, gt=0)  # time that one request may take
+    pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # seconds between equal pieces of a stream; None: off
     drain_s: float = Field(default=30.0, ge=0)  # time that answers have to end after a signal
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ def make_app(config: GatewayConfig) -> FastAPI:
     ) -> Response:
         body_of(request).copy(parsed.n)  # each answer's call of the router has the prompt
         groups = streams(clients.client(request), prompts, parsed.n, options, config.timeout_s)
-        return await unless_gone(request, answer(parsed, groups, form))
+        return await unless_gone(request, answer(parsed, groups, form, config.pad_stream_s))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(parsed: Annotated[Completion, Depends(read_body(Completion))], request: Request) -> Response:

@@ -15,14 +15,20 @@ from fastapi.responses import JSONResponse, Response
 from outrider.client import AsyncStream, Generation
 from outrider.errors import Cancelled
 from outrider.gateway import serialize
-from outrider.gateway.event_stream import EventStream, server_sent_events
+from outrider.gateway.event_stream import EventStream, paced, server_sent_events
 from outrider.gateway.multiplex import merged
 from outrider.gateway.schema import GenerationForm
 from outrider.gateway.serialize import Json, ResponseForm
 
 
-async def answer(parsed: GenerationForm, groups: Sequence[Sequence[AsyncStream]], form: ResponseForm) -> Response:
-    """Return the response with all choices of all prompts, complete or as a stream of events.
+async def answer(
+    parsed: GenerationForm,
+    groups: Sequence[Sequence[AsyncStream]],
+    form: ResponseForm,
+    pad_stream_s: float | None = None,
+) -> Response:
+    """Return the response with all choices of all prompts, complete or as a stream of events, which with `pad_stream_s`
+    is padded and paced.
 
     Raises the SDK's errors; for a stream of events, only those before the first part.
     """
@@ -35,7 +41,8 @@ async def answer(parsed: GenerationForm, groups: Sequence[Sequence[AsyncStream]]
         except BaseException:
             await parts.aclose()
             raise
-        return EventStream(server_sent_events(form, head, parsed, count, first, parts), parts)
+        events = server_sent_events(form, head, parsed, count, first, parts)
+        return EventStream(events if pad_stream_s is None else paced(events, pad_stream_s), parts)
     ended: dict[int, Generation] = {}
     async with aclosing(parts):
         async for part in parts:

@@ -21,7 +21,7 @@ from outrider.telemetry.logs import session_context
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
 from router.api.auth import caller_tenant
-from router.api.messages import event_to_pb, session_to_pb
+from router.api.messages import PADDED_BYTES, event_to_pb, pad, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
 from router.api.served_models import ServedModel
 from router.reporting.request_metrics import RequestMetrics
@@ -214,7 +214,8 @@ class GenerateServicer(InferenceServicer):
     @asynccontextmanager
     async def _outbox(self) -> AsyncIterator[Outbox]:
         """Yield the outbox of a call. At the end of the body the client has been sent everything, or does not read."""
-        outbox = Outbox(self._router.config.window)
+        config = self._router.config
+        outbox = Outbox(config.window, config.pad_stream_s)
         self._outboxes.add(outbox)
         try:
             async with outbox:
@@ -238,7 +239,8 @@ class GenerateServicer(InferenceServicer):
             if before.epoch > opened.token_log.epoch:  # the earlier call here has taken it over meanwhile
                 raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
             before.supersede(opened.token_log.epoch)
-        outbox.begin(partial(_send, context, opened), opened.position, opened.text_offset)
+        paced = self._router.config.pad_stream_s is not None
+        outbox.begin(partial(_send, context, opened, paced), opened.position, opened.text_offset)
         generation = OwnedGeneration(self._router, opened, slot, outbox)
         metrics.on_started(generation)
         if self._draining:
@@ -287,9 +289,13 @@ class GenerateServicer(InferenceServicer):
         )
 
 
-async def _send(context: Context[Any, Any], opened: OpenedGeneration, event: Event) -> None:
+async def _send(context: Context[Any, Any], opened: OpenedGeneration, paced: bool, event: Event | None) -> None:
+    contract, token_text = opened.turn.contract, opened.model.token_text
+    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, token_text)
+    if paced:
+        pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
     try:
-        await context.write(event_to_pb(event, opened.turn.contract, opened.model.token_text))
+        await context.write(message)
     except (
         grpc.aio.InternalError,
         grpc.aio.UsageError,

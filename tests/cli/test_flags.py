@@ -60,6 +60,7 @@ SECTIONS: dict[str, Section] = {
         lease_s=0.5,
         resume_ttl_s=7.0,
         teaches=("acme", "*"),
+        pad_stream_s=0.25,
         auth="keys",
     ),
     "verifier": VerifierConfig(
@@ -161,6 +162,7 @@ SECTIONS["gateway"] = GatewayConfig(
     max_connections=4,
     body_s=5.0,
     timeout_s=9.0,
+    pad_stream_s=0.5,
     drain_s=2.0,
     log_format="json",
 )
