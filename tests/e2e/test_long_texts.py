@@ -93,13 +93,13 @@ def asked(tokens: list[int], **fields: Any) -> pb.GenerateRequest:
 async def test_a_long_prompt_its_drafters_its_next_turn_and_its_fork_stall_no_loop(cluster: Running) -> None:
     async with no_stall():
         started, chunks, _ = await collect(cluster.router.Generate(asked(TEXT)))
-        described = [await drafter.Describe(types_pb2.DescribeRequest()) for drafter in cluster.drafters]
         answer = [token for chunk in chunks for token in chunk.token_ids]
         again, _, _ = await collect(cluster.router.Generate(asked([1, 2, 3], session_id=started.session_id)))
         changed = [*TEXT, *answer[:12], 1, 2, 3]
         forked, _, _ = await collect(
             cluster.router.Generate(asked(changed, session_id=started.session_id, whole_history=True))
         )
+        described = [await drafter.Describe(types_pb2.DescribeRequest()) for drafter in cluster.drafters]
     assert again.cached_tokens > LONG - 10
     assert forked.forked_from == started.session_id
     assert forked.cached_tokens > LONG - 10

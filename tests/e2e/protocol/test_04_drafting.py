@@ -76,7 +76,12 @@ async def test_a_drafter_keeps_one_stream_to_an_upstream_for_all_its_sessions(dr
         assert [kind for kind, _ in stream.inbox.frames if kind != "heartbeat"] == ["hello"]
         there = await peer.drafter.Describe(types_pb2.DescribeRequest())
         assert hello == [
-            pb.Hello(drafter_id=there.worker_id, tokenizer_digest=there.tokenizer_digest, vocabulary=there.vocabulary)
+            pb.Hello(
+                drafter_id=there.worker_id,
+                tokenizer_digest=there.tokenizer_digest,
+                vocabulary=there.vocabulary,
+                public_sources=True,
+            )
         ]
         assert (peer.subscribed.attachment, peer.subscribed.ticket) == (1, b"a ticket")
         second = pb.AttachRequest(session_id=new_name(), epoch=3, upstream=peer.upstream.address, ticket=b"another")
