@@ -76,12 +76,12 @@ class ServerConfig(RayResources):
     cert: Path | None = None  # certificate of this server, which must have the name of its role
     key: Path | None = None  # private key of `cert`
     log_format: Literal["text", "json"] = "text"  # of the log on stderr; json: one object a line
+    metrics: Address | None = None  # address of a page for Prometheus, in plain HTTP; None: no page
 
 
 class GrpcConfig(ServerConfig):
     """The keys of all gRPC servers."""
 
-    metrics: Address | None = None  # address of a page for Prometheus, in plain HTTP; None: no page
     health: Address | None = None  # health service alone, in plaintext, for probes without a certificate
 
 
@@ -120,6 +120,7 @@ class RouterConfig(GrpcConfig):
     resume_ttl_s: float = Field(default=60.0, ge=0)  # how long a client can resume a broken-off generation
     teaches: tuple[str, ...] = ()  # tenants whose texts drafters may learn from; *: all (with auth off there is one)
     pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # between equal messages of an answer; None: off
+    trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
     drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
 
@@ -228,6 +229,7 @@ class GatewayConfig(ServerConfig):
     body_s: float = Field(default=30.0, gt=0)  # time that a request's body may take to arrive
     timeout_s: float = Field(default=600.0, gt=0)  # time that one request may take
     pad_stream_s: float | None = Field(default=None, gt=0, le=1)  # seconds between equal pieces of a stream; None: off
+    trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     drain_s: float = Field(default=30.0, ge=0)  # time that answers have to end after a signal
 
     @model_validator(mode="after")

@@ -164,7 +164,7 @@ _FAULTS = Row(
             "Gateway: time",
             "From a request to its answer's end.",
             "s",
-            quantiles("outrider_gateway_seconds", 'path=~"/v1/.+"'),
+            quantiles("outrider_gateway_duration_seconds", 'path=~"/v1/.+"'),
         ),
         Panel(
             "Gateway: running",

@@ -10,7 +10,6 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from outrider.client import Options
@@ -27,12 +26,13 @@ from outrider.gateway.multiplex import Prompt, streams
 from outrider.gateway.respond import answer, unless_gone
 from outrider.gateway.schema import Chat, Completion, GenerationForm
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
+from outrider.gateway.traces import linked
 from outrider.rpc.supervision import keep_running
 
 
-def make_app(config: GatewayConfig) -> FastAPI:
+def make_app(config: GatewayConfig, metrics: GatewayMetrics) -> FastAPI:
     """Return the application. Raises ConfigError for settings with which no caller could use the router."""
-    clients, metrics = TenantClients(config), GatewayMetrics()
+    clients = TenantClients(config)
     keys = KeyCheck(clients.keyless)
 
     @asynccontextmanager
@@ -43,12 +43,13 @@ def make_app(config: GatewayConfig) -> FastAPI:
         await keys.close()
         await clients.close()
 
-    app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None, telemetry={"metrics": False})
     app.add_middleware(BodyLimit, config=config)
     app.add_middleware(keys.middleware)
     app.add_middleware(RequestLimit, config=config)
     app.add_middleware(clients.tracking_requests)
     app.add_middleware(metrics.counted)
+    app.add_middleware(linked)
 
     async def answered(
         parsed: GenerationForm, prompts: Sequence[Prompt], options: Options, form: ResponseForm, request: Request
@@ -83,10 +84,6 @@ def make_app(config: GatewayConfig) -> FastAPI:
         with suppress(Unauthenticated):  # the router answers, so it is healthy
             await keys.check("")
         return {"status": "ok"}
-
-    @app.get("/metrics")
-    async def counters() -> Response:
-        return Response(metrics.shown(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(OutriderError)
     async def refused(request: Request, error: OutriderError) -> Response:

@@ -18,6 +18,8 @@ from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
 from outrider.gateway.app import make_app
 from outrider.gateway.connections import BoundedConnection
+from outrider.gateway.metrics import GatewayMetrics
+from outrider.gateway.traces import OwnTraces
 
 POLL_S = 0.2  # between two checks of the open connections during shutdown
 
@@ -41,6 +43,10 @@ async def serve(config: GatewayConfig, *, announce: Callable[[str], None]) -> No
 
 class GatewayServer(uvicorn.Server):
     """A uvicorn server that does not handle signals, and whose shutdown ends when the running answers have ended."""
+
+    def __init__(self, config: uvicorn.Config, metrics: GatewayMetrics) -> None:
+        super().__init__(config)
+        self.metrics = metrics
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the running answers, then close."""
@@ -68,8 +74,10 @@ class GatewayServer(uvicorn.Server):
 
 def server(config: GatewayConfig) -> GatewayServer:
     """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
+    metrics = GatewayMetrics()
+    app = make_app(config, metrics)
     settings = uvicorn.Config(
-        make_app(config),
+        app if config.trust_traces else OwnTraces(app),
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -86,7 +94,7 @@ def server(config: GatewayConfig) -> GatewayServer:
         raise ConfigError(
             f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"
         ) from None
-    return GatewayServer(settings)
+    return GatewayServer(settings, metrics)
 
 
 def bound(address: str) -> socket.socket:

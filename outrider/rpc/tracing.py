@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 import grpc.aio
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind
 
 from outrider.errors import OutriderError
 from outrider.rpc.status import code_of, from_rpc_error
-from outrider.telemetry.tracing import TRACER, extract_context, mark_failed
+from outrider.telemetry.tracing import TRACER, extract_context, links_to, mark_failed
 
 _DEADLINE_SLACK_S = 0.05  # gRPC may end a call this much before its deadline by our clock
 _SERVER_FAULTS = {  # errors of the server; other codes are errors of its caller
@@ -36,14 +37,20 @@ class ServedCall:
 
 
 @asynccontextmanager
-async def server_span(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[ServedCall]:
-    """Run a handler's body in the span of the call that it serves, below its caller's span. `method`:
-    "package.Service/Name".
+async def server_span(
+    context: grpc.aio.ServicerContext[Any, Any], method: str, *, trusted: bool = True
+) -> AsyncIterator[ServedCall]:
+    """Run a handler's body in the span of the call that it serves. `method`: "package.Service/Name".
 
-    Source: OpenTelemetry's semantic conventions for gRPC; a server's CANCELLED is neither an error nor OK.
+    The span is below its caller's, who decides whether it is traced. A caller that is not `trusted` does not: the span
+    begins another trace, and has a link to the caller's.
+
+    Source: OpenTelemetry's semantic conventions for gRPC; a server's CANCELLED is neither an error nor OK. The option
+    WithPublicEndpoint of OpenTelemetry for Go.
     """
-    parent = extract_context(context.invocation_metadata())
-    span = TRACER.start_span(method, parent, SpanKind.SERVER, _attributes(method))
+    caller = extract_context(context.invocation_metadata())
+    parent, links = (caller, None) if trusted else (Context(), links_to(caller))
+    span = TRACER.start_span(method, parent, SpanKind.SERVER, _attributes(method), links)
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         call, code = ServedCall(span), grpc.StatusCode.OK
         try:

@@ -158,17 +158,8 @@ class _ThreadClock:
                     self._files[thread] = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
 
 
-def loop_lag(
-    record: Callable[[float], None] = lambda lag_s: None, stalled: Callable[[], None] = lambda: None
-) -> LoopLag:
-    """Return the lag of a server's event loop, exported under the catalogue's names, and passed to `record` and
-    `stalled` as `LoopLag` does. Its `run` must run on that loop."""
-    lag_histogram = histogram("outrider.loop.lag")
-
-    def record_both(lag_s: float) -> None:
-        lag_histogram.record(lag_s)
-        record(lag_s)
-
-    lag = LoopLag(record_both, stalled)
+def loop_lag() -> LoopLag:
+    """Return the lag of a server's event loop, exported under the catalogue's names. Its `run` must run on the loop."""
+    lag = LoopLag(histogram("outrider.loop.lag").record)
     register_metric("outrider.loop.stalls", lambda: lag.stalls)
     return lag

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 IDLE_TIMEOUT_S = 5.0  # idle connections are closed after so long
+CONNECTION_S = 10.0  # and any connection after so long, however slowly its client sends or reads
+MAX_CONNECTIONS = 16  # at the same time, each with a thread; further ones are closed
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +99,34 @@ def _respond(start: StartResponse, status: str, content: PageContent) -> list[by
 
 
 class _PageServer(ThreadingWSGIServer):
-    """Serves each connection in a thread."""
+    """Serves each connection in a thread, so many at a time, and each for so long."""
 
     daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._ends: dict[socket.socket, float] = {}  # of the open connections, by time.monotonic
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, or close it if there are too many."""
+        if len(self._ends) >= MAX_CONNECTIONS:
+            super().shutdown_request(request)
+            return
+        self._ends[request] = time.monotonic() + CONNECTION_S
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection, in its thread."""
+        self._ends.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End the connections that take too long; called twice a second, in the server's thread."""
+        now = time.monotonic()
+        for request, end in tuple(self._ends.items()):
+            if end < now:
+                with suppress(OSError):  # it has ended meanwhile
+                    request.shutdown(socket.SHUT_RDWR)  # its thread reads the end of the stream, or cannot write
 
 
 class _Handler(WSGIRequestHandler):

@@ -41,7 +41,13 @@ def trace_metadata(span: Span | None = None) -> Metadata:
 
 def extract_context(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
     """Return the caller's span from a call's metadata or headers; malformed entries are ignored."""
-    return _W3C.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)})
+    return _W3C.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)}, Context())
+
+
+def links_to(caller: Context) -> list[Link]:
+    """Return a link to the caller's span; none if it has none."""
+    context = trace.get_current_span(caller).get_span_context()
+    return [Link(context)] if context.is_valid else []
 
 
 def recording_span() -> Span | None:

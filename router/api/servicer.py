@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import grpc.aio
 
 from outrider.errors import Cancelled, Moved, NotFound, Superseded
 from outrider.rpc.status import errors_as_status
-from outrider.rpc.tracing import server_span
+from outrider.rpc.tracing import ServedCall, server_span
 from outrider.store.sessions import SessionRecord
 from outrider.store.tenant_storage import SESSION_BYTES, generation_bytes
 from outrider.telemetry.logs import session_context
@@ -117,7 +117,7 @@ class GenerateServicer(InferenceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """End a generation, wherever it runs."""
-        async with errors_as_status(context), server_span(context, "outrider.v1.Inference/Cancel"):
+        async with errors_as_status(context), self._span(context, "Cancel"):
             tenant = caller_tenant()
             await self._cancel(tenant, request.session_id)
             await session_open.end(self._router, tenant, request.session_id)  # another router may run it
@@ -203,13 +203,16 @@ class GenerateServicer(InferenceServicer):
         self._active_calls += 1
         self._idle.clear()
         try:
-            async with errors_as_status(context), server_span(context, f"outrider.v1.Inference/{method}") as call:
+            async with errors_as_status(context), self._span(context, method) as call:
                 with self._router.metrics.request(call.span, operation) as metrics:
                     yield metrics
         finally:
             self._active_calls -= 1
             if not self._active_calls:
                 self._idle.set()
+
+    def _span(self, context: Context[Any, Any], method: str) -> AbstractAsyncContextManager[ServedCall]:
+        return server_span(context, f"outrider.v1.Inference/{method}", trusted=self._router.config.trust_traces)
 
     @asynccontextmanager
     async def _outbox(self) -> AsyncIterator[Outbox]:

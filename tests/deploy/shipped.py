@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -10,11 +9,9 @@ from typing import Any, NamedTuple, get_args
 import yaml
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.responses import Response
 
 from outrider import errors
 from outrider.core.session.speculation_status import SpeculationReason
-from outrider.gateway.metrics import GatewayMetrics
 from outrider.store.registry import Role
 from outrider.telemetry.catalogue import METRICS
 from router.scheduling.fair_queue import QueueClass
@@ -64,7 +61,7 @@ def rules(kind: str) -> list[dict[str, Any]]:
 
 
 def checker() -> Checker:
-    """Knows what servers expose, what the gateway does, and what is recorded."""
+    """Knows what servers expose and what is recorded."""
     series = dict(_SERIES)
     checks = Checker(series, {label: frozenset(values) for label, values in _VALUES.items()})
     for rule in rules("record"):
@@ -82,29 +79,9 @@ def _by_the_servers() -> dict[str, Series]:
     return exposed
 
 
-def _by_the_gateway() -> dict[str, Series]:
-    """The gateway's series, as its page shows them after a request."""
-    metrics = GatewayMetrics()
-
-    async def one_request() -> None:
-        async def send(message: object) -> None: ...
-
-        async def receive() -> Any: ...
-
-        request = {"type": "http", "method": "GET", "path": "/health", "headers": []}
-        await metrics.counted(Response())(request, receive, send)
-
-    asyncio.run(one_request())
-    return {
-        sample.name: Series(family.type != "gauge", SCRAPED | sample.labels.keys())
-        for family in families(metrics.shown().decode())
-        for sample in family.samples
-    }
-
-
 def families(page: str) -> list[Family]:
     """The metric families of a page for Prometheus."""
     return list(text_string_to_metric_families(page))
 
 
-_SERIES = {"up": Series(counts=False, labels=SCRAPED), **_by_the_servers(), **_by_the_gateway()}
+_SERIES = {"up": Series(counts=False, labels=SCRAPED), **_by_the_servers()}

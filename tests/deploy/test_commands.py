@@ -102,8 +102,8 @@ def test_servers_listen_where_others_look_for_them(
     if it.role != "gateway":
         assert section.health == f"0.0.0.0:{HEALTH}"
         assert pod.ports["health"] == HEALTH
-        assert section.metrics == f"0.0.0.0:{METRICS}"
-        assert pod.ports["metrics"] == METRICS
+    assert section.metrics == f"0.0.0.0:{METRICS}"
+    assert pod.ports["metrics"] == METRICS
 
 
 @each_server

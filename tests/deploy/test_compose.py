@@ -56,7 +56,7 @@ def test_servers_are_found_where_they_listen(monkeypatch: pytest.MonkeyPatch) ->
     assert SERVICES["redis"]["command"] == ["sh", "/etc/redis/start.sh"]
     assert {"REDISCLI_AUTH", *(f"{role.upper()}_PASSWORD" for role in ACL_ROLES)} == {*SERVICES["redis"]["environment"]}
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))["scrape_configs"]
-    pages = {role: getattr(found[role], "metrics", None) or gateway.listen for role in ROLES}
+    pages = {role: found[role].metrics for role in ROLES}
     for it in scraped:
         role, page = it["job_name"], port(pages[it["job_name"]])
         by_name = [(name, str(one["port"])) for one in it.get("dns_sd_configs", []) for name in one["names"]]

@@ -46,7 +46,7 @@ CORE: set[Edge] = {
     *((role, "redis", 6379) for role in ("router", "verifier", "drafter")),
 }
 WATCHED: set[Edge] = {
-    *(("prometheus", role, 8000 if role == "gateway" else 9464) for role in ROLES),
+    *(("prometheus", role, 9464) for role in ROLES),
     *((role, "collector", 4317) for role in ROLES),
     ("collector", "traces", 4317),
 }

@@ -15,7 +15,6 @@ import outrider
 from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
 from outrider.errors import NotFound
 from outrider.fleet.cluster import LocalCluster
-from outrider.gateway.server import bound, server
 from tests.deploy.promql import SCRAPED
 from tests.deploy.shipped import checker, families, queries, rules
 from tests.e2e.conftest import MODELS
@@ -42,21 +41,17 @@ async def scraped() -> AsyncIterator[Scraped]:
         ),
         verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0")],
         drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", metrics="127.0.0.1:0")],
+        gateway=GatewayConfig(listen="127.0.0.1:0", metrics="127.0.0.1:0"),
     )
     async with LocalCluster(config, forward=lambda name, line: lines.append(line)) as cluster:
-        with bound("127.0.0.1:0") as listening:
-            gateway = server(GatewayConfig(router=cluster.router_address))
-            serving = asyncio.create_task(gateway._serve([listening]))
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-                await client.completions.create(model="target", prompt="def main(", max_tokens=300)
-            async with outrider.AsyncClient(cluster.router_address) as client:
-                with pytest.raises(NotFound):
-                    await client.generate("def main(", model="none", max_tokens=1)
-            addresses = [line.rpartition(" ")[2] for line in list(lines) if ": metrics at " in line]
-            pages = [await asyncio.to_thread(_page, address) for address in (*addresses, f"{url}/metrics")]
-            gateway.should_exit = True
-            await serving
+        url = f"http://{cluster.processes['gateway'].address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            await client.completions.create(model="target", prompt="def main(", max_tokens=300)
+        async with outrider.AsyncClient(cluster.router_address) as client:
+            with pytest.raises(NotFound):
+                await client.generate("def main(", model="none", max_tokens=1)
+        addresses = [line.rpartition(" ")[2] for line in list(lines) if ": metrics at " in line]
+        pages = [await asyncio.to_thread(_page, address) for address in addresses]
     assert len(pages) == 4
     found: Scraped = defaultdict(set)
     for page in pages:

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from outrider.config import GatewayConfig
+from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.server import bound, server
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import FOLDER, MODEL, SCRIPT, Rig, running_router
@@ -27,6 +28,7 @@ class Front:
     client: openai.AsyncOpenAI
     rig: Rig
     verifier: FakeVerifier
+    metrics: GatewayMetrics
 
 
 @asynccontextmanager
@@ -41,7 +43,7 @@ async def fronted(
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             try:
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-                    yield Front(url, client, rig, verifier)
+                    yield Front(url, client, rig, verifier, front.metrics)
             finally:
                 front.should_exit = True
                 await serving

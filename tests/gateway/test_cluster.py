@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import ssl
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.certificates import make
 from outrider.store.client import connect
 from outrider.store.keys import Keys
+from outrider.telemetry.catalogue import METRICS
 from tests.router.rig import FOLDER
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -36,10 +38,13 @@ auth = "keys"
 [gateway]
 listen = "127.0.0.1:0"
 timeout_s = 5.0
+metrics = "127.0.0.1:0"
 [[verifier]]
 model = "{FOLDER}"
 slots = 4
 """
+
+LINES: list[str] = []  # what its servers logged
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -47,7 +52,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
     folder = tmp_path_factory.mktemp("cluster")
     make(folder / "certs")
     (folder / "cluster.toml").write_text(FILE, encoding="utf-8")
-    async with LocalCluster(load_cluster(folder / "cluster.toml")) as running:
+    async with LocalCluster(
+        load_cluster(folder / "cluster.toml"), forward=lambda name, line: LINES.append(line)
+    ) as running:
         yield running
 
 
@@ -82,6 +89,18 @@ async def test_its_certificate_is_its_own_and_keys_go_on_to_the_router(
     async with httpx.AsyncClient() as web:
         with pytest.raises(httpx.ConnectError):  # the web's CAs did not sign its certificate
             await web.get(f"{_url(cluster)}/models")
+
+
+async def test_its_metrics_are_on_a_port_of_their_own(client: openai.AsyncOpenAI) -> None:
+    await client.completions.create(model="target", prompt="x", max_tokens=1)
+    (page,) = {line.rpartition(" ")[2] for line in LINES if "gateway: metrics at " in line}
+    async with httpx.AsyncClient() as web:
+        shown = (await web.get(page)).text
+    for metric in METRICS:
+        if "gateway" in metric.role.split(", "):
+            assert f"\n# TYPE {metric.exposed} " in shown
+    assert re.search(r'outrider_gateway_requests_total\{.*path="/v1/completions",status="200"\} \d', shown)
+    assert "\n# TYPE http_" not in shown
 
 
 async def test_a_signal_lets_answers_end(cluster: LocalCluster, client: openai.AsyncOpenAI) -> None:

@@ -106,6 +106,7 @@ async def watched() -> AsyncIterator[Watched]:
             depth=4,
             metrics="127.0.0.1:0",
             log_format="json",
+            trust_traces=True,
         ),
         verifier=[VerifierConfig(model=target, dtype="float32", metrics="127.0.0.1:0", log_format="json")],
         tier={
@@ -189,11 +190,16 @@ def _drafting(spans: list[Span]) -> int:
     return sum(span.name == "drafting" for span in spans)
 
 
-async def test_a_caller_of_the_gateway_finds_its_request_in_its_own_trace(watched: Watched) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_caller_of_the_gateway_finds_its_request_in_its_own_trace_or_linked_to_it(
+    watched: Watched, trusted: bool
+) -> None:
     trace, parent = secrets.token_bytes(16), secrets.token_bytes(8)
-    flags = ("--router", watched.cluster.router_address, "--listen", "127.0.0.1:0")
+    flags = ("--router", watched.cluster.router_address, "--listen", "127.0.0.1:0", "--trust-traces")
     gateway = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "outrider.cli", "gateway", *flags), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "outrider.cli", "gateway", *flags[: 5 if trusted else 4]),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OTEL_TRACES_SAMPLER": "parentbased_always_on"},
     )
     try:
         assert gateway.stdout is not None
@@ -202,14 +208,20 @@ async def test_a_caller_of_the_gateway_finds_its_request_in_its_own_trace(watche
             answer = await client.post(
                 f"http://{address}/v1/completions",
                 json={"model": "target", "prompt": PROMPT, "max_tokens": 5},
-                headers={"traceparent": f"00-{trace.hex()}-{parent.hex()}-01"},
+                headers={"traceparent": f"00-{trace.hex()}-{parent.hex()}-0{int(trusted)}"},
                 timeout=30,
             )
         assert answer.status_code == 200
+        if not trusted:  # the caller's trace is not kept, and the gateway's own is
+            spans = watched.collector.spans
+            await watched.collector.until(lambda: any(parent in span.links for span in list(spans)))
+            trace, caller = next(span.trace for span in list(spans) if parent in span.links), trace
+            assert watched.collector.of(caller) == []
         (request,) = await watched.named(trace, "POST /v1/completions", "gateway")
         (generate,) = await watched.named(trace, "generate", "gateway")
         (endpoint,) = await watched.named(trace, "fastapi.endpoint", "gateway")
-        assert (request.parent, endpoint.parent, generate.parent) == (parent, request.identity, endpoint.identity)
+        assert (request.parent, request.links) == ((parent, ()) if trusted else (b"", (parent,)))
+        assert (endpoint.parent, generate.parent) == (request.identity, endpoint.identity)
         assert request.about["http.response.status_code"] == 200
         assert (await watched.call(trace)).parent == generate.identity
     finally:
@@ -256,7 +268,7 @@ async def test_neither_prompts_nor_answers_are_exported_or_logged(watched: Watch
 
 async def test_all_metrics_arrive_by_otlp_and_on_the_page_for_prometheus(watched: Watched) -> None:
     await watched.ask(str(TOKENS))
-    roles = {"router", "verifier", "drafter"}  # the gateway's page is its own
+    roles = {"router", "verifier", "drafter"}  # tests/gateway/test_cluster.py has the gateway's
     every = [(metric, role) for metric in METRICS for role in roles.intersection(metric.role.split(", "))]
     for metric, role in every:
         received = watched.collector.metrics[f"outrider-{role}"]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.cli.command import reported
-from outrider.cli.servers.serve import LogFormat
+from outrider.cli.servers.serve import LogFormat, Metrics
 from outrider.rpc.lifecycle import die_with_parent, run_until_signal
 
 
@@ -39,6 +39,10 @@ def gateway(
     drain_s: Annotated[
         float | None, typer.Option(help="Seconds that running answers get after a SIGTERM. [default: 30]")
     ] = None,
+    trust_traces: Annotated[
+        bool | None, typer.Option(help="Let callers decide whether their requests are traced.")
+    ] = None,
+    metrics: Metrics = None,
     log_format: LogFormat = None,
 ) -> None:
     """Serve OpenAI's API: /v1/completions, /v1/chat/completions and /v1/models.
@@ -55,7 +59,7 @@ def gateway(
     with reported():
         config = parse(GatewayConfig, given, "flags")
         logs.log_to_stderr(config.log_format)
-        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}"):
+        with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics):
             run_until_signal(
                 serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
             )

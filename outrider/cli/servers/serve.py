@@ -137,6 +137,9 @@ def router(
     max_calls: Annotated[
         int | None, typer.Option(help="Concurrent calls of all kinds. [default: room for all others]")
     ] = None,
+    trust_traces: Annotated[
+        bool | None, typer.Option(help="Let callers decide whether their requests are traced.")
+    ] = None,
     max_connections: Annotated[int | None, typer.Option(help="Concurrent connections. [default: 4096]")] = None,
     queue: Annotated[int | None, typer.Option(help="Requests of each priority that may wait. [default: 256]")] = None,
     queue_per_tenant: Annotated[
