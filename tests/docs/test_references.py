@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ from outrider import config
 from outrider.config import Section
 from outrider.simulation import deployment
 from outrider.training import recipe
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(markdown: str, heading: str) -> dict[str, list[str]]:
@@ -56,3 +59,13 @@ def test_every_command_and_flag_is_in_the_reference_and_described() -> None:
             assert any(flag in re.split(r"[ /]", key) for key in found), flag
         for key, (_, what) in found.items():
             assert re.sub(r"\[.*\]", "", what).strip(), f"outrider {name} {key}: its help describes it"
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text(encoding="utf-8")):
+            named += 1
+            assert (ROOT / path).is_file(), f"{page.name}: {path}"
+            assert not test or re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(), re.MULTILINE), test
+    assert named > 40
