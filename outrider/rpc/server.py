@@ -22,17 +22,6 @@ from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, Options
 from outrider.rpc.tls import Tls
 
 Health: TypeAlias = health.HealthServicer
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """What a server takes at most."""
-
-    message_bytes: int = MESSAGE_BYTES
-    calls: int | None = None  # calls at the same time, of all connections; None: no limit
-    connections: int = 4096  # connections at the same time
-
-
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 MAX_STREAMS = 1024  # concurrent calls of one connection; further ones wait at their caller
@@ -59,9 +48,20 @@ _OF_ANYBODY: Options = (
     ("grpc.http2.max_ping_strikes", PING_STRIKES),
     ("grpc.max_connection_idle_ms", IDLE_MS),
     # Probing would have a stream's window grow to megabytes, which a caller may fill before its key is judged. Without,
-    # it is 64 KiB until the message is read, and a longer message takes one round trip more.
+    # it is 64 KiB until the message is read, and a longer message takes a few round trips more.
     ("grpc.http2.bdp_probe", 0),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server takes at most."""
+
+    message_bytes: int = MESSAGE_BYTES
+    calls: int | None = None  # calls at the same time, of all connections; None: no limit
+    connections: int = 4096  # connections at the same time
+
+
 _PROBES = ServerLimits(message_bytes=1024, calls=256, connections=256)
 
 
