@@ -19,8 +19,8 @@ from tests.router.rig import MODEL, SCRIPT, Rig, collect, running_router, until
 class Watched(FakeVerifier):
     """Sends a step every few milliseconds to whoever watches a session that decodes."""
 
-    def __init__(self) -> None:
-        super().__init__(SCRIPT, pace_s=0.2)
+    def __init__(self, pace_s: float = 0.2) -> None:
+        super().__init__(SCRIPT, pace_s=pace_s)
         self.watches = 0
         self.watching = 0
 
@@ -77,14 +77,14 @@ async def test_an_idle_session_is_not_looked_for_and_its_next_steps_come_at_once
         return await read(*arguments)
 
     monkeypatch.setattr(step_stream, "open_record", counted)
-    monkeypatch.setattr(step_stream, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(step_stream, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(step_stream, "LONGEST_WAIT_S", 1000.0)
-    verifier = Watched()
+    verifier = Watched(0.01)  # its answer ends before the next look, which would come after 2.54 s
     async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
         session_id = (await rig.stub.CreateSession(pb.CreateSessionRequest())).session_id
         call = watch(rig, session_id)
         reading = asyncio.create_task(call.read())
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.4)
         assert reads[0] <= 8  # one for the watcher, and those of pauses that double
         generating = generate(rig, session_id)
         step = await asyncio.wait_for(reading, 20)

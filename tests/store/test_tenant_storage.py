@@ -75,6 +75,13 @@ async def test_what_has_expired_is_not_counted(made: Made) -> None:
     await asyncio.sleep(0.3)
     await storage.reserve("a", "t", 1, 90, new=True)
     assert await taken(storage) == 90
+    lasting = made(ttl_s=1.0, size=100)
+    await lasting.reserve("b", "s", 1, 60, new=True)
+    await asyncio.sleep(0.6)
+    await lasting.reserve("b", "t", 1, 40, new=True)
+    await asyncio.sleep(0.6)
+    await lasting.reserve("b", "u", 1, 60, new=True)  # the first one has expired, while the second was there
+    assert await taken(lasting, "b") <= 100
 
 
 async def test_many_at_once_never_exceed_the_bound(made: Made) -> None:
