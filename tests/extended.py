@@ -72,6 +72,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/fleet/",
     "tests/gateway/test_cluster.py",
     "tests/gateway/test_leaving.py",
+    "tests/hostile/test_attacks.py",
     "tests/hostile/test_decoders.py",
     "tests/hostile/test_forged_ids.py",
     "tests/hostile/test_fuzz.py",

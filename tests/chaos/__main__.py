@@ -15,12 +15,14 @@ from typing import NamedTuple
 from outrider.errors import ConfigError
 from tests.chaos import blows as making
 from tests.chaos.blows import Blow
+from tests.chaos.hostile import HostileTenant, last_line_of_attacks
 from tests.chaos.load import Load, Tally, cases
 from tests.chaos.pounding import Pounding
 from tests.chaos.pounding import table as findings_table
 from tests.chaos.report import last_line, missed, status, table
 from tests.chaos.servers import Forward, Servers, Shape
 from tests.chaos.striking import Report, Striker, Struck
+from tests.hostile.attacks import ATTACKS
 
 SESSIONS = 32
 LEAVING = 0.1  # the share of answers that their client leaves or cancels
@@ -43,7 +45,7 @@ WHOLE = (
     Part((("kill", 50),), 19.5),
     Part((("black-hole", 1),), 2.5),
 )
-POUNDING = "pounding"  # the scenario in which callers do the striking
+POUNDING, HOSTILE = "pounding", "hostile"  # the scenarios in which callers do the striking
 QUICK = (Part((("kill", 3), ("freeze-router", 1)), 1.6),)
 
 
@@ -51,9 +53,11 @@ def main() -> None:
     """The command line. Exit status: 0; 1 if a token was lost, repeated or changed, if an error reached a caller, or if
     a bound was not kept; 2 for a flag that is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--whole", action="store_true", help="everything, for forty minutes")
+    parser.add_argument("--whole", action="store_true", help="everything, for 75 minutes")
     parser.add_argument("--quick", action="store_true", help="a little of it, in three minutes")
-    parser.add_argument("--scenario", default="kill", help="one of " + ", ".join([*making.SCENARIOS, POUNDING]))
+    parser.add_argument(
+        "--scenario", default="kill", help="one of " + ", ".join([*making.SCENARIOS, POUNDING, HOSTILE])
+    )
     parser.add_argument("--seed", type=int, default=7, help="the same seed strikes the same blows in the same order")
     parser.add_argument("--count", type=int, default=2, help="rounds of the scenario's blows")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help="at once")
@@ -67,6 +71,8 @@ def main() -> None:
     parser.add_argument(
         "--pound-s", type=float, default=120.0, help="others are measured beside hostile callers so long"
     )
+    parser.add_argument("--attack-s", type=float, default=60.0, help="of each attack of `hostile`, and as long without")
+    parser.add_argument("--attack", action="append", choices=list(ATTACKS), help="of `hostile`; again for several")
     parser.add_argument("--write", type=Path, help="write the blows to a file, and strike none")
     parser.add_argument("--blows", type=Path, help="strike those of such a file, in --minutes")
     parser.add_argument("--log", type=Path, help="what the servers say")
@@ -96,9 +102,11 @@ async def run(options: argparse.Namespace) -> int:
             if log is not None:
                 print(f"{time.monotonic() - began:8.3f} {name} {line}", file=log, flush=True)
 
-        alone = not (options.whole or options.quick or options.blows) and options.scenario == POUNDING
-        if alone:
-            return await pound(options, report, forward)
+        if not (options.whole or options.quick or options.blows):
+            if options.scenario == POUNDING:
+                return await pound(options, report, forward)
+            if options.scenario == HOSTILE:
+                return await attack(options, report, forward)
         parts = WHOLE if options.whole else QUICK if options.quick else None
         parts = parts or (Part(((options.scenario, options.count),), options.minutes),)
         work = [(part.blows(options.seed), part.minutes) for part in parts]
@@ -117,8 +125,10 @@ async def run(options: argparse.Namespace) -> int:
             for line in missed(done):
                 print(line)
             print(last_line(done, tally))
-        pounded = await pound(options, report, forward) if options.whole else 0
-    return status(done, tally) or pounded
+        others = 0
+        if options.whole:
+            others = max(await pound(options, report, forward), await attack(options, report, forward))
+    return status(done, tally) or others
 
 
 async def pound(options: argparse.Namespace, report: Report, forward: Forward) -> int:
@@ -129,6 +139,17 @@ async def pound(options: argparse.Namespace, report: Report, forward: Forward) -
     finally:
         print(findings_table(pounding.findings))
     return int(not pounding.findings or not all(finding.met for finding in pounding.findings))
+
+
+async def attack(options: argparse.Namespace, report: Report, forward: Forward) -> int:
+    """A hostile tenant, against a cluster of its own; the exit status."""
+    hostile = HostileTenant(report, forward, options.attack_s, options.attack)
+    try:
+        await hostile.run()
+    finally:
+        print(findings_table(hostile.findings))
+        print(last_line_of_attacks(hostile.findings))
+    return int(not hostile.findings or not all(finding.met for finding in hostile.findings))
 
 
 async def strike(

@@ -1,0 +1,429 @@
+"""What a hostile tenant, or a caller without a key, sends. Runs in a process of its own that yields to all others:
+
+python -m tests.hostile.attacks  # a `Target` as JSON on stdin; on stdout a line when it begins, and an `Outcome`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from outrider.v1 import inference_pb2 as pb
+
+MIB = 2**20
+WRONG_KEY = "outrider_" + "x" * 43
+SERVICE = "/outrider.v1.Inference"
+HEALTH = "/grpc.health.v1.Health/Check"
+NICE = 10  # a tenth of the share of a process with 0
+CHANNELS = 10  # of one attack
+CALL_S = 30.0  # deadline of a call
+WATCHES = 10_240
+CONNECTIONS = 1_000  # to the router, and to the gateway
+LONG_PROMPT = 900  # tokens
+EMPTY_MESSAGE = b"\x52\x00"  # an empty entry of GenerateRequest.messages
+TO_THE_END = pb.Sampling(max_tokens=900, ignore_eos=True, logprobs=20)
+
+
+@dataclass
+class Target:
+    """What is attacked, how and for how long."""
+
+    attack: str
+    seconds: float
+    router: str
+    gateway: str
+    key: str  # of the attacker's tenant
+    sessions: list[str]  # of another tenant
+    idempotency_key: str  # of another tenant
+    marks: list[str]  # texts of another tenant that would not be received by chance
+    size: float = 1.0  # share of the callers
+
+
+@dataclass
+class Outcome:
+    """What became of an attack's calls."""
+
+    codes: dict[str, int] = field(default_factory=dict)  # calls by method and status
+    begun: int = 0  # calls, those that did not end among them
+    received: int = 0  # bytes
+    leaks: list[str] = field(default_factory=list)  # what was received of another tenant
+    processor_s: float = 0.0  # of the attacker's own process
+
+
+class Attacker:
+    """Makes calls, and looks for another tenant's texts in all that comes back."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.codes: Counter[str] = Counter()
+        self.outcome = Outcome()
+        self._marks = [mark.encode() for mark in target.marks]
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
+        self._channels = [grpc.aio.insecure_channel(target.router, options) for _ in range(CHANNELS)]
+        self._turn = itertools.count()
+
+    async def call(
+        self, method: str, message: bytes, *, key: str | None = None, read: int | None = None
+    ) -> list[bytes]:
+        """Call a method of the router, and return its answers, or the first `read` of them."""
+        path = method if method.startswith("/") else f"{SERVICE}/{method}"
+        key = self.target.key if key is None else key
+        channel = self._channels[next(self._turn) % CHANNELS]
+        metadata = (("authorization", f"Bearer {key}"),)
+        stream: Any = channel.unary_stream(path)(message, metadata=metadata, timeout=CALL_S)
+        answers: list[bytes] = []
+        self.outcome.begun += 1
+        try:
+            while read is None or len(answers) < read:
+                answer = await stream.read()
+                if answer is grpc.aio.EOF:
+                    break
+                self.receive(answer)
+                answers.append(answer)
+            self.codes[f"{method} OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            self.receive((error.details() or "").encode())
+            self.codes[f"{method} {error.code().name}"] += 1
+        finally:
+            stream.cancel()
+        return answers
+
+    async def post(self, body: bytes, *, key: str | None = None, pause_s: float = 0.0) -> None:
+        """Post a completion to the gateway; with a pause, a byte at a time."""
+        host, _, port = self.target.gateway.rpartition(":")
+        key = self.target.key if key is None else key
+        fields = ("host: x", f"authorization: Bearer {key}", "content-type: application/json", "connection: close")
+        head = "\r\n".join(("POST /v1/completions HTTP/1.1", *fields, f"content-length: {len(body)}", "", ""))
+        status = "broken off"
+        self.outcome.begun += 1
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(head.encode())
+                answer = asyncio.create_task(reader.read())
+                try:
+                    await self._send(writer, body, pause_s, answer)
+                    async with asyncio.timeout(CALL_S):
+                        received = await answer
+                finally:
+                    answer.cancel()
+                self.receive(received)
+                status = received[9:12].decode() or status
+            except TimeoutError:
+                status = "no answer"
+            finally:
+                writer.transport.abort()
+        self.codes[f"POST {status}"] += 1
+
+    async def _send(
+        self, writer: asyncio.StreamWriter, body: bytes, pause_s: float, answer: asyncio.Task[bytes]
+    ) -> None:
+        """Send a body until the answer is there."""
+        step = 1 if pause_s else 2**16
+        with suppress(ConnectionError):
+            for at in range(0, len(body), step):
+                if answer.done():
+                    return
+                writer.write(body[at : at + step])
+                await writer.drain()
+                if pause_s:
+                    await asyncio.wait([answer], timeout=pause_s)
+
+    def receive(self, data: bytes) -> None:
+        """Look at what came back."""
+        self.outcome.received += len(data)
+        self.outcome.leaks += [mark.decode() for mark in self._marks if mark in data]
+
+    async def at_once(self, count: int, step: Callable[[int], Awaitable[object]]) -> None:
+        """Repeat a step for ever, `count` of them at the same time. The step gets a number that is new each time."""
+        numbers = itertools.count()
+
+        async def repeat() -> None:
+            while True:
+                await step(next(numbers))
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max(1, round(count * self.target.size))):
+                group.create_task(repeat())
+                await asyncio.sleep(0)  # the attack may end before all have begun
+
+
+Attack = Callable[[Attacker], Awaitable[object]]
+
+
+def request(text: str = "", **sampling: Any) -> bytes:
+    """A GenerateRequest."""
+    return pb.GenerateRequest(text=text, sampling=pb.Sampling(**sampling)).SerializeToString()
+
+
+def nulls(size: int) -> bytes:
+    """A body whose prompt is a list of nulls."""
+    return b'{"model":"target","prompt":[' + b"null," * (size // 5) + b"null]}"
+
+
+async def _gateway_without_key(attacker: Attacker) -> None:
+    body = nulls(4 * MIB - 64)
+    await asyncio.gather(
+        attacker.at_once(40, lambda _: attacker.post(body, key=WRONG_KEY)),
+        attacker.at_once(40, lambda number: attacker.post(body, key=f"outrider_{number}", pause_s=0.5)),
+    )
+
+
+async def _gateway_bodies(attacker: Attacker) -> None:
+    bodies = nulls(4 * MIB - 64), nulls(MIB // 16 - 64)
+    prompts = json.dumps({"model": "target", "prompt": ["x " * 500] * 64, "n": 128, "max_tokens": 900}).encode()
+    copies = json.dumps({"model": "target", "prompt": "x " * 30_000, "n": 128, "max_tokens": 900}).encode()
+    await asyncio.gather(
+        attacker.at_once(40, lambda number: attacker.post(bodies[number % 2])),
+        attacker.at_once(40, lambda _: attacker.post(bodies[1], pause_s=0.5)),
+        attacker.at_once(20, lambda number: attacker.post((prompts, copies)[number % 2])),
+    )
+
+
+async def _router_without_key(attacker: Attacker) -> None:
+    message = EMPTY_MESSAGE * (8 * MIB)
+    await asyncio.gather(
+        attacker.at_once(40, lambda _: attacker.call("Generate", message, key=WRONG_KEY)),
+        attacker.at_once(10, lambda number: attacker.call("CreateSession", b"", key=f"outrider_{number}")),
+        attacker.at_once(10, lambda _: attacker.call(HEALTH, message[: 4 * MIB], key="")),
+    )
+
+
+async def _connections(attacker: Attacker) -> None:
+    """Connections on which nothing is sent; those that are closed are opened anew."""
+
+    async def connect(address: str) -> None:
+        host, _, port = address.rpartition(":")
+        attacker.outcome.begun += 1
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            attacker.codes["connection refused"] += 1
+            await asyncio.sleep(0.1)
+            return
+        attacker.codes["connection"] += 1
+        try:
+            while data := await reader.read(2**16):
+                attacker.receive(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort()
+
+    await asyncio.gather(
+        attacker.at_once(CONNECTIONS, lambda _: connect(attacker.target.router)),
+        attacker.at_once(CONNECTIONS, lambda _: connect(attacker.target.gateway)),
+    )
+
+
+async def _invalid_requests(attacker: Attacker) -> None:
+    messages = (
+        EMPTY_MESSAGE * (8 * MIB),
+        EMPTY_MESSAGE * (MIB // 32),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * (MIB // 16 - 64))).SerializeToString(),
+        b"\xff" * (MIB // 16),
+    )
+    await attacker.at_once(40, lambda number: attacker.call("Generate", messages[number % len(messages)]))
+
+
+async def _templates(attacker: Attacker) -> None:
+    """Conversations on which the template of the test's model works for about as long as it may."""
+
+    def conversation(number: int) -> bytes:
+        messages = [pb.Message(role="user", content=str(300 * (1 + number % 10)))]
+        return pb.GenerateRequest(messages=messages, sampling=pb.Sampling(max_tokens=1)).SerializeToString()
+
+    await attacker.at_once(100, lambda number: attacker.call("Generate", conversation(number)))
+
+
+async def _texts(attacker: Attacker) -> None:
+    texts = [request("def f(x): return x\n" * (size // 20), max_tokens=1) for size in (4 * MIB, MIB // 16)]
+    await attacker.at_once(40, lambda number: attacker.call("Generate", texts[number % 2]))
+
+
+async def _rates(attacker: Attacker) -> None:
+    one = request("x", max_tokens=1)
+    await asyncio.gather(
+        attacker.at_once(40, lambda _: attacker.call("ListModels", b"")),
+        attacker.at_once(40, lambda _: attacker.call("Generate", one)),
+    )
+
+
+async def _watches(attacker: Attacker) -> None:
+    """Watches of one session of its own, which decodes."""
+    session = await _own_session(attacker)
+    watch = pb.WatchSessionRequest(session_id=session).SerializeToString()
+    turn = pb.GenerateRequest(text="x", session_id=session, sampling=TO_THE_END).SerializeToString()
+    await asyncio.gather(
+        attacker.at_once(1, lambda _: attacker.call("Generate", turn)),
+        attacker.at_once(WATCHES, lambda _: attacker.call("Watch", watch)),
+    )
+
+
+async def _spying(attacker: Attacker) -> None:
+    """All that can be called with another tenant's session. A call that is answered is a leak."""
+    target = attacker.target
+    calls: list[tuple[str, Any]] = []
+    for name in target.sessions:
+        calls += [
+            ("Watch", pb.WatchSessionRequest(session_id=name)),
+            ("GetSession", pb.GetSessionRequest(session_id=name)),
+            ("Resume", pb.ResumeRequest(session_id=name)),
+            ("Generate", pb.GenerateRequest(text="x", session_id=name, sampling=pb.Sampling(max_tokens=1))),
+            ("Cancel", pb.CancelRequest(session_id=name)),
+            ("CloseSession", pb.CloseSessionRequest(session_id=name)),
+        ]
+
+    async def spy(number: int) -> None:
+        method, message = calls[number % len(calls)]
+        answers = await attacker.call(method, message.SerializeToString())
+        if any(answers) or (answers and method not in ("Cancel", "CloseSession")):  # these answer with nothing
+            attacker.outcome.leaks.append(f"{method} was answered")
+
+    repeated = pb.GenerateRequest(
+        text="x", idempotency_key=target.idempotency_key, sampling=pb.Sampling(max_tokens=1)
+    ).SerializeToString()
+    await asyncio.gather(attacker.at_once(20, spy), attacker.at_once(1, lambda _: attacker.call("Generate", repeated)))
+
+
+async def _storage(attacker: Attacker) -> None:
+    """Sessions, and answers that take much room in Redis."""
+    long = pb.GenerateRequest(text="x", sampling=TO_THE_END).SerializeToString()
+    await asyncio.gather(
+        attacker.at_once(40, lambda _: attacker.call("CreateSession", b"")),
+        attacker.at_once(20, lambda _: attacker.call("Generate", long)),
+    )
+
+
+async def _resumes(attacker: Attacker) -> None:
+    """A long answer, read again from its beginning."""
+    session = await _own_session(attacker)
+    turn = pb.GenerateRequest(text="x", session_id=session, sampling=TO_THE_END).SerializeToString()
+    resume = pb.ResumeRequest(session_id=session).SerializeToString()
+    await attacker.call("Generate", turn)
+    await attacker.at_once(40, lambda _: attacker.call("Resume", resume))
+
+
+async def _long_prompts(attacker: Attacker) -> None:
+    """Prompts that no verifier has read before."""
+
+    def prompt(number: int) -> bytes:
+        rng = random.Random(number)
+        ids = pb.TokenIds(ids=[rng.randrange(1, 4000) for _ in range(LONG_PROMPT)])
+        return pb.GenerateRequest(token_ids=ids, sampling=pb.Sampling(max_tokens=1)).SerializeToString()
+
+    await attacker.at_once(20, lambda number: attacker.call("Generate", prompt(number)))
+
+
+async def _nothing(attacker: Attacker) -> None:
+    """Computes and sends nothing: what the attacker's own use of the processors costs the others."""
+    while True:
+        sum(range(10_000))
+        await asyncio.sleep(0)
+
+
+async def _own_session(attacker: Attacker) -> str:
+    while True:
+        if created := await attacker.call("CreateSession", b""):
+            return pb.Session.FromString(created[0]).session_id
+        await asyncio.sleep(0.1)
+
+
+CONTROL = "nothing"
+ATTACKS: dict[str, Attack] = {
+    CONTROL: _nothing,
+    "gateway-without-key": _gateway_without_key,
+    "gateway-bodies": _gateway_bodies,
+    "router-without-key": _router_without_key,
+    "connections": _connections,
+    "invalid-requests": _invalid_requests,
+    "templates": _templates,
+    "texts": _texts,
+    "rates": _rates,
+    "watches": _watches,
+    "spying": _spying,
+    "storage": _storage,
+    "resumes": _resumes,
+    "long-prompts": _long_prompts,
+}
+
+
+async def attack(target: Target) -> None:
+    """Attack for as long as the target says, print the outcome, and end this process in the midst of its calls."""
+    attacker = Attacker(target)
+    print("attacking", flush=True)
+    began = time.process_time()
+    attacking = asyncio.create_task(ATTACKS[target.attack](attacker))
+    await asyncio.wait([attacking], timeout=target.seconds)
+    if attacking.done():
+        attacking.result()
+    outcome = attacker.outcome
+    outcome.codes = dict(sorted(attacker.codes.items()))
+    outcome.leaks = sorted(set(outcome.leaks))
+    outcome.processor_s = time.process_time() - began
+    print(json.dumps(asdict(outcome)), flush=True)
+    os._exit(0)
+
+
+class AttackerProcess:
+    """`attack` in a process of its own. Once entered it attacks; leaving kills it."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.hostile.attacks"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Linux shares processors between sessions: this one gets a small share
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(self._target)).encode())
+        self._process.stdin.close()
+        if not await self._process.stdout.readline():
+            raise RuntimeError(f"the attacker's process ended with {await self._process.wait()}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def outcome(self) -> Outcome:
+        """Return what became of the attack, once it is over."""
+        assert self._process.stdout is not None
+        printed = await self._process.stdout.read()
+        if status := await self._process.wait():
+            raise RuntimeError(f"the attacker's process ended with {status}")
+        return Outcome(**json.loads(printed))
+
+
+def yield_processors() -> None:
+    """Give this process, and its session, a small share of the processors."""
+    os.nice(NICE)
+    with suppress(OSError):  # where the kernel shares by sessions
+        Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")
+
+
+if __name__ == "__main__":
+    yield_processors()
+    asyncio.run(attack(Target(**json.load(sys.stdin))))

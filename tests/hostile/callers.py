@@ -1,0 +1,244 @@
+"""A cluster whose tenants do not trust each other, and eight well-behaved callers of one of them, who are measured."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import openai
+
+import outrider
+from outrider.config import ClusterConfig, DrafterConfig, GatewayConfig, RouterConfig, VerifierConfig
+from outrider.errors import OutriderError
+from outrider.fleet.cluster import LocalCluster
+from outrider.store.client import connect
+from outrider.store.keys import Keys
+from tests.e2e.conftest import MODELS
+from tests.hostile.attacks import AttackerProcess, Outcome, Target
+
+CALLERS = 8
+PERIOD_S = 1.0  # from one request of a caller to its next one
+SLOTS = 16
+ANSWER = 12  # tokens
+MARK = "zyx_marker_7431"  # no server writes it by itself
+MARK_LENGTH = 24  # characters of an answer that would not be received by chance
+LOOK_S = 0.05  # between two looks at the memory
+IDEMPOTENCY_KEY = "first-of-good"
+LIMITS: dict[str, Any] = {  # for tenants that do not trust each other: docs/security.md
+    "max_sessions": SLOTS,
+    "tenant_sessions": SLOTS // 2,
+    "queue_per_tenant": 16,
+    "tenant_requests_per_s": 10,
+    "tenant_tokens_per_min": 30_000,
+    "tenant_stored_sessions": 4096,
+    "tenant_stored_bytes": 2**25,
+    "max_request_bytes": 2**16,
+    "session_ttl_s": 120,
+}
+BOUNDS = {  # bytes of each process at most, as in docs/security.md
+    "router": 256 * 2**20,
+    "gateway": 256 * 2**20,
+    "verifier-0": 256 * 2**20,
+    "drafter-0": 256 * 2**20,
+    "redis": 128 * 2**20,
+    "template": 128 * 2**20,
+}
+TEMPLATE = (  # takes time in proportion to a number in the first message
+    "{% for _ in range(messages[0].content | int(0)) %}{% for _ in range(1000) %}{% endfor %}{% endfor %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+@dataclass
+class Measured:
+    """What the well-behaved callers got, and what the servers took meanwhile."""
+
+    first_tokens: list[float] = field(default_factory=list)  # s
+    failures: list[str] = field(default_factory=list)  # errors, and answers that are not the undisturbed ones
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of each process at most
+    processor_s: dict[str, float] = field(default_factory=dict)
+
+
+class Besieged:
+    """The cluster, its two tenants, and the callers of the one that is attacked."""
+
+    def __init__(self, cluster: LocalCluster, good: outrider.AsyncClient, web: openai.AsyncOpenAI, bad: str) -> None:
+        self._cluster = cluster
+        self._client = good
+        self._web = web
+        self._bad = bad
+        self._answers: list[str] = []  # undisturbed, by caller
+
+    async def begin(self) -> None:
+        """Receive the undisturbed answers."""
+        self._answers = [(await self._ask(number))[1] for number in range(CALLERS)]
+
+    async def attack(self, name: str, seconds: float, size: float = 1.0) -> tuple[Measured, Outcome]:
+        """Measure the callers during an attack."""
+        options: dict[str, Any] = {"max_tokens": 64, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+        kept = await self._client.generate(f"{MARK} = ", idempotency_key=IDEMPOTENCY_KEY + name, **options)
+        texts = (*self._answers, kept.text)
+        target = Target(
+            attack=name,
+            seconds=seconds,
+            router=self._cluster.router_address,
+            gateway=self._cluster.processes["gateway"].address,
+            key=self._bad,
+            sessions=[kept.session_id],
+            idempotency_key=IDEMPOTENCY_KEY + name,
+            marks=[MARK, *(text[-MARK_LENGTH:] for text in texts if len(text) >= MARK_LENGTH)],
+            size=size,
+        )
+        async with AttackerProcess(target) as attacker:
+            attacking = asyncio.create_task(attacker.outcome())
+            measured = await self.measure(attacking.done)
+            outcome = await attacking
+        if await self._again(kept.session_id) != kept.text:
+            measured.failures.append("the session whose id the attacker had is not as it was")
+        return measured, outcome
+
+    async def _again(self, session: str) -> str:
+        """The text of a session's answer."""
+        pieces = [chunk.text async for chunk in self._client.resume(session, timeout=30)]
+        return "".join(pieces)
+
+    async def measure(self, over: Callable[[], bool]) -> Measured:
+        """Measure all callers until `over` returns true."""
+        measured = Measured()
+        before = self._processor_s()
+        looking = asyncio.create_task(self._look(measured.memory))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(CALLERS):
+                    group.create_task(self._call(number, over, measured))
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+        after = self._processor_s()
+        measured.processor_s = {name: after[name] - before.get(name, 0.0) for name in after}
+        return measured
+
+    async def undisturbed(self, seconds: float) -> Measured:
+        """Measure all callers where nobody attacks."""
+        end = time.monotonic() + seconds
+        return await self.measure(lambda: time.monotonic() >= end)
+
+    async def _call(self, number: int, over: Callable[[], bool], measured: Measured) -> None:
+        """One caller, who asks again and again."""
+        await asyncio.sleep(PERIOD_S * number / CALLERS)
+        while not over():
+            began = time.monotonic()
+            try:
+                first, text = await self._ask(number)
+            except (OutriderError, openai.OpenAIError) as error:
+                measured.failures.append(f"caller {number}: {type(error).__name__}: {error}")
+            else:
+                measured.first_tokens.append(first)
+                if text != self._answers[number]:
+                    measured.failures.append(f"caller {number}: {text!r} in place of {self._answers[number]!r}")
+            await asyncio.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
+
+    async def _ask(self, number: int) -> tuple[float, str]:
+        """Seconds to the first token, and the whole answer. Half of the callers call the gateway, and two have a
+        conversation."""
+        prompt = f"# {MARK} {number}\ndef method_{number}(self, value):\n    return"
+        began, first, text = time.monotonic(), 0.0, ""
+        if number % 2:
+            options: dict[str, Any] = {
+                "seed": number,
+                "temperature": 1.0,
+                "extra_body": {"outrider": {"ignore_eos": True}},
+            }
+            if number == 1:
+                chat = [{"role": "user", "content": prompt}]
+                stream = await self._web.chat.completions.create(
+                    model="target", messages=chat, stream=True, max_completion_tokens=ANSWER, **options
+                )
+            else:
+                stream = await self._web.completions.create(
+                    model="target", prompt=prompt, stream=True, max_tokens=ANSWER, **options
+                )
+            async for event in stream:
+                piece = event.choices[0].delta.content if number == 1 else event.choices[0].text
+                if piece and not first:
+                    first = time.monotonic() - began
+                text += piece or ""
+            return first, text
+        asked: dict[str, Any] = {"seed": number, "temperature": 1.0, "max_tokens": ANSWER, "ignore_eos": True}
+        asked |= {"prompt": prompt} if number else {"messages": [{"role": "user", "content": prompt}]}
+        async for chunk in self._client.stream(timeout=60, **asked):
+            if chunk.token_ids and not first:
+                first = time.monotonic() - began
+            text += chunk.text
+        return first, text
+
+    async def _look(self, memory: dict[str, int]) -> None:
+        while True:
+            for name, pid in self._pids().items():
+                memory[name] = max(memory.get(name, 0), resident_bytes(pid))
+            await asyncio.sleep(LOOK_S)
+
+    def _pids(self) -> dict[str, int]:
+        """The servers' processes, and the router's process for templates."""
+        pids = {name: process.pid for name, process in self._cluster.processes.items()}
+        assert self._cluster._redis is not None
+        pids["redis"] = self._cluster._redis.pid
+        for thread in Path(f"/proc/{pids['router']}/task").iterdir():
+            with suppress(OSError):  # the thread has ended
+                if children := (thread / "children").read_text(encoding="ascii").split():
+                    pids["template"] = int(children[0])
+        return pids
+
+    def _processor_s(self) -> dict[str, float]:
+        return {name: processor_s(pid) for name, pid in self._pids().items()}
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def processor_s(pid: int) -> float:
+    """Seconds that a process has taken of a processor; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@asynccontextmanager
+async def besieged(forward: Callable[[str, str], None] = lambda name, line: None) -> AsyncIterator[Besieged]:
+    """A running cluster with a gateway and keys of two tenants."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="besieged-"))) / "target"
+        folder.mkdir()
+        for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(MODELS / "target" / file, folder / file)
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+        config = ClusterConfig(
+            router=RouterConfig(listen="127.0.0.1:0", models={"target": folder}, auth="keys", **LIMITS),
+            verifier=[VerifierConfig(model=MODELS / "target", dtype="float32", slots=SLOTS)],
+            drafter=[DrafterConfig(model=MODELS / "drafter", dtype="float32", slots=SLOTS)],
+            gateway=GatewayConfig(listen="127.0.0.1:0", max_request_bytes=LIMITS["max_request_bytes"]),
+        )
+        cluster = await stack.enter_async_context(LocalCluster(config, forward=forward))
+        async with aclosing(connect(cluster.redis_url)) as redis:
+            good, bad = [(await Keys(redis).add(tenant))[0] for tenant in ("good", "bad")]
+        client = await stack.enter_async_context(outrider.AsyncClient(cluster.router_address, api_key=good, retries=0))
+        url = f"http://{cluster.processes['gateway'].address}/v1"
+        web = await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=good, max_retries=0))
+        running = Besieged(cluster, client, web, bad)
+        await running.begin()
+        yield running
