@@ -139,9 +139,11 @@ def _model(folder: Path, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from outrider.engine.hugging_face.pretrained import SAFE_LOADING
+
     try:
         kind = getattr(torch, dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **SAFE_LOADING)
     except Exception as error:  # the errors of a bad folder have no common base class
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
     model.eval()

@@ -29,11 +29,11 @@ class Reference:
             from transformers import AutoModelForCausalLM
             from transformers.utils import logging
 
+            from outrider.engine.hugging_face.pretrained import SAFE_LOADING
+
             logging.disable_progress_bar()
             try:
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    checkpoint, dtype=torch.float32, local_files_only=True
-                )
+                model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, **SAFE_LOADING)
             except Exception as error:  # the errors of a bad folder have no common base class
                 raise CheckpointError(f"{checkpoint}: transformers cannot load it: {error}") from None
         self._torch = torch

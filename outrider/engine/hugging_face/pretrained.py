@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
@@ -23,6 +23,16 @@ from outrider.engine.hugging_face.weight_only import quantize
 from outrider.engine.ranks.sharding import Shard
 from outrider.errors import CheckpointError, ConfigError
 
+# For every model that transformers makes. A checkpoint may name kernels of the hub, which transformers would download
+# and run unless an argument, here its own choice, takes their place.
+NO_HUB_KERNELS: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
+# For every checkpoint that it reads: none of its code runs, and no pickled weights are read.
+SAFE_LOADING: dict[str, Any] = {
+    "local_files_only": True,
+    "trust_remote_code": False,
+    "use_safetensors": True,
+    **NO_HUB_KERNELS,
+}
 WINDOWS = ("sliding_window", "attention_chunk_size")  # fields of a configuration: tokens back that some layers see
 
 
@@ -56,19 +66,8 @@ class Pretrained:
         outline, digest = read_outline(path), read_tokenizer_digest(path)
         stored = {"float32": torch.float32}.get(dtype, torch.bfloat16)  # int4's kernel needs bfloat16 inputs
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            # A checkpoint may name kernels of the hub, which transformers would download and run.
-            config._attn_implementation = config._experts_implementation = None
             with _ranks(shard) as sharing:
-                model = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=config,
-                    dtype=stored,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    **sharing,
-                ).eval()
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=stored, **SAFE_LOADING, **sharing).eval()
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:

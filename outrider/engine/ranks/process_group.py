@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from fcntl import ioctl
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -51,7 +53,8 @@ class TorchRanks:
         self._timeout = timedelta(seconds=timeout_s)
         os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
         with self._raising_rank_lost():
-            dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=of, timeout=RENDEZVOUS)
+            store = _store(rank, of, rendezvous)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=of, timeout=RENDEZVOUS)
         assert dist.group.WORLD is not None
         self._ranks = dist.group.WORLD
 
@@ -130,7 +133,7 @@ class TorchRanks:
     def _raising_rank_lost(self) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, ValueError) as error:  # what torch.distributed raises for a broken or silent connection
+        except (OSError, RuntimeError, ValueError) as error:  # what torch.distributed and sockets raise for lost ranks
             raise RankLost(
                 f"rank {self.shard.rank} of {self.shard.of} has lost another one: {str(error).splitlines()[0]}"
             ) from error
@@ -179,6 +182,19 @@ class CudaRanks(TorchRanks):
             return super().gather(part)
         gathered = self.all_gather(part)
         return None if self.shard.rank else gathered
+
+
+def _store(rank: int, of: int, rendezvous: str) -> Any:
+    """Return the store in which ranks find each other; rank 0 serves it, at the address of the rendezvous alone.
+
+    By itself torch.distributed listens on all interfaces, for whoever reaches them (CVE-2025-47277), so that rank 0
+    gives it a socket. Raises OSError when the address cannot be bound.
+    """
+    address = urlsplit(rendezvous)
+    host, port = address.hostname or "", address.port or 0
+    listening = None if rank else socket.create_server((host, port), backlog=of).detach()  # the store closes it
+    make = dist.TCPStore  # type: ignore[attr-defined]  # the stubs lack it
+    return make(host, port, of, not rank, RENDEZVOUS, master_listen_fd=listening)
 
 
 def _interface(host: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.engine import Dtype
-from outrider.engine.hugging_face.pretrained import Pretrained
+from outrider.engine.hugging_face.pretrained import NO_HUB_KERNELS, Pretrained
 from outrider.engine.hugging_face.quiet import quiet
 from outrider.engine.ranks.group import ALONE
 from outrider.errors import CheckpointError, ConfigError, TokenizerMismatch
@@ -77,7 +77,7 @@ def _from_layers(target: Any, kept: tuple[int, ...]) -> Any:
     of_text.num_hidden_layers = len(kept)
     if getattr(of_text, "layer_types", None):
         of_text.layer_types = [of_text.layer_types[layer] for layer in kept]
-    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    student = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **NO_HUB_KERNELS)
     weights = target.state_dict()
     try:
         student.load_state_dict({name: weights[_renumbered(name, kept)] for name in student.state_dict()})
@@ -117,4 +117,4 @@ def _from_shape(recipe: DrafterRecipe, target: Pretrained | None, vocabulary: Vo
         bos_token_id=end,
         eos_token_id=end,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **NO_HUB_KERNELS)

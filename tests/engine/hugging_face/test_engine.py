@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from outrider.cli.verification.reference import Reference as VerificationReference
 from outrider.engine.batch import Segment
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.engine.hugging_face.engine import TransformersEngine, batches
+from outrider.engine.hugging_face.pretrained import NO_HUB_KERNELS, SAFE_LOADING
 from outrider.engine.hugging_face.tree_attention import AttentionBatch
 from outrider.engine.loading import load_engine
 from outrider.engine.ranks.sharding import Shard
@@ -23,6 +27,8 @@ from tests.engine.ranked import ranked
 from tests.engine.small_checkpoints import MODELS, Reference, Tree, assert_same, make_checkpoint, prompt, random_tokens
 
 SLOTS = 6
+ROOT = Path(__file__).parents[3]
+MAKING = re.compile(r"AutoModel\w*\.(\w+)$")
 
 
 @pytest.fixture(scope="module", params=TREES)
@@ -46,6 +52,21 @@ def test_kernels_that_a_checkpoint_names_are_not_taken(tmp_path: Path) -> None:
     config |= {"attn_implementation": "somebody/attention", "experts_implementation": "somebody/experts"}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert np.array_equal(load(folder).forward([prompt(0, tokens)]), before)
+    assert np.isfinite(VerificationReference(folder)._logits([1, 2], [3])).all()  # what `outrider verify` compares with
+
+
+def test_every_model_of_transformers_is_made_without_kernels_of_the_hub() -> None:
+    found = []
+    for package in ("outrider", "drafter_svc", "verifier_svc", "router", "bench"):
+        for file in (ROOT / package).rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(call, ast.Call) and (made := MAKING.match(ast.unparse(call.func))):
+                    spread = {ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None}
+                    found.append((made[1], spread))
+    assert len(found) == 5
+    for method, spread in found:
+        assert spread >= {{"from_pretrained": "SAFE_LOADING", "from_config": "NO_HUB_KERNELS"}[method]}
+    assert SAFE_LOADING.items() >= NO_HUB_KERNELS.items()
 
 
 def assert_alike(ours: NDArray[np.floating], reference: NDArray[np.floating]) -> None:

@@ -1,0 +1,54 @@
+"""Ranks on torch listen where the other ranks reach them, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.engine.ranks.group import RankLost
+from outrider.engine.ranks.process_group import TorchRanks
+from tests.engine.ranked import meeting_point, ranked
+from tests.engine.small_checkpoints import make_checkpoint, prompt
+
+LISTENING = "0A"
+
+
+def listens_at(pid: int) -> set[IPv4Address | IPv6Address]:
+    """The addresses at which a process listens, by its sockets and the tables of the kernel."""
+    opened = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()]
+    inodes = {name.removeprefix("socket:[").rstrip("]") for name in opened if name.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == LISTENING and inode in inodes:
+                words = bytes.fromhex(local.partition(":")[0])  # each of four bytes in the machine's order
+                found.add(ip_address(b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a process's sockets from /proc")
+def test_ranks_listen_at_their_own_address_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "grouped", 96)
+    here, before = {IPv4Address("127.0.0.1")}, listens_at(os.getpid())
+    with socket.create_server(("", 0)):
+        assert listens_at(os.getpid()) - before == {IPv4Address("0.0.0.0")} - before  # such a socket is found
+    with ranked(2, folder, by="torch") as ranks, ranks.lead(folder) as leader:
+        leader.forward([prompt(0, np.array([1, 2, 3]))])
+        assert ranks.others[0].pid is not None
+        assert listens_at(ranks.others[0].pid) == here
+        assert listens_at(os.getpid()) - before <= here
+        assert here <= listens_at(os.getpid())
+
+
+def test_a_rendezvous_that_another_process_listens_at_is_no_group() -> None:
+    meeting = meeting_point().partition("#")[0]
+    port = int(meeting.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RankLost, match="in use"):
+        TorchRanks(0, 2, meeting)
