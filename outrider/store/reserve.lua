@@ -1,5 +1,5 @@
 -- Counts what a tenant's session takes. KEYS: when each session expires (sorted set), what each takes (hash).
--- ARGV: session ("": none, only what has expired is dropped), generation, its bytes ("": forget the session), ms until
+-- ARGV: session, generation, its bytes ("": forget the session), ms until
 -- the session expires, the most sessions, the most bytes ("": settle: as many as there may be).
 -- An entry of the hash is "S G R": S bytes of ended generations, and R bytes of generation G. Its field "" is the sum.
 -- Replies {"ok", bytes}, or {"sessions", how many} or {"bytes", sum}: then nothing was counted. It may be repeated.

@@ -107,9 +107,10 @@ class TenantStorage:
         """The most bytes of a tenant."""
         return self._size if self._size is not None else round(SHARE * self._room) or None
 
-    async def _run(self, tenant: str, session_id: str, *arguments: Any) -> tuple[bytes, int]:
+    async def _run(
+        self, tenant: str, session_id: str, generation: int, size: int | str, *most: int | str
+    ) -> tuple[bytes, int]:
         tag = f"outrider:{{usage:{hashlib.sha256(tenant.encode()).hexdigest()[:32]}}}"
-        generation, size, *most = arguments
         with redis_errors(self._redis):
             what, count = await self._script(
                 keys=[f"{tag}:ends", f"{tag}:bytes"], args=[session_id, generation, size, self._ttl_ms, *most]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.api.rate_limits import CallRates, ResidencyEma
+from router.api.rate_limits import MIN_RETRY_S, CallRates, ResidencyEma
 from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
 
 OUTPUT_WEIGHT = 2.0  # a token of the response costs about as much as two of the prompt, as in arXiv 2401.00588
-MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0  # bounds of a refusal's retry_after
+MAX_RETRY_S = 30.0  # at most, for a refusal's retry_after
 DEFAULT_RETRY_S = 1.0  # retry_after while no residency was measured
 SHUTTING_DOWN = "this router is shutting down; resume at another router"
 

@@ -87,8 +87,7 @@ class WorkerPool:
 
     def incompatible_drafters(self, model: str) -> list[tuple[Worker, SpeculationStatus]]:
         """Return the listed drafters that can draft for none of a model's verifiers, each with the reason."""
-        verifiers = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
-        return incompatible_drafters(self._listed, verifiers)
+        return incompatible_drafters(self._listed, self._verifiers_of(model))
 
     def drafter_models(self, tokenizer_digest: bytes) -> list[str]:
         """Return the models of the listed drafters of a tokenizer."""
@@ -124,13 +123,15 @@ class WorkerPool:
         Several routers share a verifier and do not know of each other's sessions, so a refusal shows how many it has
         room for; from then on one more is tried every quarter of a second.
         """
-        serving = [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
+        serving = self._verifiers_of(model)
         return sum(map(self._room, serving)) if serving else None
 
     def longest_context(self, model: str) -> int:
         """Return the longest context of a model's listed verifiers; 0 if none is listed."""
-        serving = (worker for worker in self._listed if worker.role == "verifier" and worker.model == model)
-        return max((worker.context for worker in serving), default=0)
+        return max((worker.context for worker in self._verifiers_of(model)), default=0)
+
+    def _verifiers_of(self, model: str) -> list[Worker]:
+        return [worker for worker in self._listed if worker.role == "verifier" and worker.model == model]
 
     def rank_verifiers(
         self, workers: Sequence[Worker], holder: str, tokens: Sequence[int], tenant: str

@@ -33,7 +33,7 @@ MAX_LISTED = 4096  # entries of each list of allowed, banned or biased ids
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
 
-# Filters and temperatures beyond these leave a text that tells little about others: a single token is left to choose,
+# Filters and temperatures beyond these leave a text that shows little of others: a single token is left to choose,
 # or the shared noise alone chooses, whatever the models predict. See `Contract.representative`.
 MIN_USUAL_TOP_K = 10
 MIN_USUAL_TOP_P = 0.5
