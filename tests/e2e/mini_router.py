@@ -73,11 +73,11 @@ async def decode(
     """Runs one generation. `each` receives every commit and may answer with a new plan.
 
     With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
-    seconds before all of it is acknowledged.
+    seconds before all of it is acknowledged, and 0.2 s until all of them have joined.
     """
     session = session or f"exact-{next(_names)}"
     answer = Answer()
-    durable, window = len(prompt), plan.depth + 1 if pace else 64
+    durable, window, joined = len(prompt), plan.depth + 1 if pace else 64, False
     commands: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
 
     async with open_channel(verifier) as channel:
@@ -115,9 +115,10 @@ async def decode(
             answer.digest = commit.digest
             answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
             answer.reports.append(report_from_pb(commit.report))
+            joined = joined or answer.reports[-1].drafters == len(drafters)
             length = commit.position + len(commit.tokens)
             if not pace or length == durable + window:
-                await asyncio.sleep(pace)
+                await asyncio.sleep(pace if joined or not pace else max(pace, 0.2))
                 durable = length
                 commands.put_nowait(verifier_pb2.DecodeRequest(durable=durable))
             if each and (changed := await each(answer)):

@@ -179,7 +179,7 @@ async def test_a_drafter_killed_in_mid_stream_costs_speed_and_nothing_else(
                 return None
 
             drafters = [victim.address] if number == 0 else [drafter_of(doomed, 1)]
-            answer = await decode(verifier_of(doomed), prompt, contract, drafters=drafters, each=each, pace=0.004)
+            answer = await decode(verifier_of(doomed), prompt, contract, drafters=drafters, each=each, pace=0.02)
             assert answer.tokens == plain.tokens
             if number == 0:
                 assert answer.reports[-1].drafters == 0

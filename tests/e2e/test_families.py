@@ -68,7 +68,7 @@ async def test_a_gpt2_drafts_for_a_gpt2_and_changes_nothing(tmp_path: Path, prom
             prompt = prompts[0][:60]
             terms = {**terms, "max_tokens": 360}  # the drafter takes a moment to come
             plain = await client.generate(prompt, speculation="off", **terms)
-            fast = await client.generate(prompt, speculation="fixed", **terms)
+            fast = await client.generate(prompt, speculation="rounds", **terms)  # waits for drafts
             assert fast.token_ids == plain.token_ids
             assert plain.usage.accepted == 0
             accepted += fast.usage.accepted

@@ -39,7 +39,7 @@ async def test_a_drafter_with_another_tokenizer_drafts_by_text(tmp_path: Path, p
         for temperature, prompt in ((0.0, prompts[0]), (0.6, prompts[1]), (0.0, prompts[3])):
             terms = {"seed": 5, "max_tokens": 640, "ignore_eos": True, "temperature": temperature}
             plain = await client.generate(prompt, speculation="off", **terms)
-            fast = await client.generate(prompt, speculation="fixed", **terms)
+            fast = await client.generate(prompt, speculation="rounds", **terms)  # waits for drafts
             assert fast.token_ids == plain.token_ids
             accepted += fast.usage.accepted
     assert accepted > 20
