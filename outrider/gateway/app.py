@@ -27,19 +27,26 @@ from outrider.gateway.respond import answer, unless_gone
 from outrider.gateway.schema import Chat, Completion, GenerationForm
 from outrider.gateway.serialize import ChatForm, CompletionForm, Json, ResponseForm
 from outrider.gateway.traces import linked
+from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.supervision import keep_running
 
 
-def make_app(config: GatewayConfig, metrics: GatewayMetrics) -> FastAPI:
-    """Return the application. Raises ConfigError for settings with which no caller could use the router."""
+def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: CertificateExpiry | None = None) -> FastAPI:
+    """Return the application; `expiry`: of the certificate that it is served with.
+
+    Raises ConfigError for settings with which no caller could use the router.
+    """
     clients = TenantClients(config)
     keys = KeyCheck(clients.keyless)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        measuring = asyncio.create_task(keep_running("loop lag", metrics.lag.run))
+        tasks = [asyncio.create_task(keep_running("loop lag", metrics.lag.run))]
+        if expiry is not None:
+            tasks.append(asyncio.create_task(keep_running("certificate", expiry.run)))
         yield
-        measuring.cancel()
+        for task in tasks:
+            task.cancel()
         await keys.close()
         await clients.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,13 +18,15 @@ GONE = "499"  # nginx's status for a client that disconnects before the answer
 class GatewayMetrics:
     """The metrics of one gateway."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate_expiry: Callable[[], float] = lambda: 0.0) -> None:
+        """`certificate_expiry` returns the Unix time at which the certificate expires."""
         self.requests: Counter[tuple[str, ...]] = Counter()  # answered, by path and status
         self.running = 0
         self.lag = loop_lag()
         self._duration = histogram("outrider.gateway.duration")
         register_metric("outrider.gateway.requests", lambda: self.requests)
         register_metric("outrider.gateway.running", lambda: self.running)
+        register_metric("outrider.certificate.expiry", certificate_expiry)
 
     def counted(self, app: ASGIApp) -> ASGIApp:
         """Return middleware that counts requests and measures their durations."""

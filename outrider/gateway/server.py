@@ -18,8 +18,10 @@ from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
 from outrider.gateway.app import make_app
 from outrider.gateway.connections import BoundedConnection
+from outrider.gateway.https import NO_PASSWORD, PresentCertificate
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.traces import OwnTraces
+from outrider.rpc.certificate_expiry import CertificateExpiry
 
 POLL_S = 0.2  # between two checks of the open connections during shutdown
 
@@ -74,8 +76,10 @@ class GatewayServer(uvicorn.Server):
 
 def server(config: GatewayConfig) -> GatewayServer:
     """Return a server of the application; its caller provides the sockets. Raises ConfigError."""
-    metrics = GatewayMetrics()
-    app = make_app(config, metrics)
+    present: PresentCertificate | None = None
+    expiry = None if config.cert is None else CertificateExpiry(lambda: b"" if present is None else present.pem)
+    metrics = GatewayMetrics() if expiry is None else GatewayMetrics(expiry.at)
+    app = make_app(config, metrics, expiry)
     settings = uvicorn.Config(
         app if config.trust_traces else OwnTraces(app),
         lifespan="on",
@@ -86,10 +90,12 @@ def server(config: GatewayConfig) -> GatewayServer:
         timeout_graceful_shutdown=math.ceil(config.drain_s),
         ssl_certfile=config.cert,
         ssl_keyfile=config.key,
-        ssl_keyfile_password="none",  # without it, an encrypted key would prompt on the terminal
+        ssl_keyfile_password=NO_PASSWORD,
     )
     try:
         settings.load()
+        if settings.ssl is not None and config.cert is not None and config.key is not None:
+            present = PresentCertificate(settings.ssl, config.cert, config.key)
     except (ssl.SSLError, OSError):
         raise ConfigError(
             f"cert: {config.cert} and {config.key} must be a certificate and its own key, in PEM and not encrypted"

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -19,7 +20,7 @@ from outrider.rpc.tls import DRAFTER, NAMES
 
 CA_DAYS = 3650
 COMMON_NAME_CHARACTERS = 64
-DAYS = 365
+DAYS = 30  # nothing revokes a certificate
 CLIENT_FACING = ("router", "gateway")  # called by clients, which check the host name
 LOCAL = ("localhost", "127.0.0.1", "::1")
 CLOCK_SKEW = timedelta(minutes=5)  # certificates are valid a little before they were made, because clocks differ
@@ -44,7 +45,8 @@ def make(
     existing = [file.name for file in files if file.exists()]
     if existing and not force:
         raise ConfigError(
-            f"{folder}: has {', '.join(existing)} already; name another folder, or replace all by --force"
+            f"{folder}: has {', '.join(existing)} already; "
+            "make new ones of the same CA by --renew, replace all by --force, or name another folder"
         )
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca = _authority(ca_key)
@@ -58,6 +60,60 @@ def make(
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
     return files
+
+
+def renew(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS) -> list[Path]:
+    """Replace every certificate of the folder's CA, and its key, by new ones for the same names; return the files.
+
+    `hosts` are added to the names of router and gateway. The CA stays as it is. Raises ConfigError when the CA is not
+    there or ends too soon, or files cannot be read or written.
+    """
+    ca = _read_certificate(folder / "ca.pem")
+    ca_key = _read_key(folder / "ca.key")
+    if ca_key.public_key() != ca.public_key():
+        raise ConfigError(f"{folder}: ca.key is not the key of ca.pem; put the CA's own key there")
+    if ca.not_valid_after_utc < datetime.now(UTC) + timedelta(days=days):
+        raise ConfigError(f"{folder}: the CA expires on {ca.not_valid_after_utc:%Y-%m-%d}; make a new one by --force")
+    files: list[Path] = []
+    try:
+        for file in sorted(folder.glob("*.pem")):
+            present = _read_certificate(file)
+            if file.name == "ca.pem" or not _is_issued_by(ca, present):
+                continue
+            extension = present.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+            names = [str(name.value) for name in extension.value]
+            names += [host for host in hosts if file.stem in CLIENT_FACING and host not in names]
+            key = ec.generate_private_key(ec.SECP256R1())
+            _write(folder, file.stem, _certificate(file.stem, names, key, ca, ca_key, days), key)
+            files += [file, file.with_suffix(".key")]
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return files
+
+
+def _is_issued_by(ca: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (InvalidSignature, TypeError, ValueError):
+        return False
+    return True
+
+
+def _read_certificate(file: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError):
+        raise ConfigError(f"{file}: is no certificate that can be read; name a folder of `outrider certs`") from None
+
+
+def _read_key(file: Path) -> Key:
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (OSError, TypeError, ValueError):
+        key = None
+    if not isinstance(key, Key):
+        raise ConfigError(f"{file}: is no key that can be read; renew certificates where the CA's key is kept")
+    return key
 
 
 def _authority(key: Key) -> x509.Certificate:

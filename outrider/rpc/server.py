@@ -18,8 +18,11 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError
 from outrider.rpc.authorization import JudgedByRole, JudgedCalls
+from outrider.rpc.certificate_expiry import CertificateExpiry
 from outrider.rpc.channels import LIVENESS, MESSAGE_BYTES, Options
+from outrider.rpc.supervision import keep_running
 from outrider.rpc.tls import Tls
+from outrider.telemetry.metrics import register_metric
 
 Health: TypeAlias = health.HealthServicer
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -104,8 +107,9 @@ async def serving(
     health_servicer = Health()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
-    address = _bind(server, listen, _credentials(tls, mutual))
-    async with plaintext_health(probes, health_servicer):
+    served = None if tls is None else ServedTls(tls)
+    address = _bind(server, listen, None if served is None else _credentials(served, mutual))
+    async with plaintext_health(probes, health_servicer), _watched(served):
         await server.start()
         try:
             for name in ("", *names):
@@ -160,18 +164,41 @@ def _server(limits: ServerLimits, options: Options, judge: JudgedCalls | None = 
     )
 
 
-def _credentials(tls: Tls | None, mutual: bool) -> grpc.ServerCredentials | None:
-    """Return our credentials. Each new connection uses the present content of the files."""
-    if tls is None:
-        return None
-    used = tls
+class ServedTls:
+    """A server's certificate. Each new connection uses the present content of its files."""
 
-    def latest() -> grpc.ServerCertificateConfiguration:
-        nonlocal used
-        used = used.renewed()
+    def __init__(self, tls: Tls) -> None:
+        self._tls = tls
+
+    def latest(self) -> Tls:
+        """Return what a connection that begins now uses."""
+        self._tls = self._tls.renewed()
+        return self._tls
+
+
+@asynccontextmanager
+async def _watched(served: ServedTls | None) -> AsyncIterator[None]:
+    """Watch when the certificate expires while the body runs."""
+    if served is None:
+        register_metric("outrider.certificate.expiry", lambda: 0.0)
+        yield
+        return
+    expiry = CertificateExpiry(lambda: served.latest().cert)
+    register_metric("outrider.certificate.expiry", expiry.at)
+    watching = asyncio.create_task(keep_running("certificate", expiry.run), name="certificate")
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+
+
+def _credentials(served: ServedTls, mutual: bool) -> grpc.ServerCredentials:
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        used = served.latest()
         return grpc.ssl_server_certificate_configuration([(used.key, used.cert)], used.ca if mutual else None)
 
-    return grpc.dynamic_ssl_server_credentials(latest(), latest, mutual)
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration, mutual)
 
 
 def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:

@@ -218,6 +218,13 @@ METRICS = (
         "Times that the process itself blocked its event loop for 0.1 s.",
     ),
     Metric(
+        "outrider.certificate.expiry",
+        "gauge",
+        "s",
+        _ALL_SERVERS,
+        "Unix time at which the server's certificate expires; 0 without TLS.",
+    ),
+    Metric(
         "outrider.tasks.failed", "counter", "{task}", _RPC_SERVERS, "Unexpected ends of long-lived tasks.", ("task",)
     ),
 )

@@ -62,7 +62,9 @@ class Checker:
                 assert not unknown, f"{matcher.name} is never {unknown}"
         return known
 
-    def _called(self, at: promql.Call) -> frozenset[str]:
+    def _called(self, at: promql.Call) -> frozenset[str] | None:
+        if at.func.name == "time":
+            return None
         name, argument = at.func.name, at.args[-1]
         within = self._of(argument)
         assert within is not None, name

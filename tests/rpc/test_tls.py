@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.errors import ConfigError, Unavailable
 from outrider.rpc.authorization import ALLOWED_ROLES
-from outrider.rpc.certificates import make
+from outrider.rpc.certificate_expiry import CertificateExpiry
+from outrider.rpc.certificates import make, renew
 from outrider.rpc.channels import open_channel
 from outrider.rpc.server import METADATA_BYTES, serving
 from outrider.rpc.status import from_rpc_error
@@ -223,6 +226,74 @@ async def test_a_server_takes_up_renewed_files_and_keeps_what_it_has_while_they_
             await greeted(address, before, VERIFIER)
         await greeted(address, before.renewed(), VERIFIER)
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)  # what is open stays open
+
+
+def presented(address: str, caller: Tls) -> bytes:
+    """The certificate that a server shows to a new connection."""
+    assert caller.files is not None
+    ca, cert, key = caller.files
+    context = ssl.create_default_context(cafile=ca)
+    context.load_cert_chain(cert, key)
+    context.check_hostname = False
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode()
+
+
+async def test_renewed_certificates_are_for_new_connections_and_running_calls_go_on(tmp_path: Path) -> None:
+    make(tmp_path)
+    caller, authority = certificate(tmp_path, "router"), (tmp_path / "ca.pem").read_bytes()
+    async with parts(certificate(tmp_path, "verifier")) as address:
+        assert await asyncio.to_thread(presented, address, caller) == (tmp_path / "verifier.pem").read_bytes()
+        async with open_channel(address, caller, VERIFIER) as connected:
+            running = health_pb2_grpc.HealthStub(connected).Watch(health_pb2.HealthCheckRequest())
+            assert (await running.read()).status == health_pb2.HealthCheckResponse.SERVING
+            before = (tmp_path / "verifier.pem").read_bytes()
+            renew(tmp_path)
+            assert (tmp_path / "ca.pem").read_bytes() == authority
+            present = await asyncio.to_thread(presented, address, caller)
+            assert present == (tmp_path / "verifier.pem").read_bytes() != before
+            await greeted(address, caller, VERIFIER)  # a caller with the old certificate, of the same CA
+            await greeted(address, caller.renewed(), VERIFIER)
+            assert not running.done()
+            await health_pb2_grpc.HealthStub(connected).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            running.cancel()
+
+
+@pytest.mark.parametrize(("days", "warned"), [(30, ""), (8, ""), (6, "expires in 144 hours"), (0, "has expired")])
+async def test_a_server_warns_once_of_a_certificate_that_ends_within_a_week(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, days: int, warned: str
+) -> None:
+    make(tmp_path, days=days)
+    metrics: dict[str, Callable[[], float]] = {}
+    monkeypatch.setattr("outrider.rpc.server.register_metric", metrics.__setitem__)
+    async with parts(certificate(tmp_path, "verifier")):
+        assert metrics["outrider.certificate.expiry"]() - time.time() == pytest.approx(days * 86400, abs=600)
+        await asyncio.sleep(0)  # the watching task's first check
+        await asyncio.sleep(0)
+    logged = [record.getMessage() for record in caplog.records if "this server's certificate" in record.getMessage()]
+    assert len(logged) == bool(warned)
+    assert all(warned in message and "--renew" in message for message in logged)
+
+
+def test_the_time_that_is_left_is_that_of_the_first_of_a_chain_to_end_and_follows_the_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, days=3)
+    expiry = CertificateExpiry(lambda: (tmp_path / "ca.pem").read_bytes() + (tmp_path / "router.pem").read_bytes())
+    assert expiry.at() - time.time() == pytest.approx(3 * 86400, abs=600)
+    for _ in range(3):
+        expiry.check()
+    assert len(caplog.records) == 1
+    renew(tmp_path, days=9)
+    assert expiry.at() - time.time() == pytest.approx(9 * 86400, abs=600)
+    expiry.check()
+    renew(tmp_path, days=1)
+    expiry.check()
+    assert len(caplog.records) == 2
 
 
 async def test_metadata_beyond_its_limit_is_refused(folders: dict[str, Path]) -> None:

@@ -20,15 +20,25 @@ def certs(
         list[str] | None,
         typer.Option(metavar="NAME", help="A drafter that gets a certificate of its own; may be repeated."),
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="Days until the certificates expire.")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="Days until the certificates expire; the CA lasts ten years.")] = 30,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Replace the certificates by new ones of the same CA, for the same names.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files, the CA included.")] = False,
 ) -> None:
     """Create a CA and certificates for router, verifiers, drafters, gateway and tools, for development.
 
-    Keep ca.key on a machine without servers: whoever has it can impersonate any server.
+    Keep ca.key on a machine without servers: whoever has it can impersonate any server. Servers use renewed files for
+    new connections, without a restart.
     """
-    from outrider.rpc.certificates import make
+    from outrider.errors import ConfigError
+    from outrider.rpc import certificates
 
     with reported():
-        files = make(folder, host or (), drafter or (), days=days, force=force)
+        if renew and force:
+            raise ConfigError("--renew keeps the CA and --force replaces it; choose one")
+        if renew:
+            files = certificates.renew(folder, host or (), days=days)
+        else:
+            files = certificates.make(folder, host or (), drafter or (), days=days, force=force)
     print(f"outrider certs: wrote {', '.join(file.name for file in files)} to {folder}")

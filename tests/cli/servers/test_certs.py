@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import stat
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -53,6 +55,54 @@ def test_nothing_is_overwritten_unless_forced(tmp_path: Path) -> None:
     run("certs", str(tmp_path), "--force")
     assert all(file.read_bytes() != content for file, content in before.items())
     assert {stat.S_IMODE(key.stat().st_mode) for key in tmp_path.glob("*.key")} == {0o600}
+
+
+def names_and_days(file: Path) -> tuple[set[str], float]:
+    certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    left = certificate.not_valid_after_utc - datetime.now(UTC)
+    return {str(name.value) for name in names}, left / timedelta(days=1)
+
+
+def test_renewed_certificates_are_of_the_same_ca_and_for_the_same_names(tmp_path: Path) -> None:
+    folder, other = tmp_path / "ours", tmp_path / "other"
+    run("certs", str(folder), "--host", "router.example", "--host", "192.0.2.7")
+    run("certs", str(other))
+    (folder / "foreign.pem").write_bytes((other / "drafter.pem").read_bytes())
+    names, days = names_and_days(folder / "router.pem")
+    assert days == pytest.approx(30, abs=0.1)
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    printed, _ = run("certs", str(folder), "--renew", "--days", "7", "--host", "new.example", "--host", "192.0.2.7")
+    kept = {file.name for file, content in before.items() if file.read_bytes() == content}
+    assert kept == {"ca.pem", "ca.key", "foreign.pem"}
+    assert "router.key" in printed
+    assert names_and_days(folder / "router.pem") == (names | {"new.example"}, pytest.approx(7, abs=0.1))
+    assert names_and_days(folder / "verifier.pem")[0] == set(NAMES["verifier"])
+    for role in NAMES:
+        assert Tls.read(folder / "ca.pem", folder / f"{role}.pem", folder / f"{role}.key") is not None
+    assert {stat.S_IMODE(key.stat().st_mode) for key in folder.glob("*.key")} == {0o600}
+
+
+def test_certificates_are_renewed_with_the_ca_s_own_key_alone(tmp_path: Path) -> None:
+    folder, other = tmp_path / "ours", tmp_path / "other"
+    run("certs", str(folder))
+    run("certs", str(other))
+    key = folder / "ca.key"
+    own = key.read_bytes()
+    for content, problem in (
+        (None, "where the CA's key is kept"),
+        ((other / "ca.key").read_bytes(), "the CA's own key"),
+    ):
+        key.unlink()
+        if content is not None:
+            key.write_bytes(content)
+        before = (folder / "router.pem").read_bytes()
+        assert problem in " ".join(run("certs", str(folder), "--renew", exit_code=2)[1].split())
+        assert (folder / "router.pem").read_bytes() == before
+        key.touch()
+    key.write_bytes(own)
+    assert "make a new one by --force" in run("certs", str(folder), "--renew", "--days", "4000", exit_code=2)[1]
+    assert "choose one" in run("certs", str(folder), "--renew", "--force", exit_code=2)[1]
 
 
 def test_keys_are_added_listed_and_revoked(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
