@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class TemplateMessage(NamedTuple):
 class ChatTemplate:
     """Renders conversations, one at a time, in a bounded child process (`router.api.template_sandbox`).
 
-    The process starts with the first rendering, and again after a rendering that ended it. `close` ends it.
+    The process starts with the first rendering, and again at the end of a rendering that ended it. `close` ends it.
     """
 
     def __init__(self, path: Path, source: str, variables: dict[str, str], seconds: float = SECONDS) -> None:
@@ -73,7 +74,12 @@ class ChatTemplate:
     def _render_blocking(self, messages: Sequence[TemplateMessage]) -> str:
         if self._process is None:
             self._start()
-        return self._request([message._asdict() for message in messages])
+        try:
+            return self._request([message._asdict() for message in messages])
+        finally:
+            if self._process is None:  # the next process starts in the turn of the tenant that has ended this one
+                with suppress(_TemplateError):
+                    self._start()
 
     def _start(self) -> None:
         # A new session, so that Ctrl-C reaches the router only. -P: files in the current directory must not shadow our

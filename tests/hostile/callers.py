@@ -41,6 +41,7 @@ LIMITS: dict[str, Any] = {  # for tenants that do not trust each other: docs/sec
     "tenant_stored_sessions": 4096,
     "tenant_stored_bytes": 2**25,
     "max_request_bytes": 2**16,
+    "template_s": 0.05,
     "session_ttl_s": 120,
 }
 BOUNDS = {  # bytes of each process at most, as in docs/security.md

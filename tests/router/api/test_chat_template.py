@@ -332,3 +332,16 @@ async def test_a_conversation_has_its_own_seconds_of_the_processor(folder: Folde
         assert await template.render([TemplateMessage("user", "1")]) == "done"
     finally:
         template.close()
+
+
+async def test_who_ends_the_templates_process_waits_for_the_next_one_and_nobody_else(folder: Folder) -> None:
+    template = read_chat_template(folder(HANG_OF_A_SECOND), 0.05)
+    assert template is not None
+    try:
+        first = template._process
+        with pytest.raises(InvalidRequest, match="it takes too long"):
+            await template.render([TemplateMessage("user", "2000000")], "one")
+        assert template._process not in (None, first)
+        assert await template.render([TemplateMessage("user", "1")], "two") == "done"
+    finally:
+        template.close()
