@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -378,43 +378,6 @@ async def attack(target: Target) -> None:
     outcome.processor_s = time.process_time() - began
     print(json.dumps(asdict(outcome)), flush=True)
     os._exit(0)
-
-
-class AttackerProcess:
-    """`attack` in a process of its own. Once entered it attacks; leaving kills it."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.hostile.attacks"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Linux shares processors between sessions: this one gets a small share
-            cwd=Path(__file__).parents[2],
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asdict(self._target)).encode())
-        self._process.stdin.close()
-        if not await self._process.stdout.readline():
-            raise RuntimeError(f"the attacker's process ended with {await self._process.wait()}")
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-
-    async def outcome(self) -> Outcome:
-        """Return what became of the attack, once it is over."""
-        assert self._process.stdout is not None
-        printed = await self._process.stdout.read()
-        if status := await self._process.wait():
-            raise RuntimeError(f"the attacker's process ended with {status}")
-        return Outcome(**json.loads(printed))
 
 
 def yield_processors() -> None:

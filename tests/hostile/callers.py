@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import openai
 
@@ -22,7 +24,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.store.client import connect
 from outrider.store.keys import Keys
 from tests.e2e.conftest import MODELS
-from tests.hostile.attacks import AttackerProcess, Outcome, Target
+from tests.hostile.attacks import Outcome, Target
 
 CALLERS = 8
 PERIOD_S = 1.0  # from one request of a caller to its next one
@@ -66,6 +68,43 @@ class Measured:
     failures: list[str] = field(default_factory=list)  # errors, and answers that are not the undisturbed ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of each process at most
     processor_s: dict[str, float] = field(default_factory=dict)
+
+
+class AttackerProcess:
+    """An attack, in a process of its own. Once entered it attacks; leaving kills it."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.hostile.attacks"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Linux shares processors between sessions: this one gets a small share
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(self._target)).encode())
+        self._process.stdin.close()
+        if not await self._process.stdout.readline():
+            raise RuntimeError(f"the attacker's process ended with {await self._process.wait()}")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def outcome(self) -> Outcome:
+        """Return what became of the attack, once it is over."""
+        assert self._process.stdout is not None
+        printed = await self._process.stdout.read()
+        if status := await self._process.wait():
+            raise RuntimeError(f"the attacker's process ended with {status}")
+        return Outcome(**json.loads(printed))
 
 
 class Besieged:
@@ -124,7 +163,7 @@ class Besieged:
             looking.cancel()
             await asyncio.wait([looking])
         after = self._processor_s()
-        measured.processor_s = {name: after[name] - before.get(name, 0.0) for name in after}
+        measured.processor_s = {name: max(0.0, after[name] - before.get(name, 0.0)) for name in after}
         return measured
 
     async def undisturbed(self, seconds: float) -> Measured:
