@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
 
@@ -107,8 +107,7 @@ class Process:
         environment = {**_inherited(), PARENT: str(os.getpid())}
         if redis_url:
             environment["REDIS_URL"] = redis_url
-        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # a forked process cannot start Ray
-        self._child = await start_child([self.role, *flags(self.section)], environment, forked=forked)
+        self._child = await self._run([self.role, *flags(self.section)], environment)
         self._readers = [
             asyncio.create_task(self._read(self._child.stdout)),
             asyncio.create_task(self._read(self._child.stderr)),
@@ -125,6 +124,11 @@ class Process:
             raise self._start_failure(self.status)
         if not self._ready.is_set():
             raise Unavailable(f"{self.name} is not ready after {limit:.0f} s")
+
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Run `outrider ARGUMENTS` in a child process."""
+        forked = self._forked and getattr(self.section, "tensor_parallel", 1) == 1  # a forked process cannot start Ray
+        return await start_child(arguments, environment, forked=forked)
 
     async def wait(self) -> int:
         return await self._running().wait()

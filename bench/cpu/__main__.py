@@ -1,0 +1,266 @@
+"""Processor time of each committed token, by process and stage: `python -m bench.cpu`.
+
+A cluster whose engines cost nothing serves 1, 8, 32 and 128 sessions, without speculation and with trees of eight
+nodes. So what is measured is all that the servers, the client and Redis do around the passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from argparse import ArgumentParser
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.cpu.client import Callers, ClientFigures
+from bench.cpu.server import Script
+from bench.rows.processes import ROOT
+from outrider.cli.performance.samples import percentile
+from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, Section, VerifierConfig
+from outrider.fleet.children import Child
+from outrider.fleet.cluster import LocalCluster
+from outrider.fleet.process import Process, Role
+from outrider.store.embedded import EmbeddedRedis
+
+TARGET, DRAFTER = ROOT / "models" / "target", ROOT / "models" / "drafter"
+DEPTH, WIDTH, NODES = 4, 2, 8
+ACCEPTANCE = 0.7
+WRITTEN_S = 5.0  # timeout for a process to write its figures
+MAX_NODES = 256  # of one pass, which a verifier does not exceed
+SPARE_SLOTS = 8  # for sessions whose successors have begun
+
+
+class ScriptedProcess(Process):
+    """A server of the cluster whose engine is scripted, if it has one."""
+
+    script: Script
+
+    async def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "bench.cpu.server", self.script.to_json(), self.name, *arguments),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+class ScriptedCluster(LocalCluster):
+    """A cluster of `ScriptedProcess`."""
+
+    def __init__(self, config: ClusterConfig, script: Script) -> None:
+        self._script = script
+        super().__init__(config)
+
+    def _server(self, role: Role, name: str, section: Section) -> Process:
+        process = ScriptedProcess(role, name, section, self._forward)
+        process.script = self._script
+        return process
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One number of sessions, with or without speculation."""
+
+    sessions: int
+    drafted: bool
+    tokens_per_s: float
+    tokens_per_chunk: float
+    us: dict[str, float]  # of a processor for each committed token, by process
+    stages: dict[str, dict[str, float]]  # the same by process and stage
+    between_ms: tuple[float, float]  # from one pass to the next: median and 99th percentile
+    gap_ms: tuple[float, float]  # from one chunk of a session to its next: median and 99th percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is measured."""
+
+    sessions: tuple[int, ...]
+    seconds: float
+    drafted: tuple[bool, ...]
+    pass_ms: float
+
+
+async def measure(options: Options, report: Callable[[str], None]) -> list[Measured]:
+    """Measure each number of sessions, without and with speculation."""
+    found = []
+    for drafted in options.drafted:
+        for sessions in options.sessions:
+            report(f"{sessions} sessions, {'trees' if drafted else 'plain'}")
+            async with _cluster(sessions, drafted, options.pass_ms / 1e3) as cluster:
+                found.append(await _measure(cluster, sessions, options.seconds, drafted))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    cluster: ScriptedCluster
+    redis: EmbeddedRedis
+    folder: Path
+
+
+@asynccontextmanager
+async def _cluster(sessions: int, drafted: bool, pass_s: float) -> AsyncIterator[_Running]:
+    slots = sessions + SPARE_SLOTS
+    with TemporaryDirectory() as folder, EmbeddedRedis() as redis:
+        router = RouterConfig(
+            listen="127.0.0.1:0",
+            models={"target": TARGET},
+            depth=DEPTH,
+            width=WIDTH,
+            nodes=NODES,
+            max_sessions=slots,
+        )
+        config = ClusterConfig(
+            redis=RedisConfig(url=redis.url),
+            router=router,
+            verifier=[VerifierConfig(model=TARGET, slots=slots, max_nodes=min(MAX_NODES, NODES * slots), threads=1)],
+            drafter=[DrafterConfig(model=DRAFTER, slots=slots, threads=1)] if drafted else [],
+        )
+        script = Script(ACCEPTANCE, pass_s, 0.0, folder)
+        async with ScriptedCluster(config, script) as cluster:
+            yield _Running(cluster, redis, Path(folder))
+
+
+async def _measure(running: _Running, sessions: int, seconds: float, drafted: bool) -> Measured:
+    callers = Callers(
+        running.cluster.router_address,
+        sessions,
+        seconds,
+        "rounds" if drafted else "off",
+        str(running.folder / "client.json"),
+    )
+    client = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.cpu.client", callers.to_json()),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=2**26,
+        start_new_session=True,
+    )
+    assert client.stdin is not None
+    assert client.stdout is not None
+    try:
+        pids = {process.name: process.pid for process in running.cluster.processes.values()}
+        pids |= {"client": client.pid, "redis": running.redis.pid}
+        if not await client.stdout.readline():
+            raise RuntimeError(f"the callers' process ended with {await client.wait()}")
+        before = await _times(running, pids)
+        printed = await client.stdout.readline()
+        after = await _times(running, pids)
+        figures = ClientFigures(**json.loads(printed))
+    finally:
+        client.stdin.close()
+        await client.wait()
+    tokens = figures.tokens
+    between = after["verifier-0"].between[len(before["verifier-0"].between) :]
+
+    def us(name: str, stage: str) -> float:
+        return 1e6 * (after[name].stages[stage] - before[name].stages.get(stage, 0.0)) / tokens
+
+    return Measured(
+        sessions,
+        drafted,
+        tokens / figures.seconds,
+        tokens / max(1, figures.chunks),
+        {name: 1e6 * (after[name].cpu_s - before[name].cpu_s) / tokens for name in pids},
+        {name: {stage: us(name, stage) for stage in after[name].stages} for name in pids},
+        (1e3 * percentile(between, 50), 1e3 * percentile(between, 99)),
+        (percentile(figures.gaps_ms, 50), percentile(figures.gaps_ms, 99)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """What a process has used so far."""
+
+    cpu_s: float
+    stages: dict[str, float]  # seconds
+    between: list[float]
+
+
+async def _times(running: _Running, pids: Mapping[str, int]) -> dict[str, _Times]:
+    cpu = {name: _cpu_s(pid) for name, pid in pids.items()}
+    sampled = {name: pid for name, pid in pids.items() if name != "redis"}
+    files = {name: running.folder / f"{name}.json" for name in sampled}
+    for name, pid in sampled.items():
+        files[name].unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR2)
+    async with asyncio.timeout(WRITTEN_S):
+        while not all(file.exists() for file in files.values()):
+            await asyncio.sleep(0.01)
+    found = {"redis": _Times(cpu["redis"], {}, [])}
+    for name, file in files.items():
+        written = json.loads(file.read_text(encoding="utf-8"))
+        found[name] = _Times(cpu[name], written["seconds"], written["between"])
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def table(found: Sequence[Measured]) -> str:
+    """Return the figures as text."""
+    names = list(dict.fromkeys(name for measured in found for name in measured.us))
+    lines = [f"{'us a token':<22}" + "".join(f"{_column(measured):>14}" for measured in found)]
+    for name in names:
+        lines.append(f"{name:<22}" + "".join(f"{measured.us.get(name, 0.0):>14.1f}" for measured in found))
+        stages = dict.fromkeys(stage for measured in found for stage in measured.stages.get(name, {}))
+        for stage in stages:
+            values = [measured.stages.get(name, {}).get(stage, 0.0) for measured in found]
+            lines.append(f"  {stage:<20}" + "".join(f"{value:>14.1f}" for value in values))
+    lines.append(f"{'tokens/s':<22}" + "".join(f"{measured.tokens_per_s:>14.0f}" for measured in found))
+    lines.append(f"{'tokens a chunk':<22}" + "".join(f"{measured.tokens_per_chunk:>14.2f}" for measured in found))
+    for label, place in (("between passes, p50 ms", 0), ("between passes, p99 ms", 1)):
+        lines.append(f"{label:<22}" + "".join(f"{measured.between_ms[place]:>14.2f}" for measured in found))
+    for label, place in (("gap of chunks, p50 ms", 0), ("gap of chunks, p99 ms", 1)):
+        lines.append(f"{label:<22}" + "".join(f"{measured.gap_ms[place]:>14.2f}" for measured in found))
+    return "\n".join(lines)
+
+
+def last_line(found: Sequence[Measured]) -> str:
+    """Return the figures of the most sessions, with trees where they were measured."""
+    last = max(found, key=lambda measured: (measured.drafted, measured.sessions))
+    drafter = last.us.get("drafter-0", 0.0)
+    return (
+        f"cpu: router_us={last.us['router']:.0f} verifier_us={last.us['verifier-0']:.0f} drafter_us={drafter:.0f} "
+        f"client_us={last.us['client']:.0f} router_tokens_s_core={1e6 / last.us['router']:.0f} "
+        f"overhead_ms={last.between_ms[0]:.2f}"
+    )
+
+
+def _column(measured: Measured) -> str:
+    return f"{measured.sessions} {'trees' if measured.drafted else 'plain'}"
+
+
+def main() -> None:
+    parser = ArgumentParser(prog="python -m bench.cpu", description=__doc__)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 32, 128], help="[default: 1 8 32 128]")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement [default: 8]")
+    parser.add_argument("--only", choices=("plain", "trees"), help="one of the two [default: both]")
+    parser.add_argument("--pass-ms", type=float, default=0.0, help="that a pass of the target sleeps [default: 0]")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    drafted = {None: (False, True), "plain": (False,), "trees": (True,)}[arguments.only]
+    options = Options(tuple(arguments.sessions), arguments.seconds, drafted, arguments.pass_ms)
+    found = asyncio.run(measure(options, lambda what: print(what, file=sys.stderr, flush=True)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(measured) for measured in found], indent=1), encoding="utf-8")
+    print(table(found))
+    print(last_line(found))
+
+
+if __name__ == "__main__":
+    main()
