@@ -91,11 +91,6 @@ class StepBatch:
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
 
     @property
-    def only_decodes(self) -> bool:
-        """Whether no prompt is read in this step; a step with a prompt's chunk is not held back."""
-        return all(work.chooses for work in self.works)
-
-    @property
     def sessions(self) -> list[VerifierSession]:
         """The sessions of this step."""
         return [work.session for work in self.works]

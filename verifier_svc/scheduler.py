@@ -236,6 +236,7 @@ class StepScheduler:
         Waits until a session is ready, and then for as long as a better tree is worth more than the time.
         """
         waited, back_to_back = 0.0, bool(self._pass_ended)
+        incomplete: VerifierSession | None = None  # whose plan forbids a step over the tree that it has
         while True:
             self._changed.clear()
             if self._drained is not None:
@@ -246,15 +247,18 @@ class StepScheduler:
                 await self._executor.wait_idle(self._changed)
                 continue
             now = time.monotonic()
-            step, budget = self._select(ready, now)
-            hold = (
-                self.hold_policy.hold_seconds(step.sessions, budget, now)
-                if step.only_decodes and self._max_nodes
-                else 0.0
-            )
+            works = self._base_works(ready)
+            may_hold = self._max_nodes and all(work.chooses for work in works)  # no prompt is read in this step
+            hold = 0.0
+            if may_hold:  # the session that held the step back is asked first: each of its deltas leads here
+                sessions = sorted((work.session for work in works), key=lambda session: session is not incomplete)
+                incomplete, hold = self.hold_policy.required_hold(sessions, now)
             if hold <= 0.0:
-                step.waited, step.back_to_back = waited, back_to_back
-                return step
+                step, budget = self._select(works, now)
+                hold = self.hold_policy.hold_seconds(step.sessions, budget, now) if may_hold else 0.0
+                if hold <= 0.0:
+                    step.waited, step.back_to_back = waited, back_to_back
+                    return step
             held = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(hold):
@@ -267,8 +271,8 @@ class StepScheduler:
             self.close(session)
         drained()
 
-    def _select(self, ready: Sequence[VerifierSession], now: float) -> tuple[StepBatch, VerificationBudget]:
-        works = self._base_works(ready)
+    def _select(self, works: list[SessionWork], now: float) -> tuple[StepBatch, VerificationBudget]:
+        """Adds the best nodes of all trees to the works. Returns the step, and the budget that it keeps to."""
         base = sum(work.end - work.start for work in works)
         rows: dict[Node, int] = {}
         decoding = [work for work in works if work.chooses]
@@ -457,8 +461,8 @@ def _offers(work: SessionWork, limit: int) -> list[tuple[float, SessionWork, Nod
     No node is so deep that its path and the token after it would exceed what the step may commit.
     """
     plan = work.session.ceilings
-    best = work.session.tree.best_first(depth=min(plan.depth, work.session.room - 1), width=plan.width)
-    return [(-score, work, node) for score, node in itertools.islice(best, limit)]
+    depth = min(plan.depth, work.session.room - 1)
+    return [(-score, work, node) for score, node in work.session.tree.best(limit, depth=depth, width=plan.width)]
 
 
 def _score_of(offer: tuple[float, SessionWork, Node]) -> float:

@@ -124,9 +124,7 @@ class VerifierSession(DraftedSession):
         """Return the expected tokens of a step that verifies the best nodes within the plan, less the cost."""
         plan, price = self.ceilings, self.terms.verified_price
         value = 1.0
-        for (score, _), _ in zip(
-            self.tree.best_first(depth=plan.depth, width=plan.width), range(plan.nodes), strict=False
-        ):
+        for score, _ in self.tree.best(plan.nodes, depth=plan.depth, width=plan.width):
             if score <= price:
                 break
             value += score - price

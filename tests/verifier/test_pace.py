@@ -140,3 +140,19 @@ async def test_the_plan_states_whether_drafters_may_go_ahead(overlap: Overlap, f
     frame = await stream.next()
     assert frame is not None
     assert (frame.commit.ahead, frame.commit.time_price > 0) == (session.terms.ahead, not session.terms.ahead)
+
+
+async def test_a_plan_forbids_a_step_until_the_tree_is_as_deep_as_it_allows_or_its_wait_is_over() -> None:
+    policy, sessions = HoldPolicy(CostModel([(2, 0.01)])), [sink_and_session(Overlap.ROUNDS)[1] for _ in range(3)]
+    assert policy.required_hold(sessions, 1.0) == (None, 0.0)  # before the first commit
+    for session in sessions:
+        session.subscribe(DraftStream("one", Heartbeat), 1, Calibration())
+        session.commit([Choice(7, 1.0, b"")], StepReport(), now=1.0)
+    complete, incomplete, other = sessions
+    parent = complete.tree.root
+    for token in range(complete.ceilings.depth):
+        parent = complete.tree.add(parent, token, -0.1)
+    assert policy.required_hold(sessions, 1.25) == (incomplete, 0.75)  # of the second that the plan has
+    assert policy.required_hold([other, incomplete], 1.25) == (other, 0.75)
+    assert policy.required_hold([complete], 1.25) == (None, 0.0)
+    assert policy.required_hold(sessions, 2.5) == (None, 0.0)

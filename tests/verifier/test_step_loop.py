@@ -82,7 +82,7 @@ def opened(
 
 async def passed(loop: StepScheduler, *sessions: VerifierSession) -> tuple[StepBatch, Logits]:
     """A step for them that has not committed yet."""
-    step, _ = loop._select(sessions, time.monotonic())
+    step, _ = loop._select(loop._base_works(sessions), time.monotonic())
     return step, await loop._forward(step)
 
 
@@ -308,7 +308,7 @@ async def test_each_owner_of_a_session_has_draws_of_its_own(loop: StepScheduler)
     draws = []
     for epoch in (1, 2):
         session = opened(loop, epoch=epoch, rule="speculative-sampling")
-        step, _ = loop._select([session], time.monotonic())
+        step, _ = loop._select(loop._base_works([session]), time.monotonic())
         draws.append(StepVerdicts(step.works[0], HostLogits.__new__(HostLogits), 0).random_source()._uniform())
     assert draws[0] != draws[1]
 

@@ -28,8 +28,8 @@ class CostModel:
     def seconds(self, tokens: int) -> float:
         """Return the expected duration of a pass over `tokens` tokens, in seconds; it never falls with more tokens."""
         if tokens > self._tokens[-1]:
-            return float(self._fitted[-1] * tokens / self._tokens[-1])
-        return float(np.interp(tokens, self._tokens, self._fitted))
+            return self._table[-1] * tokens / self._tokens[-1]
+        return self._table[tokens]
 
     def in_tokens(self, decoding: int, read: int) -> float:
         """Return the time that reading `read` prompt tokens adds to a pass, in tokens: those that `decoding` sessions
@@ -56,6 +56,8 @@ class CostModel:
 
     def _fit(self) -> None:
         self._fitted = np.maximum.accumulate(self._measured)
+        # Every number of tokens that a step may ask for: a step asks some hundred times.
+        self._table: list[float] = np.interp(range(self._tokens[-1] + 1), self._tokens, self._fitted).tolist()
 
 
 class VerificationBudget(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from outrider.core.control.arrival_model import ArrivalPatterns, Arrivals, hold_seconds
 from outrider.core.control.budget import CostModel, VerificationBudget
@@ -40,6 +40,9 @@ class HeldSession(Protocol):
     @property
     def awaiting_depth(self) -> bool:
         """Whether the session's plan forbids a step before its tree is deeper."""
+
+
+SessionT = TypeVar("SessionT", bound=HeldSession)
 
 
 class SessionMix(NamedTuple):
@@ -75,6 +78,14 @@ class HoldPolicy:
     def patterns(self, *, greedy: bool) -> ArrivalPatterns:
         """Return the arrival patterns that greedy, or other, sessions share."""
         return self._patterns.setdefault(greedy, ArrivalPatterns.unknown())
+
+    def required_hold(self, sessions: Sequence[SessionT], now: float) -> tuple[SessionT | None, float]:
+        """Return the first session whose plan still forbids a step, and the seconds for which it does; None and 0 if
+        there is none."""
+        for session in sessions:
+            if session.awaited and session.awaiting_depth and (left := _left(session, now)) > 0.0:
+                return session, left
+        return None, 0.0
 
     def hold_seconds(self, sessions: Sequence[HeldSession], budget: VerificationBudget, now: float) -> float:
         """Return the seconds for which to hold a step back; 0 unless the expected deltas are worth the time of all its

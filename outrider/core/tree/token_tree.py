@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from outrider.core.session.digest import NOTHING, Prefix
@@ -25,6 +26,15 @@ class GraftResult(NamedTuple):
 
     added: list[Node]  # nodes that no drafter had sent before, parents before children
     dropped: list[tuple[int, int]]  # (sender, id) of nodes that are left out although they do not contradict the text
+
+
+class _Ranking(NamedTuple):
+    """The best nodes of a tree that has not changed since."""
+
+    depth: int
+    width: int
+    found: list[tuple[float, Node]]
+    rest: Iterator[tuple[float, Node]]
 
 
 def as_claimed(edge: float) -> float:
@@ -51,6 +61,7 @@ class TokenTree:
         self.root = Node(tokens[-1], len(tokens) - 1, None, 0.0)
         self.ids = IdTable()
         self.committed = CommittedWindow(tokens, known)
+        self._ranking: _Ranking | None = None  # of the tree as it is; None after a change
 
     @property
     def digest(self) -> int:
@@ -89,12 +100,14 @@ class TokenTree:
         if child is None:
             child = parent.children[token] = Node(token, parent.position + 1, parent, edge)
             self.size += 1
+            self._ranking = None
         elif edge > child.edge:
             self.rescore(child, edge)
         return child
 
     def rescore(self, node: Node, edge: float) -> None:
         """Replace a node's edge score and update the path scores below it."""
+        self._ranking = None
         stack = [node]
         difference = edge - node.edge
         node.edge = edge
@@ -221,6 +234,15 @@ class TokenTree:
             yield math.exp(-cost), node
             push(node)
 
+    def best(self, count: int, *, depth: int, width: int) -> list[tuple[float, Node]]:
+        """Return the first `count` of `best_first`, or all if there are fewer. It costs nothing to ask again while the
+        tree is the same."""
+        ranking = self._ranking
+        if ranking is None or (ranking.depth, ranking.width) != (depth, width):
+            ranking = self._ranking = _Ranking(depth, width, [], self.best_first(depth=depth, width=width))
+        ranking.found.extend(islice(ranking.rest, max(0, count - len(ranking.found))))
+        return ranking.found[:count]
+
     def levels(self) -> Iterator[list[Node]]:
         """Yield the nodes at depth 1, 2, and so on. Siblings stand side by side, in the order in which they were
         added."""
@@ -248,6 +270,7 @@ class TokenTree:
         self.ids.check_integrity(live[1:], self.root.position - ALIAS_SPAN, self.root.position)
 
     def _advance(self, token: int, matched: list[Node]) -> None:
+        self._ranking = None
         old = self.root
         child = old.children.pop(token, None)
         for sibling in old.children.values():
@@ -307,6 +330,7 @@ class TokenTree:
                 yield node
 
     def _discard_subtree(self, top: Node) -> None:
+        self._ranking = None
         stack = [top]
         while stack:
             node = stack.pop()

@@ -124,6 +124,7 @@ def test_the_budget_is_the_best_of_all(scores: list[float], sessions: int, cost:
 def test_the_cost_never_falls_with_more_tokens_and_follows_what_steps_take() -> None:
     cost = CostModel([(1, 0.010), (8, 0.009), (16, 0.020)])
     assert cost.seconds(1) == cost.seconds(8) == pytest.approx(0.010)
+    assert cost.seconds(12) == pytest.approx(0.015)
     assert cost.seconds(32) == pytest.approx(0.040)
     for _ in range(200):
         cost.observe(16, 0.030)

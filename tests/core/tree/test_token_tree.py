@@ -1,5 +1,6 @@
 """Two copies of a token tree stay consistent, whatever is late, doubled, dropped or merged."""
 
+import itertools
 import math
 from itertools import accumulate
 from typing import Any
@@ -431,6 +432,32 @@ def test_best_first_is_the_best_tree_of_every_size(nodes: list[tuple[int, int, i
     assert all(tree.depth(node) <= depth for node in limited)
     for node in limited:
         assert sum(child in limited for child in node.children.values()) <= width
+
+
+CHANGES = st.tuples(st.sampled_from(["add", "rescore", "remove", "commit"]), st.integers(0, 30), st.integers(0, 3))
+
+
+@settings(max_examples=100)
+@given(st.lists(CHANGES, max_size=40), st.data())
+def test_the_best_nodes_are_those_of_the_tree_as_it_is(
+    changes: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    tree, terms = TokenTree([0]), st.tuples(st.integers(0, 9), st.integers(1, 3), st.integers(1, 3))
+    for number, (change, place, token) in enumerate(changes):
+        nodes = [node for level in tree.levels() for node in level]
+        if change == "commit":
+            tree.commit([token])
+        elif change == "add" or not nodes:
+            above = [tree.root, *nodes]
+            tree.add(above[place % len(above)], token, -0.3 * (number % 7))
+        elif change == "rescore":
+            tree.rescore(nodes[place % len(nodes)], -0.2 * token)
+        else:
+            tree.remove(nodes[place % len(nodes)])
+        for _ in range(2):
+            count, depth, width = data.draw(terms)
+            expected = [*itertools.islice(tree.best_first(depth=depth, width=width), count)]
+            assert tree.best(count, depth=depth, width=width) == expected
 
 
 class TwoCopies(RuleBasedStateMachine):

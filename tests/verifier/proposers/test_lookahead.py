@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.core.control.arrival_model import ArrivalPatterns
-from outrider.core.control.budget import CostModel
+from outrider.core.control.budget import CostModel, VerificationBudget
 from outrider.core.control.trial_gate import TRIAL, TrialGate
 from outrider.core.proposers.lookahead import COLUMNS, LENGTH
 from outrider.core.proposers.lookup import fits
@@ -60,8 +60,12 @@ def loop_of(cost: CostModel, max_nodes: int = 64) -> StepScheduler:
     return StepScheduler(engine, cost, prefill_chunk=128, max_nodes=max_nodes, publish=lambda *_: None)
 
 
+def select(loop: StepScheduler, sessions: list[VerifierSession]) -> tuple[StepBatch, VerificationBudget]:
+    return loop._select(loop._base_works(sessions), 0.0)
+
+
 def step_of(sessions: list[VerifierSession], cost: CostModel, max_nodes: int = 64) -> StepBatch:
-    return loop_of(cost, max_nodes)._select(sessions, 0.0)[0]
+    return select(loop_of(cost, max_nodes), sessions)[0]
 
 
 def windows_in(step: StepBatch) -> list[int]:
@@ -70,7 +74,7 @@ def windows_in(step: StepBatch) -> list[int]:
 
 def test_a_session_alone_tries_its_window_and_the_step_counts_its_rows() -> None:
     session = session_of(NgramProposers(ahead=True))
-    step, budget = loop_of(CHEAP)._select([session], 0.0)
+    step, budget = select(loop_of(CHEAP), [session])
     assert windows_in(step) == [ROWS]
     assert step.tokens == 1 + len(step.works[0].nodes) + ROWS
     assert budget.seconds >= CHEAP.seconds(step.tokens)
