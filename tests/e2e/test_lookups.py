@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from outrider.client import AsyncClient, Generation
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig
 from outrider.core.proposers.datastore import write_datastore
+from outrider.core.session.contract import PolicyName
 from outrider.core.session.digest import tokenizer_digest
 from outrider.errors import ConfigError, TokenizerMismatch
 from outrider.fleet.cluster import LocalCluster
@@ -40,11 +41,13 @@ async def served(drafter: dict[str, Any] | None = None, **verifier: Any) -> Asyn
         yield client
 
 
-async def both(client: AsyncClient, prompt: str, **options: Any) -> tuple[Generation, Generation]:
+async def both(
+    client: AsyncClient, prompt: str, speculation: PolicyName = "fixed", **options: Any
+) -> tuple[Generation, Generation]:
     """The answers without speculation and with it."""
     terms: dict[str, Any] = {"seed": 3, "max_tokens": TOKENS, "ignore_eos": True, **options}
     plain = await client.generate(prompt, speculation="off", **terms)
-    return plain, await client.generate(prompt, speculation="fixed", **terms)
+    return plain, await client.generate(prompt, speculation=speculation, **terms)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +73,11 @@ async def test_what_followed_before_is_drafted_and_the_text_is_the_target_s(
 ) -> None:
     settings = {"store": corpus} if way == "retrieval" else {}
     where = {"drafter": {"drafts": way, **settings}} if place == "drafter" else {"lookup": way, **settings}
+    speculation: PolicyName = "rounds" if place == "drafter" else "fixed"  # rounds wait for another process's drafts
     accepted = 0
     async with served(**where) as client:
         for temperature, prompt in ((0.0, prompts[0]), (0.7, prompts[1]), (0.0, prompts[2])):
-            plain, fast = await both(client, prompt, temperature=temperature)
+            plain, fast = await both(client, prompt, speculation, temperature=temperature)
             assert fast.token_ids == plain.token_ids
             assert plain.usage.accepted == 0
             accepted += fast.usage.accepted
