@@ -157,13 +157,17 @@ class AsyncClient:
         response = await self._router.ask("ListModels", pb.ListModelsRequest(), timeout)
         return [_wire.model_from_pb(model) for model in response.models]
 
-    async def check_key(self, api_key: str, *, timeout: float | None = None) -> None:
-        """Raise Unauthenticated unless the router accepts this key, which need not be the client's own."""
+    async def check_key(self, api_key: str, *, timeout: float | None = None) -> str:
+        """Return the tenant of a key, which need not be the client's own; empty where callers need no key.
+
+        Raises Unauthenticated unless the router accepts the key.
+        """
         try:
             metadata = key_metadata(api_key)
         except ConfigError as error:
             raise Unauthenticated(str(error)) from None
-        await self._router.ask("ListModels", pb.ListModelsRequest(), timeout, metadata)
+        response: pb.CheckKeyResponse = await self._router.ask("CheckKey", pb.CheckKeyRequest(), timeout, metadata)
+        return response.tenant
 
     async def close(self) -> None:
         """End the streams that still run, on the server too, and disconnect. Closing twice is allowed."""

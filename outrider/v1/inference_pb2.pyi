@@ -312,6 +312,16 @@ class ListModelsResponse(_message.Message):
     models: _containers.RepeatedCompositeFieldContainer[Model]
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
+class CheckKeyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckKeyResponse(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
 class Model(_message.Message):
     __slots__ = ("name", "context", "vocabulary", "tokenizer_digest", "verifiers", "drafters", "misfits")
     NAME_FIELD_NUMBER: _ClassVar[int]

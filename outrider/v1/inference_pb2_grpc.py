@@ -76,6 +76,11 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.CheckKey = channel.unary_unary(
+                '/outrider.v1.Inference/CheckKey',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.CheckKeyResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -138,6 +143,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckKey(self, request, context):
+        """Succeeds if the caller's API key is accepted, and does nothing else. Gateways judge their callers' keys by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -180,6 +192,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'CheckKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckKey,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.CheckKeyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +416,33 @@ class Inference:
             '/outrider.v1.Inference/ListModels',
             outrider_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.Inference/CheckKey',
+            outrider_dot_v1_dot_inference__pb2.CheckKeyRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.CheckKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,8 @@ from outrider.errors import Overloaded
 EMA_WEIGHT = 0.1  # weight of one generation in the mean
 MAX_BUCKETS = 4096  # tenants, or addresses, whose buckets are kept
 GENERATING, ENDING = ("Generate", "Resume"), ("Cancel", "CloseSession")  # kinds of calls
+CHECKING = ("CheckKey",)  # the kind of gateways' checks of keys
+CHECKS_PER_S = 64.0  # least rate of checks of a tenant's keys: each gateway checks a key in use once in two seconds
 MIN_RETRY_S = 0.1  # at least, for a refusal's retry_after
 
 
@@ -44,8 +46,8 @@ class CallRates:
             config.address_requests_per_s,
         )
         self._addresses = TokenBuckets(of_address, max(1.0, of_address), clock) if of_address else None
-        kinds = ("generations", "others") if per_s else ()
-        self._calls = {kind: TokenBuckets(per_s or 0.0, max(1.0, per_s or 0.0), clock) for kind in kinds}
+        rates = {"generations": per_s, "others": per_s, "checks": max(per_s, CHECKS_PER_S)} if per_s else {}
+        self._calls = {kind: TokenBuckets(rate, max(1.0, rate), clock) for kind, rate in rates.items()}
         self.tokens = TokenBuckets(per_min / 60, per_min, clock) if per_min else None  # tokens that slots spend
 
     def count_address(self, peer: str) -> None:
@@ -58,14 +60,16 @@ class CallRates:
     def count_call(self, tenant: str, method: str) -> None:
         """Count a tenant's call of a method of the Inference service. Raises Overloaded.
 
-        Calls of other kinds than generating and resuming have the same rate, and those that end something have none. A
+        Calls of other kinds than generating and resuming have the same rate, and those that end something have none.
+        Checks of a key have a rate of their own, because gateways make them, however few requests a tenant may send. A
         generation that runs may be resumed at any rate of tokens.
         """
         if method in ENDING:
             return
         if method == "Generate" and self.tokens is not None:
             self._check(self.tokens, tenant, "this tenant is over its rate (tenant_tokens_per_min)")
-        if buckets := self._calls.get("generations" if method in GENERATING else "others"):
+        kind = "generations" if method in GENERATING else "checks" if method in CHECKING else "others"
+        if buckets := self._calls.get(kind):
             self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
             buckets.take(tenant, 1.0)
 

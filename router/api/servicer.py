@@ -166,6 +166,11 @@ class GenerateServicer(InferenceServicer):
             listed = [await self._describe(model) for model in self._router.models.values()]
             return pb.ListModelsResponse(models=[model for model in listed if model.verifiers])
 
+    async def CheckKey(self, request: pb.CheckKeyRequest, context: Context[Any, Any]) -> pb.CheckKeyResponse:
+        """Return the tenant of the caller's key, which was judged before."""
+        async with errors_as_status(context):
+            return pb.CheckKeyResponse(tenant=caller_tenant())
+
     async def _cancel(self, tenant: str, session_id: str) -> None:
         """Cancel the generation of a tenant's session, if it runs here or is about to."""
         await self._pending.cancel(tenant, session_id)

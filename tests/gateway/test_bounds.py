@@ -114,6 +114,21 @@ async def test_a_key_that_is_revoked_is_refused_when_its_verdict_has_expired(
                 await asyncio.sleep(0.05)
 
 
+async def test_checks_of_a_key_take_nothing_from_its_tenants_rate(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "VERDICT_S", 0.0)  # each request has its key checked
+    async with fronted(redis_url, auth="keys", tenant_requests_per_s=0.001) as front:
+        secret, _ = await Keys(front.rig.client).add("one")
+        headers = {"authorization": f"Bearer {secret}", "content-type": "application/json"}
+        async with httpx.AsyncClient(base_url=front.url, headers=headers) as web:
+            assert (await web.get("/v1/models")).status_code == 200
+            assert (await web.post("/v1/completions", content=BODY)).status_code == 200
+            refused = await web.get("/v1/models")  # two requests of a kind are more than the rate allows
+            assert refused.status_code == 429
+            assert "(tenant_requests_per_s)" in refused.json()["error"]["message"]
+
+
 class ScriptedRouter:
     """Accepts the keys in `accepted`, while `answers` is set."""
 

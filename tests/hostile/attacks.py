@@ -260,6 +260,7 @@ async def _rates(attacker: Attacker) -> None:
     one = request("x", max_tokens=1)
     await asyncio.gather(
         attacker.at_once(40, lambda _: attacker.call("ListModels", b"")),
+        attacker.at_once(40, lambda _: attacker.call("CheckKey", b"")),
         attacker.at_once(40, lambda _: attacker.call("Generate", one)),
     )
 

@@ -25,6 +25,7 @@ REQUESTS: dict[str, Any] = {
     "CloseSession": pb.CloseSessionRequest(session_id="0" * 32),
     "Watch": pb.WatchSessionRequest(session_id="nobody"),
     "ListModels": pb.ListModelsRequest(),
+    "CheckKey": pb.CheckKeyRequest(),
 }
 
 Metadata = tuple[tuple[str, str], ...]

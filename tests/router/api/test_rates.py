@@ -9,7 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
+from router.api import rate_limits
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
 
@@ -58,6 +60,26 @@ async def test_calls_of_other_kinds_are_counted_apart_from_generations(
         await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))  # is never over a rate
         code, _ = await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))
         assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_checks_of_a_key_have_a_rate_of_their_own(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limits, "CHECKS_PER_S", 0.01)  # of which one may come at once
+    async with running_router(redis_url, tenant_requests_per_s=0.001) as rig:
+        await rig.stub.ListModels(pb.ListModelsRequest())
+        await refusal(rig.stub.ListModels(pb.ListModelsRequest()))
+        await rig.stub.CheckKey(pb.CheckKeyRequest())
+        code, problem = await refusal(rig.stub.CheckKey(pb.CheckKeyRequest()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "(tenant_requests_per_s)" in problem
+
+
+async def test_an_address_checks_keys_at_its_rate(redis_url: str) -> None:
+    async with running_router(redis_url, auth="keys", address_requests_per_s=0.001) as rig:
+        key = (("authorization", f"Bearer {(await Keys(rig.client).add('one'))[0]}"),)
+        assert (await rig.stub.CheckKey(pb.CheckKeyRequest(), metadata=key)).tenant == "one"
+        code, problem = await refusal(rig.stub.CheckKey(pb.CheckKeyRequest(), metadata=key))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "address_requests_per_s" in problem
 
 
 async def test_resuming_counts_as_generating_and_needs_no_rate_of_tokens(redis_url: str) -> None:
