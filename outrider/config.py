@@ -223,7 +223,7 @@ class GatewayConfig(ServerConfig):
     tls: bool | None = None  # use TLS to the router; None: if `ca` is set
     server_name: str = ""  # name that the router's certificate must have; empty: that of its address
     max_request_bytes: int = Field(default=2**22, ge=1, le=2**26)  # size of one request's body
-    max_total_bytes: int = Field(default=2**24, ge=1)  # of all requests that run; each counts once for each of its `n`
+    max_total_bytes: int = Field(default=2**24, ge=1)  # of all requests, times their `n`; half for a tenant alone
     max_requests: int = Field(default=1024, ge=1)  # requests at the same time; further ones are refused
     max_connections: int = Field(default=4096, ge=1)  # connections at the same time; further ones are closed
     body_s: float = Field(default=30.0, gt=0)  # time that a request's body may take to arrive

@@ -16,6 +16,7 @@ from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.gateway.errors import refusal
 
 HEALTH = "/health"  # the only path that needs no key
+TENANT = "outrider.tenant"  # key in a request's scope: the tenant of its key; empty where the router needs no keys
 VERDICT_S = 2.0  # how long a verdict of the router is used again
 CHECK_S = 2.0  # timeout of the router's verdict
 MAX_VERDICTS = 4096  # of each kind
@@ -31,7 +32,7 @@ def caller_key(headers: Headers) -> str:
 
 
 class KeyCheck:
-    """Checks keys by calls to the router.
+    """Checks keys by calls to the router, which names their tenants.
 
     The router is called once in `VERDICT_S` for each key, over one connection for all keys. Verdicts are kept by the
     keys' digests. Unknown keys cannot displace accepted ones, and take no more than `MAX_CHECKS` calls at a time.
@@ -39,9 +40,9 @@ class KeyCheck:
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._accepted: OrderedDict[_Digest, float] = OrderedDict()  # the end of the verdict; the oldest first
-        self._refused: OrderedDict[_Digest, tuple[float, str]] = OrderedDict()  # and the reason
-        self._checks: dict[_Digest, asyncio.Task[OutriderError | None]] = {}
+        self._accepted = _Verdicts()  # with the tenants
+        self._refused = _Verdicts()  # with the reasons
+        self._checks: dict[_Digest, asyncio.Task[str | OutriderError]] = {}
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Return middleware that passes on the requests whose key the router accepts, and reads nothing of others."""
@@ -49,7 +50,7 @@ class KeyCheck:
         async def checked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["path"] != HEALTH:
                 try:
-                    await self.check(caller_key(Headers(scope=scope)))
+                    scope = {**scope, TENANT: await self.check(caller_key(Headers(scope=scope)))}
                 except OutriderError as error:
                     status, content, headers = refusal(error)
                     await JSONResponse(content, status, headers=headers)(scope, receive, send)
@@ -58,22 +59,22 @@ class KeyCheck:
 
         return checked
 
-    async def check(self, key: str) -> None:
-        """Return if the router accepts the key. Raises Unauthenticated if not, Unavailable if it does not answer, and
-        Overloaded if too many other keys are checked now."""
+    async def check(self, key: str) -> str:
+        """Return the tenant of a key that the router accepts. Raises Unauthenticated for another key, Unavailable if
+        the router does not answer, and Overloaded if too many other keys are checked now."""
         digest = hashlib.sha256(key.encode()).digest()
-        if self._accepted.get(digest, 0.0) > time.monotonic():
-            return
-        until, reason = self._refused.get(digest, (0.0, ""))
-        if until > time.monotonic():
+        if (tenant := self._accepted.valid(digest)) is not None:
+            return tenant
+        if (reason := self._refused.valid(digest)) is not None:
             raise Unauthenticated(reason)
         if digest not in self._checks:
             if digest not in self._accepted and len(self._checks) >= MAX_CHECKS:
                 raise Overloaded("the gateway checks as many new keys as it can; try again", retry_after=1.0)
             self._checks[digest] = asyncio.create_task(self._ask(key, digest))
-        error = await asyncio.shield(self._checks[digest])
-        if error is not None:
-            raise error
+        answer = await asyncio.shield(self._checks[digest])
+        if isinstance(answer, OutriderError):
+            raise answer
+        return answer
 
     async def close(self) -> None:
         """End the checks that run."""
@@ -81,26 +82,34 @@ class KeyCheck:
             task.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
-    async def _ask(self, key: str, digest: _Digest) -> OutriderError | None:
-        """Return the router's error for a key, and remember its verdict; None if the router accepts the key."""
+    async def _ask(self, key: str, digest: _Digest) -> str | OutriderError:
+        """Return the tenant of a key, or the router's error for it, and remember the router's verdict."""
         try:
-            await self._client.check_key(key, timeout=CHECK_S)
+            tenant = await self._client.check_key(key, timeout=CHECK_S)
         except Unauthenticated as error:
             self._accepted.pop(digest, None)
-            self._refused[digest] = time.monotonic() + VERDICT_S, str(error)
-            _shrink(self._refused)
+            self._refused.remember(digest, str(error))
             return error
         except OutriderError as error:
             return error
         finally:
             del self._checks[digest]
         self._refused.pop(digest, None)
-        self._accepted[digest] = time.monotonic() + VERDICT_S
-        self._accepted.move_to_end(digest)
-        _shrink(self._accepted)
-        return None
+        self._accepted.remember(digest, tenant)
+        return tenant
 
 
-def _shrink(verdicts: OrderedDict[_Digest, float] | OrderedDict[_Digest, tuple[float, str]]) -> None:
-    if len(verdicts) > MAX_VERDICTS:
-        verdicts.popitem(last=False)
+class _Verdicts(OrderedDict[_Digest, tuple[float, str]]):
+    """Verdicts of one kind: the end of each, and its tenant or reason; the oldest first."""
+
+    def valid(self, digest: _Digest) -> str | None:
+        """Return a verdict that has not ended."""
+        until, verdict = self.get(digest, (0.0, ""))
+        return verdict if until > time.monotonic() else None
+
+    def remember(self, digest: _Digest, verdict: str) -> None:
+        """Add a verdict, instead of the oldest one if there are too many."""
+        self[digest] = time.monotonic() + VERDICT_S, verdict
+        self.move_to_end(digest)
+        if len(self) > MAX_VERDICTS:
+            self.popitem(last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.config import GatewayConfig
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.gateway.errors import refusal
-from outrider.gateway.keys import HEALTH
+from outrider.gateway.keys import HEALTH, TENANT
 
 RETRY_S = 1.0  # pause that a refused caller is asked for
 _BODY = "outrider.body"  # key in a request's scope: its HeldBody
@@ -45,43 +46,71 @@ class RequestLimit:
 
 
 class HeldBytes:
-    """The bytes of the bodies of all running requests."""
+    """The bytes of the bodies of all running requests: at most `most`, and of one tenant no more than are left free.
+
+    So a tenant alone may hold half of them, and there is always room for the next one. Where the router needs no keys
+    all callers are one tenant, without a name, which may hold all.
+    """
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self.held = 0
+        self._most = most
+        self._of_tenant: Counter[str] = Counter()
 
-    def add(self, size: int) -> None:
-        """Add bytes. Raises Overloaded, after having added them, if there are too many."""
-        self.held += size
-        if self.held > self.most:
+    @property
+    def held(self) -> int:
+        """The bytes of all tenants."""
+        return self._of_tenant.total()
+
+    def most_of(self, tenant: str) -> int:
+        """Return the most that a tenant may hold while no other one holds any."""
+        return self._most // 2 if tenant else self._most
+
+    def add(self, tenant: str, size: int) -> None:
+        """Add bytes of a tenant. Raises Overloaded, and adds nothing, if there are too many."""
+        free = self._most - self.held - size
+        if free < 0:
             raise Overloaded("the gateway holds as many bytes of requests as it can; try again", RETRY_S)
+        if tenant and self._of_tenant[tenant] + size > free:
+            raise Overloaded(
+                "this tenant's requests hold as many bytes as the gateway has left for others; try again when one of "
+                "them has ended",
+                RETRY_S,
+            )
+        self._of_tenant[tenant] += size
+
+    def release(self, tenant: str, size: int) -> None:
+        """Count bytes of a tenant no longer."""
+        self._of_tenant[tenant] -= size
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
 
 class HeldBody:
     """The body of one request, as a part of all."""
 
-    def __init__(self, total: HeldBytes) -> None:
+    def __init__(self, total: HeldBytes, tenant: str) -> None:
         self._total = total
+        self._tenant = tenant
+        self._most = total.most_of(tenant)
         self.size = 0
         self._copies = 1
 
     def receive(self, size: int) -> None:
         """Count further bytes. Raises Overloaded."""
+        self._total.add(self._tenant, size)
         self.size += size
-        self._total.add(size)
 
     def copy(self, copies: int) -> None:
         """Count the whole body so many times. Raises InvalidRequest, or Overloaded."""
-        if self.size * copies > self._total.most:
-            most = self._total.most // self.size
+        if self.size * copies > self._most:
+            most = self._most // self.size
             raise InvalidRequest("n", f"is {copies}, must be at most {most} for a request of {self.size} bytes")
-        more, self._copies = self.size * (copies - self._copies), copies
-        self._total.add(more)
+        self._total.add(self._tenant, self.size * (copies - self._copies))
+        self._copies = copies
 
     def release(self) -> None:
         """Count the body no longer."""
-        self._total.held -= self.size * self._copies
+        self._total.release(self._tenant, self.size * self._copies)
 
 
 def body_of(request: Request) -> HeldBody:
@@ -91,8 +120,8 @@ def body_of(request: Request) -> HeldBody:
 
 
 class BodyLimit:
-    """Middleware that limits bodies: each to `max_request_bytes` (status 413), which must arrive within `body_s`
-    (status 408), and those of all running requests together to `max_total_bytes` (Overloaded)."""
+    """Middleware that limits bodies: each to `max_request_bytes` and to what its tenant may hold (status 413), which
+    must arrive within `body_s` (status 408), and those of all requests to `max_total_bytes` (Overloaded)."""
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         self._app = app
@@ -104,24 +133,27 @@ class BodyLimit:
         """Handle one request."""
         announced = dict(scope.get("headers", ())).get(b"content-length", b"")
         expected = int(announced) if announced.isdigit() else 0
-        body, complete = HeldBody(self._total), False
+        tenant = scope.get(TENANT, "")
+        most = min(self._max_bytes, self._total.most_of(tenant))
+        body, complete = HeldBody(self._total, tenant), False
         deadline = asyncio.get_running_loop().time() + self._body_s
 
         async def limited() -> Message:
             nonlocal complete
             if complete:  # what follows is only that the client has gone
                 return await receive()
-            if expected > self._max_bytes:
-                raise self._too_large()
+            if expected > most:
+                raise _too_large(most)
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {self._body_s:g} s (body_s)") from None
             complete = not message.get("more_body", False)
-            body.receive(len(message.get("body", b"")))
-            if body.size > self._max_bytes:
-                raise self._too_large()
+            size = len(message.get("body", b""))
+            if body.size + size > most:
+                raise _too_large(most)
+            body.receive(size)
             return message
 
         try:
@@ -129,5 +161,6 @@ class BodyLimit:
         finally:
             body.release()
 
-    def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+
+def _too_large(most: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {most} bytes")

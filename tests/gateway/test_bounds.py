@@ -85,10 +85,10 @@ async def test_many_requests_with_one_key_are_one_call_of_the_router(
     calls = 0
     check = AsyncClient.check_key
 
-    async def counted(client: AsyncClient, api_key: str, **options: Any) -> None:
+    async def counted(client: AsyncClient, api_key: str, **options: Any) -> str:
         nonlocal calls
         calls += 1
-        await check(client, api_key, **options)
+        return await check(client, api_key, **options)
 
     monkeypatch.setattr(AsyncClient, "check_key", counted)
     monkeypatch.setattr(keys, "VERDICT_S", 3600.0)
@@ -139,13 +139,14 @@ class ScriptedRouter:
         self.error: OutriderError | None = None
         self.calls: list[str] = []
 
-    async def check_key(self, key: str, *, timeout: float) -> None:
+    async def check_key(self, key: str, *, timeout: float) -> str:
         self.calls.append(key)
         await self.answers.wait()
         if self.error is not None:
             raise self.error
         if key not in self.accepted:
             raise Unauthenticated("no")
+        return "one"
 
 
 async def test_unknown_keys_neither_displace_accepted_ones_nor_take_their_calls(
@@ -207,28 +208,81 @@ async def test_an_answer_may_take_longer_than_its_request(redis_url: str, monkey
             assert await raw.status() == 200
 
 
-async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    totals: list[HeldBytes] = []
+@pytest.fixture
+def totals(monkeypatch: pytest.MonkeyPatch) -> list[HeldBytes]:
+    """What the test's gateways hold."""
+    made: list[HeldBytes] = []
 
     class Noted(HeldBytes):
         def __init__(self, most: int) -> None:
             super().__init__(most)
-            totals.append(self)
+            made.append(self)
 
     monkeypatch.setattr(limits, "HeldBytes", Noted)
+    return made
+
+
+async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, totals: list[HeldBytes]) -> None:
     most, typed = 2 * len(BODY), {"content-type": "application/json"}
     async with (
         fronted(redis_url, gateway={"max_total_bytes": most}) as front,
         httpx.AsyncClient(base_url=front.url) as web,
     ):
         async with connected(front) as raw:
-            raw.send_head("any", f"content-length: {LARGE}")
+            raw.send_head("any", f"content-length: {most}")
             raw.writer.write(bytes(len(BODY) + 1))
             await until(lambda: totals[0].held == len(BODY) + 1)
             answer = await web.post("/v1/completions", content=BODY, headers=typed)
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         await until(lambda: totals[0].held == 0)
         assert (await web.post("/v1/completions", content=BODY, headers=typed)).status_code == 200
+
+
+async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, totals: list[HeldBytes]) -> None:
+    most = 8 * len(BODY)
+    async with fronted(redis_url, auth="keys", gateway={"max_total_bytes": most}) as front:
+        stored = Keys(front.rig.client)
+        taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
+        also_takers, _ = await stored.add("taker")
+        async with httpx.AsyncClient(base_url=front.url) as web:
+
+            async def answer(key: str, content: bytes = BODY) -> httpx.Response:
+                headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+                return await web.post("/v1/completions", content=content, headers=headers)
+
+            too_large = await answer(taker, BODY + bytes(most // 2))
+            assert (too_large.status_code, f"{most // 2} bytes" in too_large.text) == (413, True)
+            several = await answer(taker, BODY.replace(b'"max_tokens"', b'"n": 4, "max_tokens"'))
+            assert (several.status_code, several.json()["error"]["param"]) == (400, "n")
+
+            async with connected(front) as raw:
+                raw.send_head(taker, f"content-length: {4 * len(BODY)}")
+                raw.writer.write(BODY * 3 + BODY[1:])
+                await until(lambda: totals[0].held == 4 * len(BODY) - 1)
+                refused = await answer(also_takers)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert "this tenant's requests" in refused.json()["error"]["message"]
+                assert (await answer(other)).status_code == 200
+            await until(lambda: totals[0].held == 0)
+            assert (await answer(taker)).status_code == 200
+
+
+def test_each_further_tenant_finds_room() -> None:
+    held = HeldBytes(64)
+    for tenant, share in (("a", 32), ("b", 16), ("c", 8), ("d", 4)):
+        held.add(tenant, share)
+        with pytest.raises(Overloaded, match="this tenant"):
+            held.add(tenant, 1)  # which adds nothing
+    assert held.held == 60
+    held.release("a", 32)
+    held.add("d", 16)
+    with pytest.raises(Overloaded, match="this tenant"):
+        held.add("d", 1)
+
+    unnamed = HeldBytes(64)
+    unnamed.add("", 64)
+    with pytest.raises(Overloaded, match="as many bytes of requests as it can"):
+        unnamed.add("", 1)
 
 
 async def test_a_body_counts_once_for_each_answer(redis_url: str) -> None:

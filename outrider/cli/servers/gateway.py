@@ -27,7 +27,8 @@ def gateway(
     ] = None,
     max_request_bytes: Annotated[int | None, typer.Option(help="Largest request body. [default: 4194304]")] = None,
     max_total_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of all requests that run, times their n. [default: 16777216]")
+        int | None,
+        typer.Option(help="Bytes of all requests that run, times their n; half for one tenant. [default: 16777216]"),
     ] = None,
     max_requests: Annotated[int | None, typer.Option(help="Requests at the same time. [default: 1024]")] = None,
     max_connections: Annotated[int | None, typer.Option(help="Connections at the same time. [default: 4096]")] = None,
