@@ -29,6 +29,7 @@ from outrider.engine.ranks.sharding import Shard
 TIMEOUT_S = 15.0  # for another rank, which computes the same, to arrive at the same operation
 RENDEZVOUS = timedelta(minutes=2)  # for all ranks to connect
 GATHER = timedelta(hours=1)  # for all ranks to have loaded
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # variables that name the interface for their sockets
 FRAME = 8192  # bytes of a message's first frame; few messages have a second one
 
 _LENGTH = 8  # bytes of the length, at the beginning of a message
@@ -51,7 +52,7 @@ class TorchRanks:
         self.shard = Shard(rank, of)
         self._others = [other for other in range(of) if other != rank]
         self._timeout = timedelta(seconds=timeout_s)
-        os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
+        choose_interface(host)
         with self._raising_rank_lost():
             store = _store(rank, of, rendezvous)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=of, timeout=RENDEZVOUS)
@@ -197,12 +198,27 @@ def _store(rank: int, of: int, rendezvous: str) -> Any:
     return make(host, port, of, not rank, RENDEZVOUS, master_listen_fd=listening)
 
 
-def _interface(host: str) -> str:
-    """Return the name of the network interface with this address, for gloo. Raises RankLost when there is none."""
+def choose_interface(host: str) -> None:
+    """Have gloo and NCCL use the network interface with this address alone, unless the environment names others.
+
+    Raises RankLost where no interface is known to have it: by themselves they would listen at another address.
+    """
+    if os.environ.get(GLOO) and os.environ.get(NCCL):
+        return
+    name = _interface(host)
+    if name is None:
+        raise RankLost(f"no network interface here is known to have the address {host}; set {GLOO} and {NCCL} to one")
+    for variable, value in ((GLOO, name), (NCCL, f"={name}")):  # NCCL takes a name without = for a prefix
+        if not os.environ.get(variable):
+            os.environ[variable] = value
+
+
+def _interface(host: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address; None where it cannot be found."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
-            with suppress(OSError):  # an interface without an address
+            with suppress(OSError):  # an interface without an address, or a system with other requests than Linux
                 if socket.inet_ntoa(ioctl(query, _SIOCGIFADDR, request)[20:24]) == host:
                     return name
-    raise RankLost(f"no network interface here has the address {host}")
+    return None

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from outrider.engine.ranks.group import RankLost
-from outrider.engine.ranks.process_group import TorchRanks
+from outrider.engine.ranks.process_group import GLOO, NCCL, TorchRanks, choose_interface
 from tests.engine.ranked import meeting_point, ranked
 from tests.engine.small_checkpoints import make_checkpoint, prompt
 
 LISTENING = "0A"
+NOBODYS = "192.0.2.1"  # an address for documentation
 
 
 def listens_at(pid: int) -> set[IPv4Address | IPv6Address]:
@@ -33,7 +34,15 @@ def listens_at(pid: int) -> set[IPv4Address | IPv6Address]:
     return found
 
 
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names no interface, and what a test sets is undone."""
+    for variable in (GLOO, NCCL):
+        monkeypatch.setenv(variable, "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a process's sockets from /proc")
+@pytest.mark.usefixtures("unset")
 def test_ranks_listen_at_their_own_address_alone(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "grouped", 96)
     here, before = {IPv4Address("127.0.0.1")}, listens_at(os.getpid())
@@ -45,6 +54,27 @@ def test_ranks_listen_at_their_own_address_alone(tmp_path: Path) -> None:
         assert listens_at(ranks.others[0].pid) == here
         assert listens_at(os.getpid()) - before <= here
         assert here <= listens_at(os.getpid())
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "=lo")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of interfaces are found on Linux")
+@pytest.mark.usefixtures("unset")
+def test_an_interface_that_the_environment_names_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NCCL, "ib0,ib1")
+    choose_interface("127.0.0.1")
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "ib0,ib1")
+    monkeypatch.setenv(GLOO, "eth7")
+    choose_interface(NOBODYS)
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("eth7", "ib0,ib1")
+
+
+@pytest.mark.parametrize("named", [None, GLOO, NCCL])
+@pytest.mark.usefixtures("unset")
+def test_an_address_of_no_interface_is_refused(monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+    if named is not None:
+        monkeypatch.setenv(named, "eth7")
+    with pytest.raises(RankLost, match=f"have the address {NOBODYS}; set {GLOO} and {NCCL}"):
+        choose_interface(NOBODYS)
 
 
 def test_a_rendezvous_that_another_process_listens_at_is_no_group() -> None:
