@@ -89,16 +89,15 @@ class StepBatch:
     began: float = 0.0  # when the forward pass began, by time.monotonic
     seconds: float = 0.0  # that the forward pass took
     back_to_back: bool = False  # the scheduler was not idle since the previous pass
+    tokens: int = field(init=False)  # rows of the pass
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
     @property
     def sessions(self) -> list[VerifierSession]:
         """The sessions of this step."""
         return [work.session for work in self.works]
-
-    @property
-    def tokens(self) -> int:
-        """Number of rows of the pass."""
-        return sum(work.end - work.start + len(work.nodes) + len(work.window.tokens) for work in self.works)
 
     @property
     def figures(self) -> StepFigures:
