@@ -145,7 +145,7 @@ class WorkerConfig(GrpcConfig):
     threads: int = Field(default=1, ge=1)  # threads of a forward pass, in each rank
     slots: int = Field(default=8, ge=1)  # sessions at the same time
     context: int | None = Field(default=None, ge=2)  # longest session, in tokens; None: the checkpoint's
-    kv_memory: ByteSize | None = None  # for the KV of all slots together, as in 4GiB; None: what they can take
+    kv_memory: ByteSize | None = None  # for the model's KV of all slots together, as in 4GiB; None: what they can take
     store_public: bool = False  # everybody may see pieces of `store`, also those that were drafted and not accepted
     prefill_chunk: int = Field(default=128, ge=2)  # tokens of a prompt that are read between two steps
     tensor_parallel: int = Field(default=1, ge=1, le=64)  # ranks that share the model, each one an actor on Ray

@@ -48,7 +48,7 @@ class NoFeatureFuser(FeatureFuser):
 
 class SessionFeatures(FusedFeatures):
     """The fused features of one session. Those of a warm prefix are kept as its KV is, but `known` counts none before a
-    step has run: until then they may still have to be copied.
+    step has run: until then they may still have to be copied. A session whose KV was released keeps its features.
     """
 
     def __init__(self, rows: NDArray[np.uint16]) -> None:
@@ -78,15 +78,21 @@ class HeadFeatureFuser(FeatureFuser):
         return SessionFeatures(self._rows[kv_slot.slot])
 
     async def store(self, step: StepBatch, walks: Sequence[Walk | None], executor: Executor) -> None:
-        kept = [*kept_rows(step, walks, every=True)]
-        if not kept:
-            return
-        hidden = self._hidden()[[row for _, rows in kept for row in rows]]
-        targets = [(work.session.kv_slot.slot, work.start, len(rows)) for work, rows in kept]
-        await executor.call(partial(self._write, hidden, targets))
-        for (work, _), (_, start, count) in zip(kept, targets, strict=True):
-            if work.session.fused is not None:
-                work.session.fused.known = start + count
+        taken: list[int] = []
+        targets: list[tuple[int, int, int]] = []
+        ends: list[tuple[FusedFeatures, int]] = []
+        for work, rows in kept_rows(step, walks, every=True):
+            fused, start, end = work.session.fused, work.start, work.start + len(rows)
+            if fused is not None:
+                start = max(start, min(fused.known, end))  # what is read again is known: drafters may be reading it
+                ends.append((fused, max(fused.known, end)))
+            if start < end:
+                taken += rows[start - end :]
+                targets.append((work.session.kv_slot.slot, start, end - start))
+        if taken:
+            await executor.call(partial(self._write, self._hidden()[taken], targets))
+        for fused, known in ends:
+            fused.known = known
 
     def _write(self, hidden: Tensor, targets: Sequence[tuple[int, int, int]]) -> None:
         fused, first = self._fuse(hidden), 0

@@ -31,6 +31,13 @@ class KvMemory:
         self._budget = PageBudget(engine, slots)
         self._trees = nodes // PAGE + SPARE  # pages
 
+    async def prepare(self) -> None:
+        """Runs the queued changes in the thread of the passes, if there are heads or features, whose copies are long:
+        `schedulable` runs changes in the event loop's thread, which holds up all streams.
+        """
+        if self._budget.bounded and self._engine.features is not None:
+            await self._executor.flush()
+
     def schedulable(self, sessions: Iterable[VerifierSession]) -> list[VerifierSession]:
         """Return the sessions that are ready and for whose next step there is memory. No pass may run.
 

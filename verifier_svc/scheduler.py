@@ -238,6 +238,7 @@ class StepScheduler:
         waited, back_to_back = 0.0, bool(self._pass_ended)
         incomplete: VerifierSession | None = None  # whose plan forbids a step over the tree that it has
         while True:
+            await self._memory.prepare()
             self._changed.clear()
             if self._drained is not None:
                 self._close_all(self._drained)

@@ -222,10 +222,6 @@ def load(config: VerifierConfig, group: Group = ALONE) -> tuple[Engine, CostMode
 
 def load_part(config: VerifierConfig, group: Group = ALONE) -> Engine:
     """Return a rank's part of the target. Raises CheckpointError, and ConfigError for what this machine lacks."""
-    if config.kv_memory is not None and (config.heads or config.features):
-        raise ConfigError(
-            "kv_memory: does not work with heads or features, whose texts are read once; leave it out, or them"
-        )
     rows = None if config.context is None else config.context + SCRATCH
     folder = checkpoint_folder(config.model)
     engine = load_engine(

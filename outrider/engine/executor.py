@@ -53,6 +53,11 @@ class Executor:
         for change in changes:
             change()
 
+    async def flush(self) -> None:
+        """Run all queued changes in the thread of the passes. Nothing is queued when this returns."""
+        while self._queued:
+            await self.call(lambda: None)
+
     async def call(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, which runs in the thread of the passes, after the queued changes."""
         changes, self._queued = self._queued, []

@@ -45,7 +45,7 @@ class EagleDrafts:
 
     It stores all features, [slots, rows, width * parts], and reads a text only when it drafts for it, so that a session
     whose heads pause costs no more than storing features. A commit keeps no drafted row: its rows are read again, from
-    true features.
+    true features. What it has read stays read when the target reads the text again.
     """
 
     all_levels_at_once = False
@@ -73,7 +73,6 @@ class EagleDrafts:
     def add_features(self, slot: int, start: int, features: Tensor) -> None:
         with torch.inference_mode():
             self._features[slot, start : start + len(features)] = features
-        self._read[slot] = min(self._read[slot], start)
 
     def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
         parts = [(self._read[root.slot], min(len(root.tokens) - 1, self._read[root.slot] + CHUNK)) for root in roots]

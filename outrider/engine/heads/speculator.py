@@ -45,7 +45,8 @@ class Speculator(Protocol):
     def add_features(self, slot: int, start: int, features: Tensor) -> None:
         """Store the true features of committed rows, from row `start` on: [rows, width * parts].
 
-        A speculator whose features are those of wanted rows alone receives some rows, the last one among them.
+        A speculator whose features are those of wanted rows alone receives some rows, the last one among them. A text
+        that the target reads again has the same features again.
         """
 
     def begin(self, roots: Sequence[HeadRoot]) -> list[FloatRows | None]:
