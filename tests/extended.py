@@ -35,6 +35,7 @@ EXTENDED = (  # folders, files, and tests in them
     "tests/e2e/test_families.py",
     "tests/e2e/test_faults.py",
     "tests/e2e/test_hub.py",
+    "tests/e2e/test_kv_memory.py",
     "tests/e2e/test_leaks.py",
     "tests/e2e/test_learning.py",
     "tests/e2e/test_lookahead.py",

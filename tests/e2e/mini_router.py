@@ -69,11 +69,13 @@ async def decode(
     session: str | None = None,
     pace: float = 0.0,
     upstream: str | None = None,
+    lease_ms: int = 10_000,
 ) -> Answer:
     """Runs one generation. `each` receives every commit and may answer with a new plan.
 
     With a `pace`, the log lags: the window is one path of the plan, and once it is full, drafters have that many
-    seconds before all of it is acknowledged, and 0.2 s until all of them have joined.
+    seconds before all of it is acknowledged, and 0.2 s until all of them have joined. `lease_ms`: how long it may be
+    silent, for it sends no heartbeats.
     """
     session = session or f"exact-{next(_names)}"
     answer = Answer()
@@ -93,7 +95,7 @@ async def decode(
             contract=contract_to_pb(contract),
             plan=plan_to_pb(plan),
             window=window,
-            lease_ms=10_000,
+            lease_ms=lease_ms,
         )
         commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -77,6 +79,25 @@ async def test_another_call_between_passes_comes_in_order_too(rig: Rig) -> None:
     rig.executor.enqueue(lambda: rig.engine.asked.append(("later",)))
     assert await rig.executor.call(lambda: len(rig.engine.asked)) == 2
     assert rig.engine.asked == [("move", 1), ("later",)]
+
+
+async def test_a_flush_runs_what_is_queued_and_what_is_queued_meanwhile_in_the_thread_of_the_passes(rig: Rig) -> None:
+    threads: list[threading.Thread] = []
+    loop = asyncio.get_running_loop()
+
+    def late() -> None:
+        threads.append(threading.current_thread())
+
+    def early() -> None:
+        late()
+        loop.call_soon_threadsafe(rig.executor.enqueue, late)  # before the result of the call is there
+
+    rig.executor.enqueue(early)
+    await rig.executor.flush()
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+    await rig.sample()
+    assert len(threads) == 2
 
 
 async def test_another_engine_is_not_asked_for_what_was_due_to_the_one_before(rig: Rig) -> None:
