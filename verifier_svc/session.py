@@ -18,11 +18,11 @@ from outrider.core.tree.node import Node
 from outrider.core.tree.sampled_tree import tree_of
 from outrider.draft_server.draft_session import MAX_DRAFTERS, DraftedSession, Subscription
 from outrider.engine.kv_slots import AcquiredSlot
+from outrider.rpc.step_broadcast import StepBroadcast
 from verifier_svc.commit_queue import CommitQueue, StepCommit
 from verifier_svc.proposers.head_drafts import SENDER as HEADS
 from verifier_svc.proposers.head_drafts import HeadDrafts
 from verifier_svc.proposers.ngram_proposer import SENDER, NgramProposer
-from verifier_svc.step_broadcast import StepBroadcast
 from verifier_svc.tracing import TracedSteps
 
 TREE_CAPACITY = 512  # nodes that a session's tree may hold

@@ -1,9 +1,8 @@
-"""Streams each step of a session to its watchers: the tree as it was verified, and the accepted nodes."""
+"""What a session's watchers see of a step: the tree as it was verified, and the accepted nodes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence, Set
+from collections.abc import Sequence, Set
 
 from outrider.core.sampling.sampler import Choice
 from outrider.core.session.contract import StepReport
@@ -12,48 +11,6 @@ from outrider.core.tree.score_codec import edge_code
 from outrider.draft_server.draft_session import DraftedSession
 from outrider.rpc.codec import plan_to_pb, report_to_pb
 from outrider.v1 import types_pb2
-
-MAX_QUEUED = 64  # steps that are queued for a slow watcher
-
-
-class StepBroadcast:
-    """The watchers of one session."""
-
-    def __init__(self) -> None:
-        self._watchers: dict[asyncio.Queue[types_pb2.StepTree | None], int] = {}  # with the steps each has missed
-        self._closed = False
-
-    @property
-    def watched(self) -> bool:
-        """Whether there are watchers."""
-        return bool(self._watchers)
-
-    async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
-        """Yields the steps from now on, until the session ends."""
-        queue: asyncio.Queue[types_pb2.StepTree | None] = asyncio.Queue()  # bounded by `show`
-        self._watchers[queue] = 0
-        try:
-            while not (self._closed and queue.empty()) and (step := await queue.get()) is not None:
-                yield step
-        finally:
-            self._watchers.pop(queue, None)
-
-    def show(self, shown: types_pb2.StepTree) -> None:
-        """Queues a step for each watcher."""
-        for queue, missed in self._watchers.items():
-            if queue.qsize() >= MAX_QUEUED:
-                self._watchers[queue] = missed + 1
-                continue
-            step = types_pb2.StepTree()
-            step.CopyFrom(shown)
-            step.missed, self._watchers[queue] = missed, 0
-            queue.put_nowait(step)
-
-    def close(self) -> None:
-        """Ends all streams, after the steps that are queued."""
-        self._closed = True
-        for queue in self._watchers:
-            queue.put_nowait(None)
 
 
 def step_tree(

@@ -18,7 +18,7 @@ from outrider.errors import NotFound, OutriderError, Unauthenticated
 from outrider.gateway import serialize
 from outrider.gateway.bodies import read_body
 from outrider.gateway.clients import TenantClients
-from outrider.gateway.errors import body, invalid, refusal
+from outrider.gateway.errors import body, invalid, response
 from outrider.gateway.keys import HEALTH, KeyCheck
 from outrider.gateway.limits import BodyLimit, RequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
@@ -94,8 +94,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
 
     @app.exception_handler(OutriderError)
     async def refused(request: Request, error: OutriderError) -> Response:
-        status, content, headers = refusal(error)
-        return JSONResponse(content, status, headers=headers)
+        return response(error)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 
 from outrider.errors import (
     Busy,
@@ -60,6 +61,12 @@ def refusal(error: OutriderError) -> Refusal:
     param = error.field if isinstance(error, InvalidRequest) else None
     headers = {"retry-after": str(math.ceil(error.retry_after))} if isinstance(error, Overloaded) else {}
     return Refusal(kind.status, body(str(error), kind.type, param, kind.code), headers)
+
+
+def response(error: OutriderError) -> JSONResponse:
+    """Return `refusal` as a response."""
+    status, content, headers = refusal(error)
+    return JSONResponse(content, status, headers=headers)
 
 
 def body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import hashlib
 import time
 from collections import OrderedDict
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
-from outrider.gateway.errors import refusal
+from outrider.gateway.errors import response
 
 HEALTH = "/health"  # the only path that needs no key
 TENANT = "outrider.tenant"  # key in a request's scope: the tenant of its key; empty where the router needs no keys
@@ -52,8 +51,7 @@ class KeyCheck:
                 try:
                     scope = {**scope, TENANT: await self.check(caller_key(Headers(scope=scope)))}
                 except OutriderError as error:
-                    status, content, headers = refusal(error)
-                    await JSONResponse(content, status, headers=headers)(scope, receive, send)
+                    await response(error)(scope, receive, send)
                     return
             await app(scope, receive, send)
 

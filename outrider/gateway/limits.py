@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import ExitStack
 
 from fastapi import Request
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.config import GatewayConfig
+from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InvalidRequest, Overloaded
-from outrider.gateway.errors import refusal
+from outrider.gateway.errors import response
 from outrider.gateway.keys import HEALTH, TENANT
 
 RETRY_S = 1.0  # pause that a refused caller is asked for
@@ -24,25 +25,21 @@ class RequestLimit:
 
     def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
         self._app = app
-        self._max = config.max_requests
-        self._running = 0
+        problem = f"the gateway serves {config.max_requests} requests already; try again"
+        self._running = ConcurrencyLimit(problem, config.max_requests, retry_s=RETRY_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http" or scope["path"] == HEALTH:
             await self._app(scope, receive, send)
             return
-        if self._running >= self._max:
-            status, content, headers = refusal(
-                Overloaded(f"the gateway serves {self._max} requests already; try again", RETRY_S)
-            )
-            await JSONResponse(content, status, headers=headers)(scope, receive, send)
-            return
-        self._running += 1
-        try:
+        with ExitStack() as running:
+            try:
+                running.enter_context(self._running.hold())
+            except Overloaded as error:
+                await response(error)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
-        finally:
-            self._running -= 1
 
 
 class HeldBytes:

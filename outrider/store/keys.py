@@ -14,12 +14,12 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outrider.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
+from outrider.core.concurrency_limit import ConcurrencyLimit
+from outrider.errors import InvalidRequest, NotFound, Unauthenticated
 from outrider.store.client import Client, decoding, load_object, redis_errors
 
 PREFIX = "outrider_"  # lets scanners for secrets recognize a key
@@ -55,7 +55,7 @@ class Keys:
     def __init__(self, redis: Client) -> None:
         self._redis = redis
         self._known: dict[str, tuple[ApiKey, float]] = {}  # by hash: the key, and the end of its cache entry
-        self._lookups = 0  # of unknown keys, that run
+        self._lookups = ConcurrencyLimit("too many unknown keys are looked up now; try again", MAX_LOOKUPS)
 
     async def add(self, tenant: str, name: str = "", *, valid_s: float | None = None) -> tuple[str, ApiKey]:
         """Create a key for a tenant. Return the secret, which cannot be recovered later, and the stored description.
@@ -95,23 +95,13 @@ class Keys:
         digest = _digest(secret)
         key, until = self._known.get(digest, (None, 0.0))
         if key is None or until < time.monotonic():
-            with nullcontext() if key is not None else self._looking_up(), redis_errors(self._redis):
+            with nullcontext() if key is not None else self._lookups.hold(), redis_errors(self._redis):
                 blob: Any = await self._redis.hget(_KEYS, digest)
             key = None if blob is None else _load(blob)
             self._remember(digest, key)
         if key is None or key.expired:
             raise Unauthenticated("this API key is unknown, expired or revoked; `outrider keys add` makes another one")
         return key
-
-    @contextmanager
-    def _looking_up(self) -> Iterator[None]:
-        if self._lookups >= MAX_LOOKUPS:
-            raise Overloaded("too many unknown keys are looked up now; try again")
-        self._lookups += 1
-        try:
-            yield
-        finally:
-            self._lookups -= 1
 
     async def _all(self) -> list[tuple[str, ApiKey]]:
         with redis_errors(self._redis):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
+from outrider.core.concurrency_limit import ConcurrencyLimit
+from outrider.errors import DeadlineExceeded, InvalidRequest, Unauthenticated
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
 from outrider.store.keys import Keys
 from router.api.message_bounds import check_message
@@ -72,7 +72,8 @@ class JudgedByKey(JudgedCalls):
         self._rates = rates
         self._reads: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by tenant, while used
         self._health_reads = asyncio.Semaphore(HEALTH_READS)
-        self._keyless: Counter[str] = Counter()  # running calls without a key
+        self._health_calls = _keyless_calls("health", MAX_HEALTH_CALLS)
+        self._reflection_calls = _keyless_calls("reflection", MAX_REFLECTION_CALLS)
 
     @asynccontextmanager
     async def admitted(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -84,10 +85,10 @@ class JudgedByKey(JudgedCalls):
             run_for(tenant)
             yield
         elif method.startswith(_HEALTH_PREFIX):
-            with self._counted("health", MAX_HEALTH_CALLS):
+            with self._health_calls.hold():
                 yield
         else:
-            with self._counted("reflection", MAX_REFLECTION_CALLS):
+            with self._reflection_calls.hold():
                 try:
                     async with asyncio.timeout(REFLECTION_S):
                         yield
@@ -107,15 +108,9 @@ class JudgedByKey(JudgedCalls):
             raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {HEALTH_BYTES}")
         return message
 
-    @contextmanager
-    def _counted(self, kind: str, most: int) -> Iterator[None]:
-        if self._keyless[kind] >= most:
-            raise Overloaded(f"{kind}: {most} calls run already; try again")
-        self._keyless[kind] += 1
-        try:
-            yield
-        finally:
-            self._keyless[kind] -= 1
+
+def _keyless_calls(kind: str, most: int) -> ConcurrencyLimit:
+    return ConcurrencyLimit(f"{kind}: {most} calls run already; try again", most)
 
 
 def run_for(tenant: str) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import grpc.aio
 
-from outrider.errors import InternalError, NotFound, OutriderError, Overloaded, Unavailable
+from outrider.core.concurrency_limit import ConcurrencyLimit
+from outrider.errors import InternalError, NotFound, OutriderError, Unavailable
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.status import from_rpc_error
+from outrider.rpc.step_broadcast import StepBroadcast
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
@@ -19,9 +20,7 @@ from router.api.requests import find_model
 from router.sessions.session_open import RouterContext, open_record
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between two looks for the verifier that decodes a session
-MAX_QUEUED = 64  # steps that are queued for a slow watcher
 MAX_WATCHERS, MAX_OF_TENANT = 256, 32
-RETRY_S = 1.0
 
 
 class StepStreams:
@@ -30,18 +29,16 @@ class StepStreams:
     def __init__(self, router: RouterContext) -> None:
         self._router = router
         self._watched: dict[str, _WatchedSession] = {}
-        self._watchers: Counter[str] = Counter()  # by tenant
+        most = f"at most {MAX_OF_TENANT} of a tenant and {MAX_WATCHERS} in all"
+        problem = f"too many sessions are watched here ({most}); end a watch first"
+        self._watchers = ConcurrencyLimit(problem, MAX_WATCHERS, of_key=MAX_OF_TENANT)
 
     async def steps(self, tenant: str, session_id: str) -> AsyncGenerator[types_pb2.StepTree, None]:
         """Yield the steps of a tenant's session from now on, generation after generation, until it is closed.
 
         Raises NotFound, and Overloaded where the tenant or all tenants watch too much.
         """
-        if self._watchers.total() >= MAX_WATCHERS or self._watchers[tenant] >= MAX_OF_TENANT:
-            most = f"at most {MAX_OF_TENANT} of a tenant and {MAX_WATCHERS} in all"
-            raise Overloaded(f"too many sessions are watched here ({most}); end a watch first", retry_after=RETRY_S)
-        self._watchers[tenant] += 1
-        try:
+        with self._watchers.hold(tenant):
             record = await open_record(self._router.sessions, tenant, session_id)
             watched = self._watched.get(session_id)
             if watched is None or watched.ended:
@@ -53,35 +50,11 @@ class StepStreams:
             finally:
                 if watched.ended and self._watched.get(session_id) is watched:
                     del self._watched[session_id]
-        finally:
-            self._watchers[tenant] -= 1
-            self._watchers += Counter()  # drops tenants without watchers
 
     def on_begin(self, session_id: str) -> None:
         """A generation of the session begins here: its verifier is known in a moment."""
         if session_id in self._watched:
             self._watched[session_id].begun.set()
-
-
-class _Watcher:
-    """A watcher's steps."""
-
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[types_pb2.StepTree | OutriderError] = asyncio.Queue()  # bounded by `add`
-        self._missed = 0
-
-    def add(self, step: types_pb2.StepTree) -> None:
-        """Queue a step, or count it as missed where the watcher does not keep up."""
-        missed = self._missed + step.missed
-        if self.queue.qsize() >= MAX_QUEUED:
-            self._missed = missed + 1
-            return
-        if missed != step.missed:
-            own = types_pb2.StepTree()
-            own.CopyFrom(step)
-            own.missed, step = missed, own
-        self._missed = 0
-        self.queue.put_nowait(step)
 
 
 class _WatchedSession:
@@ -91,43 +64,36 @@ class _WatchedSession:
         self.begun = asyncio.Event()  # set when a generation begins at this router
         self._router = router
         self._record = record
-        self._watchers: set[_Watcher] = set()
+        self._broadcast = StepBroadcast()
         self._task: asyncio.Task[None] | None = None
-        self.ended = False  # nobody watches any more, or nothing more comes
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody watches any more, or nothing more comes."""
+        return self._broadcast.closed
 
     async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
         """Yield the steps from now on. Raises what ended them: NotFound once the session is closed."""
-        watcher = _Watcher()
-        self._watchers.add(watcher)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         try:
-            while True:
-                step = await watcher.queue.get()
-                if isinstance(step, OutriderError):
-                    raise step
-                yield step
+            async with aclosing(self._broadcast.steps()) as steps:
+                async for step in steps:
+                    yield step
         finally:
-            self._watchers.discard(watcher)
-            if not self._watchers:
-                self.ended = True
+            if not self._broadcast.watched:
+                self._broadcast.close()
                 self._task.cancel()
 
     async def _run(self) -> None:
         try:
             async for step in self._read():
-                for watcher in self._watchers:
-                    watcher.add(step)
+                self._broadcast.show(step)
         except OutriderError as error:
-            self._end(error)
+            self._broadcast.close(error)
         except Exception as error:
-            self._end(InternalError(f"the session's steps cannot be read: {error}"))
+            self._broadcast.close(InternalError(f"the session's steps cannot be read: {error}"))
             raise
-
-    def _end(self, error: OutriderError) -> None:
-        self.ended = True
-        for watcher in self._watchers:
-            watcher.queue.put_nowait(error)
 
     async def _read(self) -> AsyncIterator[types_pb2.StepTree]:
         sessions, record = self._router.sessions, self._record

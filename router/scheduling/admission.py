@@ -6,11 +6,12 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from outrider.config import RouterConfig
+from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
 from router.api.rate_limits import MIN_RETRY_S, CallRates, ResidencyEma
 from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
@@ -197,28 +198,14 @@ class Admission:
         self._queues.setdefault(ticket.model, FairQueue()).charge(ticket.tenant, -unspent)
 
 
-class AnswerLimit:
+class AnswerLimit(ConcurrencyLimit):
     """Bounds how many responses are in memory at once: of generations with slots, and of those without because their
     clients do not read or because they have ended and are read again."""
 
     def __init__(self, config: RouterConfig) -> None:
-        self._max_of_tenant = config.max_sessions + config.queue
-        self._max_held = 2 * self._max_of_tenant
-        self._held: Counter[str] = Counter()  # by tenant
-
-    @contextmanager
-    def hold(self, tenant: str) -> Iterator[None]:
-        """Count one response until the body has ended. Raises Overloaded if there are too many."""
-        if self._held.total() >= self._max_held or self._held[tenant] >= self._max_of_tenant:
-            raise Overloaded(
-                "too many responses are unread; read those that you requested", retry_after=DEFAULT_RETRY_S
-            )
-        self._held[tenant] += 1
-        try:
-            yield
-        finally:
-            self._held[tenant] -= 1
-            self._held += Counter()  # drops tenants without responses
+        problem = "too many responses are unread; read those that you requested"
+        of_tenant = config.max_sessions + config.queue
+        super().__init__(problem, 2 * of_tenant, of_key=of_tenant, retry_s=DEFAULT_RETRY_S)
 
 
 class AdmissionSlot:
