@@ -42,50 +42,77 @@ class RequestLimit:
             await self._app(scope, receive, send)
 
 
-class HeldBytes:
-    """The bytes of the bodies of all running requests: at most `most`, and of one tenant no more than are left free.
+class TenantShares:
+    """What all running requests hold of one thing: at most `most`, and a tenant's no more than they leave free.
 
-    So a tenant alone may hold half of them, and there is always room for the next one. Where the router needs no keys
-    all callers are one tenant, without a name, which may hold all.
+    So a tenant alone may hold half, and there is always room for the next one. Where the router needs no keys all
+    callers are one tenant, without a name, which may hold all.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str, *, least: int = 0) -> None:
+        """`what`: the thing's name, for errors; `least`: so much a tenant may hold while it is there."""
         self._most = most
+        self._what = what
+        self._least = least
         self._of_tenant: Counter[str] = Counter()
 
     @property
     def held(self) -> int:
-        """The bytes of all tenants."""
+        """What all tenants hold."""
         return self._of_tenant.total()
 
     def most_of(self, tenant: str) -> int:
         """Return the most that a tenant may hold while no other one holds any."""
-        return self._most // 2 if tenant else self._most
+        return max(self._least, self._most // 2) if tenant else self._most
 
-    def add(self, tenant: str, size: int) -> None:
-        """Add bytes of a tenant. Raises Overloaded, and adds nothing, if there are too many."""
-        free = self._most - self.held - size
+    def add(self, tenant: str, amount: int) -> None:
+        """Count more of a tenant. Raises Overloaded, and adds nothing, if that is too much."""
+        free = self._most - self.held - amount
         if free < 0:
-            raise Overloaded("the gateway holds as many bytes of requests as it can; try again", RETRY_S)
-        if tenant and self._of_tenant[tenant] + size > free:
+            raise Overloaded(f"the gateway holds as many {self._what} as it can; try again", RETRY_S)
+        if tenant and self._of_tenant[tenant] + amount > max(self._least, free):
             raise Overloaded(
-                "this tenant's requests hold as many bytes as the gateway has left for others; try again when one of "
-                "them has ended",
+                f"the gateway holds as many {self._what} of this tenant as it has left for others; try again when one "
+                "of its requests has ended",
                 RETRY_S,
             )
-        self._of_tenant[tenant] += size
+        self._of_tenant[tenant] += amount
 
-    def release(self, tenant: str, size: int) -> None:
-        """Count bytes of a tenant no longer."""
-        self._of_tenant[tenant] -= size
+    def release(self, tenant: str, amount: int) -> None:
+        """Count so much of a tenant no longer."""
+        self._of_tenant[tenant] -= amount
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
+
+
+class TenantRequestLimit:
+    """Middleware that refuses requests of a tenant beyond its share of `max_requests`. It needs the key's tenant."""
+
+    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+        self._app = app
+        self._running = TenantShares(config.max_requests, "requests", least=1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if TENANT not in scope:  # it has no key, and needs none
+            await self._app(scope, receive, send)
+            return
+        tenant = scope[TENANT]
+        try:
+            self._running.add(tenant, 1)
+        except Overloaded as error:
+            await response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running.release(tenant, 1)
 
 
 class HeldBody:
     """The body of one request, as a part of all."""
 
-    def __init__(self, total: HeldBytes, tenant: str) -> None:
+    def __init__(self, total: TenantShares, tenant: str) -> None:
         self._total = total
         self._tenant = tenant
         self._most = total.most_of(tenant)
@@ -124,7 +151,7 @@ class BodyLimit:
         self._app = app
         self._max_bytes = config.max_request_bytes
         self._body_s = config.body_s
-        self._total = HeldBytes(config.max_total_bytes)
+        self._total = TenantShares(config.max_total_bytes, "bytes")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""

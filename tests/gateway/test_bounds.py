@@ -15,7 +15,7 @@ from outrider.client import AsyncClient
 from outrider.errors import OutriderError, Overloaded, Unauthenticated, Unavailable
 from outrider.gateway import connections, keys, limits
 from outrider.gateway.keys import KeyCheck
-from outrider.gateway.limits import HeldBytes
+from outrider.gateway.limits import TenantShares
 from outrider.store.keys import Keys
 from tests.gateway.conftest import Front, fronted
 from tests.router.rig import until
@@ -209,20 +209,21 @@ async def test_an_answer_may_take_longer_than_its_request(redis_url: str, monkey
 
 
 @pytest.fixture
-def totals(monkeypatch: pytest.MonkeyPatch) -> list[HeldBytes]:
+def totals(monkeypatch: pytest.MonkeyPatch) -> list[TenantShares]:
     """What the test's gateways hold."""
-    made: list[HeldBytes] = []
+    made: list[TenantShares] = []
 
-    class Noted(HeldBytes):
-        def __init__(self, most: int) -> None:
-            super().__init__(most)
-            made.append(self)
+    class Noted(TenantShares):
+        def __init__(self, most: int, what: str, *, least: int = 0) -> None:
+            super().__init__(most, what, least=least)
+            if what == "bytes":
+                made.append(self)
 
-    monkeypatch.setattr(limits, "HeldBytes", Noted)
+    monkeypatch.setattr(limits, "TenantShares", Noted)
     return made
 
 
-async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, totals: list[HeldBytes]) -> None:
+async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, totals: list[TenantShares]) -> None:
     most, typed = 2 * len(BODY), {"content-type": "application/json"}
     async with (
         fronted(redis_url, gateway={"max_total_bytes": most}) as front,
@@ -238,7 +239,7 @@ async def test_the_bodies_of_all_requests_together_are_bounded(redis_url: str, t
         assert (await web.post("/v1/completions", content=BODY, headers=typed)).status_code == 200
 
 
-async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, totals: list[HeldBytes]) -> None:
+async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, totals: list[TenantShares]) -> None:
     most = 8 * len(BODY)
     async with fronted(redis_url, auth="keys", gateway={"max_total_bytes": most}) as front:
         stored = Keys(front.rig.client)
@@ -261,28 +262,61 @@ async def test_a_tenant_s_bodies_leave_room_for_those_of_others(redis_url: str, 
                 await until(lambda: totals[0].held == 4 * len(BODY) - 1)
                 refused = await answer(also_takers)
                 assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-                assert "this tenant's requests" in refused.json()["error"]["message"]
+                assert "as many bytes of this tenant" in refused.json()["error"]["message"]
                 assert (await answer(other)).status_code == 200
             await until(lambda: totals[0].held == 0)
             assert (await answer(taker)).status_code == 200
 
 
 def test_each_further_tenant_finds_room() -> None:
-    held = HeldBytes(64)
+    held = TenantShares(64, "bytes")
     for tenant, share in (("a", 32), ("b", 16), ("c", 8), ("d", 4)):
         held.add(tenant, share)
-        with pytest.raises(Overloaded, match="this tenant"):
+        with pytest.raises(Overloaded, match="of this tenant as it has left"):
             held.add(tenant, 1)  # which adds nothing
     assert held.held == 60
     held.release("a", 32)
     held.add("d", 16)
-    with pytest.raises(Overloaded, match="this tenant"):
+    with pytest.raises(Overloaded, match="of this tenant as it has left"):
         held.add("d", 1)
 
-    unnamed = HeldBytes(64)
+    unnamed = TenantShares(64, "bytes")
     unnamed.add("", 64)
-    with pytest.raises(Overloaded, match="as many bytes of requests as it can"):
+    with pytest.raises(Overloaded, match="as many bytes as it can"):
         unnamed.add("", 1)
+
+
+def test_a_share_is_one_at_least() -> None:
+    held = TenantShares(3, "requests", least=1)
+    for tenant in "abc":
+        held.add(tenant, 1)
+    with pytest.raises(Overloaded, match="as many requests as it can"):
+        held.add("a", 1)
+    held.release("c", 1)
+    with pytest.raises(Overloaded, match="of this tenant as it has left"):
+        held.add("a", 1)
+
+
+async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url: str) -> None:
+    async with fronted(redis_url, auth="keys", gateway={"max_requests": 4}) as front:
+        stored = Keys(front.rig.client)
+        taker, other = [(await stored.add(tenant))[0] for tenant in ("taker", "other")]
+        also_takers, _ = await stored.add("taker")
+        async with httpx.AsyncClient(base_url=front.url) as web:
+
+            async def models(key: str) -> httpx.Response:
+                return await web.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+
+            async with connected(front) as one, connected(front) as two:
+                for raw, key in ((one, taker), (two, also_takers)):
+                    raw.send_head(key, f"content-length: {LARGE}", "expect: 100-continue")
+                    assert await raw.status() == 100  # its body is awaited
+                refused = await models(also_takers)
+                assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+                assert "as many requests of this tenant" in refused.json()["error"]["message"]
+                assert (await models(other)).status_code == 200
+            while (await models(taker)).status_code == 429:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_body_counts_once_for_each_answer(redis_url: str) -> None:

@@ -30,7 +30,9 @@ def gateway(
         int | None,
         typer.Option(help="Bytes of all requests that run, times their n; half for one tenant. [default: 16777216]"),
     ] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Requests at the same time. [default: 1024]")] = None,
+    max_requests: Annotated[
+        int | None, typer.Option(help="Requests at the same time; half for one tenant. [default: 1024]")
+    ] = None,
     max_connections: Annotated[int | None, typer.Option(help="Connections at the same time. [default: 4096]")] = None,
     body_s: Annotated[float | None, typer.Option(help="Seconds that a body may take to arrive. [default: 30]")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds that one request may take. [default: 600]")] = None,
