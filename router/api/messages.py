@@ -67,10 +67,10 @@ def _chunk_to_pb(part: ResponsePart, contract: Contract, token_text: Callable[[i
         logprobs=[
             pb.TokenLogprobs(
                 logprob=entry.logprob,
-                top_ids=[token for token, _ in entry.top],
-                top_logprobs=[logprob for _, logprob in entry.top],
+                top_ids=entry.top_ids,
+                top_logprobs=entry.top_logprobs,
                 text=token_text(token),
-                top_texts=[token_text(likely) for likely, _ in entry.top],
+                top_texts=map(token_text, entry.top_ids),
             )
             for token, entry in zip(part.tokens, entries, strict=False)
         ],

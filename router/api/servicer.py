@@ -28,10 +28,12 @@ from router.reporting.request_metrics import RequestMetrics
 from router.reporting.step_stream import StepStreams
 from router.scheduling.admission import OUTPUT_WEIGHT, SHUTTING_DOWN, AdmissionSlot, AnswerLimit
 from router.scheduling.fair_queue import AdmissionTicket, QueueClass
+from router.scheduling.fair_turns import LoopTurns
 from router.sessions import session_open
 from router.sessions.generation import OwnedGeneration
 from router.sessions.outbox import Event, Outbox
 from router.sessions.pending_requests import PendingRequest, PendingRequests
+from router.sessions.response import ResponsePart
 from router.sessions.session_open import OpenedGeneration, RouterContext
 
 MAX_INCOMPATIBLE = 64  # incompatible drafters that a model's description names
@@ -248,7 +250,7 @@ class GenerateServicer(InferenceServicer):
                 raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
             before.supersede(opened.token_log.epoch)
         paced = self._router.config.pad_stream_s is not None
-        outbox.begin(partial(_send, context, opened, paced), opened.position, opened.text_offset)
+        outbox.begin(partial(_send, self._router.turns, context, opened, paced), opened.position, opened.text_offset)
         generation = OwnedGeneration(self._router, opened, slot, outbox)
         metrics.on_started(generation)
         if self._draining:
@@ -297,11 +299,15 @@ class GenerateServicer(InferenceServicer):
         )
 
 
-async def _send(context: Context[Any, Any], opened: OpenedGeneration, paced: bool, event: Event | None) -> None:
-    contract, token_text = opened.turn.contract, opened.model.token_text
-    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, token_text)
-    if paced:
-        pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
+async def _send(
+    turns: LoopTurns, context: Context[Any, Any], opened: OpenedGeneration, paced: bool, event: Event | None
+) -> None:
+    """Send an event. The message of tokens from the log is made in a turn of the tenant, which ends before it is
+    written: whether the client reads it concerns nobody else."""
+    if isinstance(event, ResponsePart) and event.replayed:
+        message = await turns.run(opened.record.tenant, _message, opened, paced, event)
+    else:
+        message = _message(opened, paced, event)
     try:
         await context.write(message)
     except (
@@ -309,3 +315,11 @@ async def _send(context: Context[Any, Any], opened: OpenedGeneration, paced: boo
         grpc.aio.UsageError,
     ):  # the call ended during the write; that we are cancelled follows in a moment
         raise Cancelled("the client has gone") from None
+
+
+def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
+    contract, token_text = opened.turn.contract, opened.model.token_text
+    message = pb.GenerateResponse() if event is None else event_to_pb(event, contract, token_text)
+    if paced:
+        pad(message, PADDED_BYTES * (1 + (contract.logprobs or 0)))
+    return message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,10 +11,11 @@ from outrider.core.session.contract import Contract
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, InternalError, InvalidRequest
 from router.reporting.usage_stats import UsageStats
+from router.scheduling.fair_turns import LoopTurns
 from router.sessions.verifier_client import ReceivedCommit
 from router.text.detokenizer import AnswerText
 
-REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each takes about a millisecond of the event loop
+REPLAY_TOKENS = 64  # tokens in one part that comes from the log; each part takes about half a millisecond
 
 
 class EndReason(Enum):
@@ -39,6 +39,11 @@ class ResponsePart:
     logprobs: bytes  # as the log holds them; empty unless the contract asks for them
     text: str  # that these tokens completed
     text_offset: int  # characters of the response so far, this text included
+
+    @property
+    def replayed(self) -> bool:
+        """Whether its tokens come from the log."""
+        return len(self.tokens) > len(self.gaps)
 
     def fits_behind(self, other: ResponsePart) -> bool:
         """Whether the two can become one part: both from commits, or both from the log."""
@@ -112,17 +117,20 @@ class Response:
             commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, len(self._complete_text)
         )
 
-    async def replay(self, tokens: Sequence[int], logprobs: bytes) -> list[ResponsePart]:
-        """Add tokens from the log behind those added so far, in small parts so that other sessions run in between."""
+    async def replay(self, tokens: Sequence[int], logprobs: bytes, turns: LoopTurns, tenant: str) -> list[ResponsePart]:
+        """Add tokens from the log behind those added so far, in small parts, each in a turn of the tenant."""
         parts = []
         for first in range(0, len(tokens), REPLAY_TOKENS):
-            chunk, position = tuple(tokens[first : first + REPLAY_TOKENS]), self.position
-            text, _ = self._feed(chunk)
-            self.usage.add_replayed(len(chunk))
+            chunk = tuple(tokens[first : first + REPLAY_TOKENS])
             chunk_logprobs = logprobs[first * self._stride : (first + len(chunk)) * self._stride]
-            parts.append(ResponsePart(position, chunk, (), chunk_logprobs, text, self.text_offset))
-            await asyncio.sleep(0)
+            parts.append(await turns.run(tenant, self._replay_part, chunk, chunk_logprobs))
         return parts
+
+    def _replay_part(self, tokens: tuple[int, ...], logprobs: bytes) -> ResponsePart:
+        position = self.position
+        text, _ = self._feed(tokens)
+        self.usage.add_replayed(len(tokens))
+        return ResponsePart(position, tokens, (), logprobs, text, self.text_offset)
 
     def check_reached(self, next_position: int, text_offset: int) -> None:
         """Raises InvalidRequest for a text offset outside the response, Conflict for a position beyond the log."""

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.config import RouterConfig
 from outrider.core.control.policies import GammaPolicy, policy
@@ -24,6 +24,7 @@ from router.background import BackgroundTasks
 from router.reporting.request_metrics import RouterMetrics
 from router.reporting.usage_stats import UsageStats
 from router.scheduling.admission import Admission
+from router.scheduling.fair_turns import LoopTurns
 from router.scheduling.workers import WorkerPool
 from router.sessions.response import EndReason, Response, ResponsePart, position_beyond_log, unsent_parts
 from router.sessions.token_log import TokenLog
@@ -49,6 +50,7 @@ class RouterContext:
     sample_writer: SampleWriter
     storage: TenantStorage
     metrics: RouterMetrics
+    turns: LoopTurns = field(default_factory=LoopTurns)  # at what is read again from the log
 
     def owner(self) -> str:
         """Return a new name for one acquisition of a session."""
@@ -199,7 +201,7 @@ async def find(
     if len(prompt) < turn.answer_position:
         raise Conflict(f"session {session_id}: its log is shorter than its prompt; Redis lost it")
     response = await offload_if_long(prompt, _new_response, model, prompt, turn, UsageStats(now.usage))
-    parts = await response.replay(output, log.logprobs)
+    parts = await response.replay(output, log.logprobs, router.turns, tenant)
     if now.finished:
         parts.append(response.flush())
     next_position = max(next_position, response.start)
@@ -229,7 +231,8 @@ async def take(router: RouterContext, found: FoundGeneration) -> OpenedGeneratio
         log = await router.sessions.read(session_id, len(found.tokens))
         found.tokens.extend(log.tokens)
         found.logprobs.extend(log.logprobs)
-        found.parts.extend(await found.response.replay(log.tokens, log.logprobs))
+        parts = await found.response.replay(log.tokens, log.logprobs, router.turns, record.tenant)
+        found.parts.extend(parts)
         if record.length != len(found.tokens):
             raise Unavailable(f"session {session_id} changed while it was read; resume it")
         if record.finished:

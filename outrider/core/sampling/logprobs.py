@@ -6,7 +6,7 @@ its log-probability (float32), most likely first. All are the raw model's: at te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,12 @@ from outrider.core.sampling.compiled import log_total
 _ENTRY = np.dtype([("id", "<u4"), ("logprob", "<f4")])
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobEntry:
+class LogprobEntry(NamedTuple):
     """The log-probabilities at one position."""
 
     logprob: float  # of the committed token
-    top: tuple[tuple[int, float], ...]  # the most likely tokens and their log-probabilities, most likely first
+    top_ids: list[int]  # the most likely tokens, most likely first
+    top_logprobs: list[float]  # their log-probabilities
 
 
 def stride(alternatives: int) -> int:
@@ -62,9 +62,6 @@ def unpack(blob: bytes, alternatives: int) -> list[LogprobEntry]:
     size = stride(alternatives)
     if len(blob) % size:
         raise ValueError(f"{len(blob)} bytes are not a whole number of entries of {size}")
-    entries = []
-    for start in range(0, len(blob), size):
-        logprob = float(np.frombuffer(blob, "<f4", 1, start)[0])
-        top = np.frombuffer(blob, _ENTRY, alternatives, start + 4)
-        entries.append(LogprobEntry(logprob, tuple((int(entry["id"]), float(entry["logprob"])) for entry in top)))
-    return entries
+    rows = np.frombuffer(blob, np.dtype([("logprob", "<f4"), ("top", _ENTRY, (alternatives,))]))
+    columns = rows["logprob"].tolist(), rows["top"]["id"].tolist(), rows["top"]["logprob"].tolist()
+    return [*map(LogprobEntry, *columns)]

@@ -16,8 +16,8 @@ def test_they_are_log_softmax_of_the_raw_logits_best_first() -> None:
     first, second = unpack(blob, 3)
     exact = LOGITS.astype(np.float64) - np.log(np.exp(LOGITS.astype(np.float64)).sum())
     assert first.logprob == pytest.approx(exact[7], abs=1e-6)
-    assert [token for token, _ in first.top] == np.argsort(-exact)[:3].tolist()
-    assert [logprob for _, logprob in first.top] == pytest.approx(np.sort(exact)[::-1][:3], abs=1e-6)
+    assert first.top_ids == np.argsort(-exact)[:3].tolist()
+    assert first.top_logprobs == pytest.approx(np.sort(exact)[::-1][:3], abs=1e-6)
     assert second.logprob != first.logprob
 
 
@@ -30,12 +30,12 @@ def test_a_choice_carries_them_whatever_temperature_and_filters_were() -> None:
 
 def test_more_alternatives_than_tokens_are_filled_with_impossible_ones() -> None:
     (entry,) = unpack(pack(LOGITS[:2], 0, 4), 4)
-    assert [logprob for _, logprob in entry.top][2:] == [-np.inf, -np.inf]
+    assert entry.top_logprobs[2:] == [-np.inf, -np.inf]
 
 
 def test_ties_go_to_the_lower_id() -> None:
     (entry,) = unpack(pack(np.zeros(5, np.float32), 3, 2), 2)
-    assert [token for token, _ in entry.top] == [0, 1]
+    assert entry.top_ids == [0, 1]
 
 
 def test_bytes_that_are_no_whole_entries_are_refused() -> None:
@@ -54,6 +54,11 @@ def test_entries_that_hold_more_than_was_asked_for_are_narrowed_to_it() -> None:
 def test_all_entries_are_read_at_once() -> None:
     ids, logprobs = alternatives(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
     entries = unpack(pack(LOGITS, 7, 16) + pack(LOGITS * 2, 9, 16), 16)
-    assert [[*zip(*row, strict=True)] for row in zip(ids.tolist(), logprobs.tolist(), strict=True)] == [
-        [*entry.top] for entry in entries
-    ]
+    assert ids.tolist() == [entry.top_ids for entry in entries]
+    assert logprobs.tolist() == [entry.top_logprobs for entry in entries]
+
+
+def test_entries_may_hold_no_alternatives() -> None:
+    entries = unpack(pack(LOGITS, 7, 0) + pack(LOGITS, 9, 0), 0)
+    assert [entry.top_ids for entry in entries] == [[], []]
+    assert entries[0].logprob - entries[1].logprob == pytest.approx(LOGITS[7] - LOGITS[9], abs=1e-5)

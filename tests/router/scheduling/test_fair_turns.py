@@ -1,4 +1,4 @@
-"""Turns at long work: who is next, what a cancelled caller leaves behind, and how much may wait."""
+"""Turns at work: who is next, what a cancelled caller leaves behind, and how much may wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import Overloaded
 from router.scheduling import fair_turns
-from router.scheduling.fair_turns import FairTurns
+from router.scheduling.fair_turns import FairTurns, LoopTurns
 
 
 class Work:
@@ -84,3 +84,55 @@ async def test_a_tenant_has_at_most_so_many_waiting_and_others_still_may(
     await work.end(4)
     assert sorted(work.done) == ["0", "1", "2", "other"]
     await asyncio.gather(*tasks, other)
+
+
+class Pieces:
+    """Work of several callers in the event loop; the clock is its own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = LoopTurns(lambda: self.now)
+        self.done: list[str] = []
+
+    async def call(self, name: str, count: int, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            await self.turns.run(name[0], self._piece, name, seconds)
+
+    def _piece(self, name: str, seconds: float) -> None:
+        self.now += seconds
+        self.done.append(name)
+
+
+async def test_the_loop_goes_round_between_two_pieces_however_many_callers_there_are() -> None:
+    pieces = Pieces()
+    calls = [asyncio.create_task(pieces.call(f"a{number}", 4)) for number in range(5)]
+    before = 0
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0)
+        assert len(pieces.done) <= before + 1
+        before = len(pieces.done)
+    assert before == 5 * 4
+
+
+async def test_a_tenant_with_many_callers_has_at_most_two_turns_between_those_of_a_single_caller() -> None:
+    pieces = Pieces()
+    many = [asyncio.create_task(pieces.call(f"a{number}", 10)) for number in range(20)]
+    await asyncio.sleep(0)
+    await pieces.call("b", 10)
+    assert "aaa" not in "".join(name[0] for name in pieces.done[1:])
+    await asyncio.gather(*many)
+
+
+async def test_a_piece_that_fails_and_one_whose_caller_goes_leave_the_turns_to_others() -> None:
+    pieces = Pieces()
+    failing = asyncio.create_task(pieces.turns.run("a", lambda: 1 / 0))
+    waiting = asyncio.create_task(pieces.call("a", 1))
+    last = asyncio.create_task(pieces.call("b", 1))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(ZeroDivisionError):
+        await failing
+    await last
+    assert pieces.done == ["b"]
+    await pieces.call("a", 2)
+    assert pieces.done == ["b", "a", "a"]

@@ -1,7 +1,11 @@
 """An answer accepts no commit that does not continue it, and ends where its text ends."""
 
+import asyncio
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,6 +15,7 @@ from outrider.core.session.contract import Contract, StepReport
 from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import InternalError
 from router.reporting.usage_stats import UsageStats
+from router.scheduling.fair_turns import LoopTurns
 from router.sessions.response import REPLAY_TOKENS, Response
 from router.sessions.verifier_client import ReceivedCommit
 from router.text.detokenizer import AnswerText, Detokenizer
@@ -73,8 +78,25 @@ async def test_log_probabilities_of_a_long_answer_come_back_beside_their_tokens(
     answer = Response(PROMPT, contract, AnswerText(Detokenizer(TOKENIZER, PROMPT), ()), UsageStats())
     tokens = ANSWER * (2 * REPLAY_TOKENS // len(ANSWER) + 1)
     kept = [bytes([place % 256]) * size for place in range(len(tokens))]
-    parts = await answer.replay(tokens, b"".join(kept))
+    parts = await answer.replay(tokens, b"".join(kept), LoopTurns(), "one")
     assert len(parts) == 3
     for part in parts:
         first = part.position - len(PROMPT)
         assert part.logprobs == b"".join(kept[first : first + len(part.tokens)])
+
+
+async def test_long_answers_that_are_read_again_come_in_small_parts_and_in_turns() -> None:
+    order: list[str] = []
+
+    class Turns(LoopTurns):
+        async def run(self, tenant: str, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            part = await super().run(tenant, work, *args, **options)
+            order.append(tenant)
+            assert len(part.tokens) <= REPLAY_TOKENS
+            return part
+
+    ticks = itertools.count()
+    turns, tokens = Turns(lambda: float(next(ticks))), ANSWER * REPLAY_TOKENS
+    await asyncio.gather(*(_answer().replay(tokens, b"", turns, tenant) for tenant in ("one", "two")))
+    assert len(order) == 2 * len(ANSWER)
+    assert max(len([*run]) for _, run in itertools.groupby(order[: len(ANSWER)])) <= 2

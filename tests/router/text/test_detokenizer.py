@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from outrider.core.session.contract import Contract
 from outrider.store.records import SessionTurn
 from router.reporting.usage_stats import UsageStats
+from router.scheduling.fair_turns import LoopTurns
 from router.sessions.session_open import _new_response as answer_of
 from router.text.detokenizer import AnswerText, Detokenizer, StopStrings
 
@@ -138,7 +139,8 @@ def test_a_leading_space_survives_where_the_answer_continues_the_prompt(prompt: 
 async def test_an_answer_that_is_resumed_has_the_text_it_had() -> None:
     model: Any = SimpleNamespace(tokenizer=_sentencepiece_like())
     answer = answer_of(model, (1, 2), SessionTurn(Contract(seed=1, max_tokens=9), (), 2, None), UsageStats())
-    assert "".join(part.text for part in await answer.replay((3, 2, 3), b"")) == " world Hello world"
+    parts = await answer.replay((3, 2, 3), b"", LoopTurns(), "one")
+    assert "".join(part.text for part in parts) == " world Hello world"
 
 
 def test_endless_broken_bytes_are_not_held_for_ever() -> None:
