@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from outrider.core.control.budget import OVERHEAD_S, CostModel
 from verifier_svc.session import PrefillSession, VerifierSession
+
+SLOWER = 2.0  # times as long as without it may a step be for another tenant's prompt
+LEAST_CHUNK = 16  # tokens that a step reads in any case
 
 
 class PrefillOrder:
@@ -30,3 +36,24 @@ class PrefillOrder:
         """Count tokens of a tenant's prompt as read."""
         if tenant in self._read:
             self._read[tenant] += tokens
+
+
+def chunk_beside_others(sessions: Sequence[VerifierSession], most: int, cost: CostModel) -> int:
+    """Return how many prompt tokens a step of these sessions reads, `most` at most.
+
+    Where several tenants share the step, it takes at most SLOWER times as long as if only the tenant that needs the
+    fewest rows had its prompts read, by the measured cost of passes, or reads LEAST_CHUNK tokens.
+    """
+    decoding, reading = Counter[str](), Counter[str]()
+    for session in sessions:
+        if session.unread > 1:
+            reading[session.tenant] = min(most, reading[session.tenant] + session.unread)
+        else:
+            decoding[session.tenant] += 1
+    tenants = reading.keys() | decoding.keys()
+    if not reading or len(tenants) == 1:
+        return most
+    rows, least = decoding.total(), min(tenants, key=lambda tenant: reading[tenant] + decoding[tenant])
+    bound = SLOWER * (cost.seconds(rows + reading[least]) + OVERHEAD_S) - OVERHEAD_S
+    fitting = bisect_right(range(1, most + 1), bound, key=lambda tokens: cost.seconds(rows + tokens))
+    return min(most, max(fitting, LEAST_CHUNK))

@@ -1,8 +1,8 @@
 """The verifier's step scheduler: each step chooses work, runs the target, walks the trees and commits.
 
 A step takes every session that is ready to decode, so none waits for another: the root alone, or the root and the best
-nodes of its tree. It also takes one chunk of the prompts that are still to be read, first come, first served. With
-heads on the target, it drafts after the commit.
+nodes of its tree. It also takes one chunk of the prompts that are still to be read, in turns that are fair between
+tenants. With heads on the target, it drafts after the commit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from verifier_svc.commit_queue import StepCommit
 from verifier_svc.feature_store import FeatureFuser, NoFeatureFuser
 from verifier_svc.kv_memory import KvMemory
 from verifier_svc.metrics import StepMetrics
-from verifier_svc.prefill_order import PrefillOrder
+from verifier_svc.prefill_order import PrefillOrder, chunk_beside_others
 from verifier_svc.proposers.head_proposer import HeadProposer, NoHeadProposer
 from verifier_svc.proposers.lookahead import advance, look_ahead, settle
 from verifier_svc.proposers.ngram_proposer import NgramProposers
@@ -318,7 +318,7 @@ class StepScheduler:
 
     def _base_works(self, ready: Sequence[VerifierSession]) -> list[SessionWork]:
         """Return the roots of all sessions that decode, and a chunk of the prompts that others have to read first."""
-        works, chunk = [], self._prefill_chunk
+        works, chunk = [], chunk_beside_others(ready, self._prefill_chunk, self.cost)
         for session in ready:
             pending = session.unread
             taken = pending if pending == 1 else min(pending, chunk)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from verifier_svc.prefill_order import PrefillOrder
+import pytest
+
+from outrider.core.control.budget import OVERHEAD_S, CostModel
+from verifier_svc.prefill_order import LEAST_CHUNK, SLOWER, PrefillOrder, chunk_beside_others
 
 CHUNK = 100
+BY_ROWS = CostModel([(tokens, tokens * OVERHEAD_S) for tokens in range(1, 2 * CHUNK)])  # as on a CPU
+BY_PASS = CostModel([(1, 0.05), (2 * CHUNK, 0.06)])  # as on a GPU
 
 
 class Reading:
@@ -61,3 +66,31 @@ def test_a_crowd_of_one_tenant_does_not_hold_up_another() -> None:
     reading.step()
     reading.open("b", 101)
     assert "b" in (reading.step(), reading.step())
+
+
+def chunk(cost: CostModel, *unread: tuple[str, int]) -> int:
+    """The tokens that a step reads for sessions of these tenants."""
+    sessions: list[Any] = [SimpleNamespace(tenant=tenant, unread=count) for tenant, count in unread]
+    return chunk_beside_others(sessions, CHUNK, cost)
+
+
+@pytest.mark.parametrize("own", [[], [("a", 1)] * 3, [("a", 30), ("a", 500)]])
+def test_a_tenants_own_prompts_take_the_whole_chunk(own: list[tuple[str, int]]) -> None:
+    assert chunk(BY_ROWS, ("a", 1000), *own) == CHUNK
+
+
+def test_a_long_prompt_does_not_make_another_tenants_steps_more_than_twice_as_long() -> None:
+    assert chunk(BY_ROWS, ("a", 1000), ("b", 1)) == LEAST_CHUNK
+    for decoding in (20, 30):
+        read = chunk(BY_ROWS, ("a", 1000), *[("b", 1)] * decoding)
+        assert decoding + read + 1 == SLOWER * (decoding + 1)
+    for name, unread in (("b", 15), ("c", 1000)):  # however many tenants have long ones
+        read = chunk(BY_ROWS, ("a", 1000), ("a", 1), (name, unread), ("b", 25))
+        assert 1 + read + 1 == SLOWER * (1 + (40 if name == "b" else 25) + 1)
+    assert chunk(BY_ROWS, ("a", 1000), ("b", 1), ("c", 1000)) == LEAST_CHUNK
+
+
+def test_it_is_read_in_whole_chunks_where_that_costs_others_little_or_they_read_as_much() -> None:
+    assert chunk(BY_PASS, ("a", 1000), ("b", 1)) == CHUNK
+    assert chunk(BY_ROWS, ("a", 1000), ("b", 80)) == CHUNK
+    assert chunk(BY_ROWS, ("a", 1), ("b", 1)) == CHUNK

@@ -29,6 +29,7 @@ from outrider.errors import Moved, Superseded
 from outrider.v1 import types_pb2
 from verifier_svc.batch import StepBatch, StepVerdicts
 from verifier_svc.commit_queue import StepCommit
+from verifier_svc.prefill_order import LEAST_CHUNK
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
 
@@ -348,3 +349,13 @@ async def test_a_session_takes_the_prompt_that_it_shares_from_one_that_runs(loop
     while not (first.finished and second.finished and other.finished):
         await stepped(loop, *(it for it in (first, second, other) if not it.finished))
     assert [first.tokens, second.tokens, other.tokens] == [alone[0], alone[1], alone[1]]
+
+
+async def test_a_step_reads_less_of_a_long_prompt_where_another_tenant_decodes(loop: StepScheduler) -> None:
+    loop.cost = CostModel([(1, 0.01), (100, 1.0)])
+    decoding = opened(loop, "decoding", tenant="one")
+    await stepped(loop, decoding)
+    long = opened(loop, "long", TEXT * 20, tenant="another")
+    alone, _ = loop._select([long], time.monotonic())
+    beside, _ = loop._select([decoding, long], time.monotonic())
+    assert (alone.prompt_tokens, beside.prompt_tokens) == (64, LEAST_CHUNK)
