@@ -73,6 +73,11 @@ class CallRates:
             self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
             buckets.take(tenant, 1.0)
 
+    def count_replayed(self, tenant: str, tokens: int) -> None:
+        """Count tokens that a tenant's client is sent again: they leave fewer to generate, and no debt."""
+        if self.tokens is not None:
+            self.tokens.take(tenant, max(0.0, min(tokens, self.tokens.level(tenant))))
+
     def _check(self, buckets: TokenBuckets, name: str, problem: str) -> None:
         if (wait := buckets.wait_s(name, 1.0)) > 0:
             raise Overloaded(f"{problem}; retry in {wait:.1f} s", retry_after=max(wait, MIN_RETRY_S))
@@ -93,15 +98,16 @@ class TokenBuckets:
 
     def wait_s(self, tenant: str, amount: float) -> float:
         """Return the seconds until the bucket holds `amount`; 0 if it does."""
-        return max(0.0, (min(amount, self._capacity) - self._level(tenant)) / self._per_s)
+        return max(0.0, (min(amount, self._capacity) - self.level(tenant)) / self._per_s)
 
     def take(self, tenant: str, amount: float) -> None:
         """Take `amount`, even below zero; a negative amount gives back."""
-        self._levels[tenant] = (min(self._capacity, self._level(tenant) - amount), self._clock())
+        self._levels[tenant] = (min(self._capacity, self.level(tenant) - amount), self._clock())
         if len(self._levels) > MAX_BUCKETS:  # half of them go, so that this is seldom
-            emptiest = sorted(self._levels, key=self._level)[: MAX_BUCKETS // 2]
+            emptiest = sorted(self._levels, key=self.level)[: MAX_BUCKETS // 2]
             self._levels = {name: self._levels[name] for name in emptiest}
 
-    def _level(self, tenant: str) -> float:
+    def level(self, tenant: str) -> float:
+        """Return what the bucket holds, negative for a debt."""
         level, since = self._levels.get(tenant, (self._capacity, 0.0))
         return min(self._capacity, level + (self._clock() - since) * self._per_s)

@@ -114,6 +114,7 @@ class GenerateServicer(InferenceServicer):
                 slot = await stack.enter_async_context(self._router.admission.slot(ticket, handed_on=handed_on))
                 metrics.on_admitted(slot.since)
             opened = await session_open.take(self._router, found)
+            self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.position)
             self._router.metrics.resumes += 1
             await self._run(opened, slot, outbox, context, metrics)
 

@@ -12,6 +12,7 @@ import pytest
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
 from router.api import rate_limits
+from router.api.rate_limits import TokenBuckets
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
 
@@ -95,6 +96,31 @@ async def test_resuming_counts_as_generating_and_needs_no_rate_of_tokens(redis_u
         assert (code, "tenant_tokens_per_min" in problem) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         refused = [await refusal(collect(rig.stub.Resume(again))) for _ in range(1)]
         assert refused[0][0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_tokens_that_are_sent_again_leave_fewer_to_generate_and_no_debt(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unfilled(buckets: TokenBuckets, tenant: str) -> float:
+        return buckets._levels.get(tenant, (buckets._capacity, 0.0))[0]
+
+    monkeypatch.setattr(TokenBuckets, "level", unfilled)  # however long the test takes
+    async with (
+        running_router(redis_url, tenant_tokens_per_min=30) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest),
+    ):
+        started, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=4)))
+        again = pb.ResumeRequest(session_id=started.session_id)
+        end = pb.ResumeRequest(session_id=started.session_id, next_position=chunks[-1].next_position)
+        for _ in range(12):
+            await collect(rig.stub.Resume(end))  # from where the client stands, nothing is sent again
+        await collect(rig.stub.Generate(ask(max_tokens=1)))
+        for _ in range(12):
+            _, chunks, _ = await collect(rig.stub.Resume(again))
+            assert sum(len(chunk.token_ids) for chunk in chunks) == 4
+        code, problem = await refusal(collect(rig.stub.Generate(ask(max_tokens=1))))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "this tenant is over its rate (tenant_tokens_per_min); retry in 2.0 s" in problem
 
 
 async def test_an_address_over_its_rate_is_refused_before_its_key_is_looked_up(redis_url: str) -> None:
