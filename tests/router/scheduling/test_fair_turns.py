@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import Overloaded
 from router.scheduling import fair_turns
-from router.scheduling.fair_turns import FairTurns, LoopTurns
+from router.scheduling.fair_turns import ROUND_S, FairTurns, LoopTurns
 
 
 class Work:
@@ -103,15 +103,17 @@ class Pieces:
         self.done.append(name)
 
 
-async def test_the_loop_goes_round_between_two_pieces_however_many_callers_there_are() -> None:
+@pytest.mark.parametrize("at_a_time", [1, 3])
+async def test_the_loop_goes_round_after_so_much_work_however_many_callers_there_are(at_a_time: int) -> None:
     pieces = Pieces()
-    calls = [asyncio.create_task(pieces.call(f"a{number}", 4)) for number in range(5)]
-    before = 0
+    calls = [asyncio.create_task(pieces.call(f"a{number}", 4, 1.01 * ROUND_S / at_a_time)) for number in range(5)]
+    at_once, before = [], 0
     while not all(call.done() for call in calls):
         await asyncio.sleep(0)
-        assert len(pieces.done) <= before + 1
+        at_once.append(len(pieces.done) - before)
         before = len(pieces.done)
     assert before == 5 * 4
+    assert max(at_once) == at_a_time
 
 
 async def test_a_tenant_with_many_callers_has_at_most_two_turns_between_those_of_a_single_caller() -> None:
