@@ -356,6 +356,6 @@ async def test_a_step_reads_less_of_a_long_prompt_where_another_tenant_decodes(l
     decoding = opened(loop, "decoding", tenant="one")
     await stepped(loop, decoding)
     long = opened(loop, "long", TEXT * 20, tenant="another")
-    alone, _ = loop._select([long], time.monotonic())
-    beside, _ = loop._select([decoding, long], time.monotonic())
+    alone, _ = loop._select(loop._base_works([long]), time.monotonic())
+    beside, _ = loop._select(loop._base_works([decoding, long]), time.monotonic())
     assert (alone.prompt_tokens, beside.prompt_tokens) == (64, LEAST_CHUNK)
