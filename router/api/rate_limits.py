@@ -13,6 +13,7 @@ MAX_BUCKETS = 4096  # tenants, or addresses, whose buckets are kept
 GENERATING, ENDING = ("Generate", "Resume"), ("Cancel", "CloseSession")  # kinds of calls
 CHECKING = ("CheckKey",)  # the kind of gateways' checks of keys
 CHECKS_PER_S = 64.0  # least rate of checks of a tenant's keys: each gateway checks a key in use once in two seconds
+ENDINGS_PER_S = 64.0  # least rate of calls that end something, from which on they are held
 MIN_RETRY_S = 0.1  # at least, for a refusal's retry_after
 
 
@@ -46,7 +47,16 @@ class CallRates:
             config.address_requests_per_s,
         )
         self._addresses = TokenBuckets(of_address, max(1.0, of_address), clock) if of_address else None
-        rates = {"generations": per_s, "others": per_s, "checks": max(per_s, CHECKS_PER_S)} if per_s else {}
+        rates = (
+            {
+                "generations": per_s,
+                "others": per_s,
+                "checks": max(per_s, CHECKS_PER_S),
+                "endings": max(per_s, ENDINGS_PER_S),
+            }
+            if per_s
+            else {}
+        )
         self._calls = {kind: TokenBuckets(rate, max(1.0, rate), clock) for kind, rate in rates.items()}
         self.tokens = TokenBuckets(per_min / 60, per_min, clock) if per_min else None  # tokens that slots spend
 
@@ -57,21 +67,32 @@ class CallRates:
             self._check(self._addresses, address, "this address is over its rate (address_requests_per_s)")
             self._addresses.take(address, 1.0)
 
-    def count_call(self, tenant: str, method: str) -> None:
-        """Count a tenant's call of a method of the Inference service. Raises Overloaded.
+    def count_call(self, tenant: str, method: str) -> float:
+        """Count a tenant's call of a method of the Inference service. Return for how many seconds it is to be held
+        before it is served; raise Overloaded for one that is not to be served.
 
-        Calls of other kinds than generating and resuming have the same rate, and those that end something have none.
+        Calls of other kinds than generating and resuming have the same rate. Those that end something are served at any
+        rate, because what runs on would cost more, but held from `ENDINGS_PER_S` on.
         Checks of a key have a rate of their own, because gateways make them, however few requests a tenant may send. A
         generation that runs may be resumed at any rate of tokens.
         """
         if method in ENDING:
-            return
+            return self._ending_hold_s(tenant)
         if method == "Generate" and self.tokens is not None:
             self._check(self.tokens, tenant, "this tenant is over its rate (tenant_tokens_per_min)")
         kind = "generations" if method in GENERATING else "checks" if method in CHECKING else "others"
         if buckets := self._calls.get(kind):
             self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
             buckets.take(tenant, 1.0)
+        return 0.0
+
+    def _ending_hold_s(self, tenant: str) -> float:
+        if "endings" not in self._calls:
+            return 0.0
+        wait = self._calls["endings"].wait_s(tenant, 1.0)
+        if wait <= 0:
+            self._calls["endings"].take(tenant, 1.0)
+        return wait
 
     def count_replayed(self, tenant: str, tokens: int) -> None:
         """Count tokens that a tenant's client is sent again: they leave fewer to generate, and no debt."""

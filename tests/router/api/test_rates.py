@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,12 +13,18 @@ import pytest
 
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
-from router.api import rate_limits
+from router.api import auth, rate_limits
 from router.api.rate_limits import TokenBuckets
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
 
 BAD = pb.GenerateRequest(text="x", sampling=pb.Sampling(temperature=-1))
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls over a rate are held for no more than a moment."""
+    monkeypatch.setattr(auth, "HOLD_S", 0.01)
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
@@ -72,6 +80,36 @@ async def test_checks_of_a_key_have_a_rate_of_their_own(redis_url: str, monkeypa
         code, problem = await refusal(rig.stub.CheckKey(pb.CheckKeyRequest()))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "(tenant_requests_per_s)" in problem
+
+
+async def test_refusals_for_a_rate_are_held_and_no_more_than_so_many(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "HOLD_S", 300.0)
+    monkeypatch.setattr(auth, "MAX_HELD_OF_TENANT", 1)
+    async with running_router(redis_url, tenant_requests_per_s=0.001) as rig:
+        await rig.stub.ListModels(pb.ListModelsRequest())
+        calls = {asyncio.ensure_future(refusal(rig.stub.ListModels(pb.ListModelsRequest()))) for _ in range(3)}
+        refused = [await call for call in itertools.islice(asyncio.as_completed(calls), 2)]
+        assert [code for code, _ in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        (held,) = [call for call in calls if not call.done()]
+        held.cancel()
+
+
+async def test_calls_that_end_something_are_held_over_their_rate_and_served(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rate_limits, "ENDINGS_PER_S", 0.01)  # of which one may come at once
+    async with running_router(redis_url, tenant_requests_per_s=0.01) as rig:
+        cancel = pb.CancelRequest(session_id="s")
+        assert (await refusal(rig.stub.Cancel(cancel)))[0] is grpc.StatusCode.NOT_FOUND
+        monkeypatch.setattr(auth, "HOLD_S", 300.0)
+        held = asyncio.ensure_future(refusal(rig.stub.Cancel(cancel)))
+        await rig.stub.ListModels(pb.ListModelsRequest())
+        assert not held.done()
+        held.cancel()
+        monkeypatch.setattr(auth, "HOLD_S", 0.01)
+        assert (await refusal(rig.stub.Cancel(cancel)))[0] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_an_address_checks_keys_at_its_rate(redis_url: str) -> None:
