@@ -92,6 +92,8 @@ async def test_refusals_for_a_rate_are_held_and_no_more_than_so_many(
         calls = {asyncio.ensure_future(refusal(rig.stub.ListModels(pb.ListModelsRequest()))) for _ in range(3)}
         refused = [await call for call in itertools.islice(asyncio.as_completed(calls), 2)]
         assert [code for code, _ in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
+        for _ in range(3):
+            await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))
         (held,) = [call for call in calls if not call.done()]
         held.cancel()
 
