@@ -20,7 +20,7 @@ from outrider.gateway.bodies import read_body
 from outrider.gateway.clients import TenantClients
 from outrider.gateway.errors import body, invalid, response
 from outrider.gateway.keys import HEALTH, KeyCheck
-from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRequestLimit, body_of
+from outrider.gateway.limits import BodyLimit, RequestLimit, TenantRefusals, TenantRequestLimit, body_of
 from outrider.gateway.metrics import GatewayMetrics
 from outrider.gateway.multiplex import Prompt, streams
 from outrider.gateway.respond import answer, unless_gone
@@ -53,6 +53,7 @@ def make_app(config: GatewayConfig, metrics: GatewayMetrics, expiry: Certificate
     app = FastAPI(title="Outrider", lifespan=lifespan, openapi_url=None, telemetry={"metrics": False})
     app.add_middleware(BodyLimit, config=config)
     app.add_middleware(TenantRequestLimit, config=config)
+    app.add_middleware(TenantRefusals)
     app.add_middleware(keys.middleware)
     app.add_middleware(RequestLimit, config=config)
     app.add_middleware(clients.tracking_requests)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.client import AsyncClient
 from outrider.errors import OutriderError, Overloaded, Unauthenticated
 from outrider.gateway.errors import response
+from outrider.rpc.slow_refusals import SlowRefusals
 
 HEALTH = "/health"  # the only path that needs no key
 TENANT = "outrider.tenant"  # key in a request's scope: the tenant of its key; empty where the router needs no keys
@@ -30,6 +31,12 @@ def caller_key(headers: Headers) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
+def address_of(scope: Scope) -> str:
+    """Return the address from which a request came; empty if it is not known."""
+    host, _ = scope.get("client") or ("", 0)
+    return str(host)
+
+
 class KeyCheck:
     """Checks keys by calls to the router, which names their tenants.
 
@@ -42,6 +49,7 @@ class KeyCheck:
         self._accepted = _Verdicts()  # with the tenants
         self._refused = _Verdicts()  # with the reasons
         self._checks: dict[_Digest, asyncio.Task[str | OutriderError]] = {}
+        self._refusals = SlowRefusals()  # by address
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         """Return middleware that passes on the requests whose key the router accepts, and reads nothing of others."""
@@ -51,6 +59,7 @@ class KeyCheck:
                 try:
                     scope = {**scope, TENANT: await self.check(caller_key(Headers(scope=scope)))}
                 except OutriderError as error:
+                    await self._refusals.hold(address_of(scope))
                     await response(error)(scope, receive, send)
                     return
             await app(scope, receive, send)

@@ -14,7 +14,8 @@ from outrider.config import GatewayConfig
 from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.gateway.errors import response
-from outrider.gateway.keys import HEALTH, TENANT
+from outrider.gateway.keys import HEALTH, TENANT, address_of
+from outrider.rpc.slow_refusals import SlowRefusals
 
 RETRY_S = 1.0  # pause that a refused caller is asked for
 _BODY = "outrider.body"  # key in a request's scope: its HeldBody
@@ -107,6 +108,24 @@ class TenantRequestLimit:
             await self._app(scope, receive, send)
         finally:
             self._running.release(tenant, 1)
+
+
+class TenantRefusals:
+    """Middleware that holds refusals (status 4xx) of a tenant that gets many. It needs the key's tenant."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refusals = SlowRefusals()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+
+        async def held(message: Message) -> None:
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 500:
+                await self._refusals.hold(scope[TENANT] or address_of(scope))
+            await send(message)
+
+        await self._app(scope, receive, held if TENANT in scope else send)
 
 
 class HeldBody:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -12,9 +12,10 @@ from weakref import WeakValueDictionary
 from outrider.core.concurrency_limit import ConcurrencyLimit
 from outrider.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unauthenticated
 from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, JudgedCalls, read_message
+from outrider.rpc.slow_refusals import SlowRefusals
 from outrider.store.keys import Keys
 from router.api.message_bounds import check_message
-from router.api.rate_limits import CallRates
+from router.api.rate_limits import CallRates, address_of
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
 HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send
@@ -23,8 +24,6 @@ HEALTH_BYTES = 1024  # its size
 MAX_HEALTH_CALLS = 256  # calls of health at the same time
 MAX_REFLECTION_CALLS = 4  # calls of reflection at the same time
 REFLECTION_S = 10.0  # time that one may take
-HOLD_S = 1.0  # at most, for which a call of a tenant over its rate is held
-MAX_HELD, MAX_HELD_OF_TENANT = 512, 256  # such calls that are held at the same time
 
 _SCHEME = "bearer "  # in lower case; RFC 7235 makes schemes case-insensitive
 _HEALTH_PREFIX = "/grpc.health."
@@ -76,15 +75,14 @@ class JudgedByKey(JudgedCalls):
         self._health_reads = asyncio.Semaphore(HEALTH_READS)
         self._health_calls = _keyless_calls("health", MAX_HEALTH_CALLS)
         self._reflection_calls = _keyless_calls("reflection", MAX_REFLECTION_CALLS)
-        self._held = ConcurrencyLimit("", MAX_HELD, of_key=MAX_HELD_OF_TENANT)
+        self._strangers, self._refusals = SlowRefusals(), SlowRefusals()  # by address, and by tenant
 
     @asynccontextmanager
     async def admitted(self, method: str, context: Context) -> AsyncIterator[None]:
         """Run a call of Outrider for its tenant, and others within their bounds."""
         if method.startswith(OUTRIDER_PREFIX):
-            self._rates.count_address(context.peer())
-            tenant = await self._authenticator.tenant(context)
-            await self._count_call(tenant, method)
+            tenant = await self._tenant(context)
+            await self._count_call(tenant or address_of(context.peer()), tenant, method)
             run_for(tenant)
             yield
         elif method.startswith(_HEALTH_PREFIX):
@@ -98,20 +96,24 @@ class JudgedByKey(JudgedCalls):
                 except TimeoutError:
                     raise DeadlineExceeded(f"{method}: a call may take {REFLECTION_S:g} s") from None
 
-    async def _count_call(self, tenant: str, method: str) -> None:
-        """Count a call, and hold it for a moment if the tenant is over a rate: a refusal takes the router as long as a
-        call that is served, so that who calls in a loop must be slowed down as well. Raises Overloaded."""
+    async def _tenant(self, context: Context) -> str:
+        """Return the caller's tenant. Raises what the authenticator raises, and Overloaded."""
         try:
-            hold_s = self._rates.count_call(tenant, method.rpartition("/")[2])
-        except Overloaded as refusal:
-            await self._hold(tenant, refusal.retry_after or 0.0)
+            self._rates.count_address(context.peer())
+            return await self._authenticator.tenant(context)
+        except (Overloaded, Unauthenticated):
+            await self._strangers.hold(address_of(context.peer()))
             raise
-        if hold_s > 0:
-            await self._hold(tenant, hold_s)
 
-    async def _hold(self, tenant: str, seconds: float) -> None:
-        with suppress(Overloaded), self._held.hold(tenant):  # beyond so many they are not held
-            await asyncio.sleep(min(seconds, HOLD_S))
+    async def _count_call(self, caller: str, tenant: str, method: str) -> None:
+        """Count a call. One that ends something is served over its rate, but held. Raises Overloaded."""
+        try:
+            over = self._rates.count_call(tenant, method.rpartition("/")[2])
+        except Overloaded:
+            await self._refusals.hold(caller)
+            raise
+        if over:
+            await self._refusals.hold(caller)
 
     async def read(self, method: str, context: Context) -> bytes:
         """Return the message of a call. Raises InvalidRequest."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from outrider.config import RouterConfig
 from outrider.core.stats import Ema
+from outrider.core.token_buckets import TokenBuckets
 from outrider.errors import Overloaded
 
 EMA_WEIGHT = 0.1  # weight of one generation in the mean
-MAX_BUCKETS = 4096  # tenants, or addresses, whose buckets are kept
 GENERATING, ENDING = ("Generate", "Resume"), ("Cancel", "CloseSession")  # kinds of calls
 CHECKING = ("CheckKey",)  # the kind of gateways' checks of keys
 CHECKS_PER_S = 64.0  # least rate of checks of a tenant's keys: each gateway checks a key in use once in two seconds
-ENDINGS_PER_S = 64.0  # least rate of calls that end something, from which on they are held
+ENDINGS_PER_S = 64.0  # least rate of calls that end something
 MIN_RETRY_S = 0.1  # at least, for a refusal's retry_after
 
 
@@ -35,6 +35,11 @@ class ResidencyEma:
         """Return the expected wait in seconds for one of so many slots behind `ahead` others; None before the first
         measurement."""
         return (ahead + 1) * self._seconds.mean / max(1, places) if self._seconds.count else None
+
+
+def address_of(peer: str) -> str:
+    """Return the address of a peer, as gRPC names it, without the port."""
+    return peer.rpartition(":")[0] or peer
 
 
 class CallRates:
@@ -63,36 +68,35 @@ class CallRates:
     def count_address(self, peer: str) -> None:
         """Count a call from a peer, as gRPC names it, before its caller is authenticated. Raises Overloaded."""
         if self._addresses is not None:
-            address = peer.rpartition(":")[0] or peer  # without the port
+            address = address_of(peer)
             self._check(self._addresses, address, "this address is over its rate (address_requests_per_s)")
             self._addresses.take(address, 1.0)
 
-    def count_call(self, tenant: str, method: str) -> float:
-        """Count a tenant's call of a method of the Inference service. Return for how many seconds it is to be held
-        before it is served; raise Overloaded for one that is not to be served.
+    def count_call(self, tenant: str, method: str) -> bool:
+        """Count a tenant's call of a method of the Inference service. Return whether it is over its rate and served all
+        the same. Raises Overloaded.
 
-        Calls of other kinds than generating and resuming have the same rate. Those that end something are served at any
-        rate, because what runs on would cost more, but held from `ENDINGS_PER_S` on.
+        Calls of other kinds than generating and resuming have the same rate. Those that end something are always
+        served, because what runs on would cost more; their rate is `ENDINGS_PER_S`, or the tenant's if that is more.
         Checks of a key have a rate of their own, because gateways make them, however few requests a tenant may send. A
         generation that runs may be resumed at any rate of tokens.
         """
         if method in ENDING:
-            return self._ending_hold_s(tenant)
+            return self._ends_too_much(tenant)
         if method == "Generate" and self.tokens is not None:
             self._check(self.tokens, tenant, "this tenant is over its rate (tenant_tokens_per_min)")
         kind = "generations" if method in GENERATING else "checks" if method in CHECKING else "others"
         if buckets := self._calls.get(kind):
             self._check(buckets, tenant, "this tenant is over its rate (tenant_requests_per_s)")
             buckets.take(tenant, 1.0)
-        return 0.0
+        return False
 
-    def _ending_hold_s(self, tenant: str) -> float:
-        if "endings" not in self._calls:
-            return 0.0
-        wait = self._calls["endings"].wait_s(tenant, 1.0)
-        if wait <= 0:
-            self._calls["endings"].take(tenant, 1.0)
-        return wait
+    def _ends_too_much(self, tenant: str) -> bool:
+        buckets = self._calls.get("endings")
+        if buckets is None or buckets.wait_s(tenant, 1.0) > 0:
+            return buckets is not None
+        buckets.take(tenant, 1.0)
+        return False
 
     def count_replayed(self, tenant: str, tokens: int) -> None:
         """Count tokens that a tenant's client is sent again: they leave fewer to generate, and no debt."""
@@ -102,33 +106,3 @@ class CallRates:
     def _check(self, buckets: TokenBuckets, name: str, problem: str) -> None:
         if (wait := buckets.wait_s(name, 1.0)) > 0:
             raise Overloaded(f"{problem}; retry in {wait:.1f} s", retry_after=max(wait, MIN_RETRY_S))
-
-
-class TokenBuckets:
-    """A token bucket for each tenant or address: full at first, refilled at a rate, holding at most `capacity`.
-
-    A cost that is known only afterwards may be taken afterwards: a level can be negative. Of more than MAX_BUCKETS the
-    fullest are forgotten.
-    """
-
-    def __init__(self, per_s: float, capacity: float, clock: Callable[[], float]) -> None:
-        self._per_s = per_s
-        self._capacity = capacity
-        self._clock = clock
-        self._levels: dict[str, tuple[float, float]] = {}  # by tenant: level, and the time of that level
-
-    def wait_s(self, tenant: str, amount: float) -> float:
-        """Return the seconds until the bucket holds `amount`; 0 if it does."""
-        return max(0.0, (min(amount, self._capacity) - self.level(tenant)) / self._per_s)
-
-    def take(self, tenant: str, amount: float) -> None:
-        """Take `amount`, even below zero; a negative amount gives back."""
-        self._levels[tenant] = (min(self._capacity, self.level(tenant) - amount), self._clock())
-        if len(self._levels) > MAX_BUCKETS:  # half of them go, so that this is seldom
-            emptiest = sorted(self._levels, key=self.level)[: MAX_BUCKETS // 2]
-            self._levels = {name: self._levels[name] for name in emptiest}
-
-    def level(self, tenant: str) -> float:
-        """Return what the bucket holds, negative for a debt."""
-        level, since = self._levels.get(tenant, (self._capacity, 0.0))
-        return min(self._capacity, level + (self._clock() - since) * self._per_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +17,7 @@ from outrider.errors import OutriderError, Overloaded, Unauthenticated, Unavaila
 from outrider.gateway import connections, keys, limits
 from outrider.gateway.keys import KeyCheck
 from outrider.gateway.limits import TenantShares
+from outrider.rpc import slow_refusals
 from outrider.store.keys import Keys
 from tests.gateway.conftest import Front, fronted
 from tests.router.rig import until
@@ -317,6 +319,33 @@ async def test_a_tenant_s_slow_requests_leave_room_for_those_of_others(redis_url
                 assert (await models(other)).status_code == 200
             while (await models(taker)).status_code == 429:
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("known", "status"), [(False, 401), (True, 400)], ids=["stranger", "tenant"])
+async def test_who_is_refused_all_the_time_is_refused_slowly(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, known: bool, status: int
+) -> None:
+    monkeypatch.setattr(slow_refusals, "QUICK_PER_S", 1e-3)  # of each caller one refusal is quick
+    monkeypatch.setattr(slow_refusals, "MAX_HELD_OF_KEY", 1)
+    over = asyncio.Event()
+    monkeypatch.setattr(slow_refusals, "pause", over.wait)
+    async with fronted(redis_url, auth="keys") as front, httpx.AsyncClient(base_url=front.url) as web:
+        stored = Keys(front.rig.client)
+        tenant, other = [(await stored.add(name))[0] for name in ("tenant", "other")]
+        key = tenant if known else "outrider_wrong"
+
+        async def refused(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            return (await web.post("/v1/completions", content=b"{}", headers=headers)).status_code
+
+        calls = {asyncio.ensure_future(refused(key)) for _ in range(4)}
+        assert [await call for call in itertools.islice(asyncio.as_completed(calls), 3)] == [status] * 3
+        for _ in range(3):
+            assert await refused(key) == status
+        (held,) = [call for call in calls if not call.done()]
+        assert await refused(other) == 400
+        over.set()
+        assert await held == status
 
 
 async def test_a_body_counts_once_for_each_answer(redis_url: str) -> None:

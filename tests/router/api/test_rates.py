@@ -11,20 +11,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from outrider.core.token_buckets import TokenBuckets
+from outrider.rpc import slow_refusals
 from outrider.store.keys import Keys
 from outrider.v1 import inference_pb2 as pb
-from router.api import auth, rate_limits
-from router.api.rate_limits import TokenBuckets
+from router.api import rate_limits
 from tests.router.fakes import FakeVerifier, announced
 from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, running_router
 
 BAD = pb.GenerateRequest(text="x", sampling=pb.Sampling(temperature=-1))
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls over a rate are held for no more than a moment."""
-    monkeypatch.setattr(auth, "HOLD_S", 0.01)
 
 
 async def refusal(call: Awaitable[Any]) -> tuple[grpc.StatusCode, str]:
@@ -82,36 +77,44 @@ async def test_checks_of_a_key_have_a_rate_of_their_own(redis_url: str, monkeypa
         assert "(tenant_requests_per_s)" in problem
 
 
-async def test_refusals_for_a_rate_are_held_and_no_more_than_so_many(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auth, "HOLD_S", 300.0)
-    monkeypatch.setattr(auth, "MAX_HELD_OF_TENANT", 1)
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each caller one refusal is quick, one is held for longer than the test takes, and further ones are quick."""
+    monkeypatch.setattr(slow_refusals, "QUICK_PER_S", 1e-3)
+    monkeypatch.setattr(slow_refusals, "MAX_HELD_OF_KEY", 1)
+    monkeypatch.setattr(slow_refusals, "pause", asyncio.Event().wait)
+
+
+async def slowed(call: Callable[[], Awaitable[Any]], status: grpc.StatusCode) -> None:
+    """Of four calls that are refused, three are answered, whatever their order, and one is held."""
+    calls = {asyncio.ensure_future(refusal(call())) for _ in range(4)}
+    answered = [await done for done in itertools.islice(asyncio.as_completed(calls), 3)]
+    assert [code for code, _ in answered] == [status] * 3
+    for _ in range(3):
+        await refusal(call())
+    (held,) = [waiting for waiting in calls if not waiting.done()]
+    held.cancel()
+
+
+async def test_a_tenant_over_its_rate_is_refused_slowly(redis_url: str, slow: None) -> None:
     async with running_router(redis_url, tenant_requests_per_s=0.001) as rig:
         await rig.stub.ListModels(pb.ListModelsRequest())
-        calls = {asyncio.ensure_future(refusal(rig.stub.ListModels(pb.ListModelsRequest()))) for _ in range(3)}
-        refused = [await call for call in itertools.islice(asyncio.as_completed(calls), 2)]
-        assert [code for code, _ in refused] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 2
-        for _ in range(3):
-            await refusal(rig.stub.Cancel(pb.CancelRequest(session_id="s")))
-        (held,) = [call for call in calls if not call.done()]
-        held.cancel()
+        await slowed(lambda: rig.stub.ListModels(pb.ListModelsRequest()), grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+async def test_a_stranger_is_refused_slowly(redis_url: str, slow: None) -> None:
+    async with running_router(redis_url, auth="keys") as rig:
+        await slowed(lambda: rig.stub.ListModels(pb.ListModelsRequest()), grpc.StatusCode.UNAUTHENTICATED)
 
 
 async def test_calls_that_end_something_are_held_over_their_rate_and_served(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rate_limits, "ENDINGS_PER_S", 0.01)  # of which one may come at once
     async with running_router(redis_url, tenant_requests_per_s=0.01) as rig:
         cancel = pb.CancelRequest(session_id="s")
         assert (await refusal(rig.stub.Cancel(cancel)))[0] is grpc.StatusCode.NOT_FOUND
-        monkeypatch.setattr(auth, "HOLD_S", 300.0)
-        held = asyncio.ensure_future(refusal(rig.stub.Cancel(cancel)))
-        await rig.stub.ListModels(pb.ListModelsRequest())
-        assert not held.done()
-        held.cancel()
-        monkeypatch.setattr(auth, "HOLD_S", 0.01)
-        assert (await refusal(rig.stub.Cancel(cancel)))[0] is grpc.StatusCode.NOT_FOUND
+        await slowed(lambda: rig.stub.Cancel(cancel), grpc.StatusCode.NOT_FOUND)
 
 
 async def test_an_address_checks_keys_at_its_rate(redis_url: str) -> None:

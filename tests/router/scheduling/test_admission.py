@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from outrider.config import RouterConfig
+from outrider.core import token_buckets
+from outrider.core.token_buckets import TokenBuckets
 from outrider.errors import DeadlineExceeded, Moved, Overloaded
-from router.api import rate_limits
-from router.api.rate_limits import ResidencyEma, TokenBuckets
+from router.api.rate_limits import ResidencyEma
 from router.scheduling import fair_queue
 from router.scheduling.admission import Admission, AdmissionSlot, AnswerLimit
 from router.scheduling.fair_queue import AdmissionTicket, FairQueue, QueueClass
@@ -772,7 +773,7 @@ def test_the_mean_of_stays_follows_slowly_and_no_place_counts_as_one() -> None:
 def test_a_bucket_is_given_back_to_no_further_than_full_and_full_ones_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rate_limits, "MAX_BUCKETS", 2)
+    monkeypatch.setattr(token_buckets, "MAX_BUCKETS", 2)
     clock = Clock()
     buckets = TokenBuckets(2.0, 4.0, clock)
     buckets.take("a", -9)
