@@ -15,7 +15,7 @@ from outrider.rpc.authorization import MESSAGE_S, OUTRIDER_PREFIX, Context, Judg
 from outrider.rpc.slow_refusals import SlowRefusals
 from outrider.store.keys import Keys
 from router.api.message_bounds import check_message
-from router.api.rate_limits import CallRates, address_of
+from router.api.rate_limits import CHECKING, CallRates, address_of
 
 MAX_READS = 16  # messages of one tenant that arrive at the same time; further ones wait
 HEALTH_READS = 8  # messages of health checks that arrive at the same time, which callers without a key may send
@@ -81,7 +81,7 @@ class JudgedByKey(JudgedCalls):
     async def admitted(self, method: str, context: Context) -> AsyncIterator[None]:
         """Run a call of Outrider for its tenant, and others within their bounds."""
         if method.startswith(OUTRIDER_PREFIX):
-            tenant = await self._tenant(context)
+            tenant = await self._tenant(method, context)
             await self._count_call(tenant or address_of(context.peer()), tenant, method)
             run_for(tenant)
             yield
@@ -96,13 +96,17 @@ class JudgedByKey(JudgedCalls):
                 except TimeoutError:
                     raise DeadlineExceeded(f"{method}: a call may take {REFLECTION_S:g} s") from None
 
-    async def _tenant(self, context: Context) -> str:
-        """Return the caller's tenant. Raises what the authenticator raises, and Overloaded."""
+    async def _tenant(self, method: str, context: Context) -> str:
+        """Return the caller's tenant. Raises what the authenticator raises, and Overloaded.
+
+        A gateway's checks are not held: it has places for few, and holds the refusals of its callers itself.
+        """
         try:
             self._rates.count_address(context.peer())
             return await self._authenticator.tenant(context)
         except (Overloaded, Unauthenticated):
-            await self._strangers.hold(address_of(context.peer()))
+            if method.rpartition("/")[2] not in CHECKING:
+                await self._strangers.hold(address_of(context.peer()))
             raise
 
     async def _count_call(self, caller: str, tenant: str, method: str) -> None:

@@ -105,6 +105,8 @@ async def test_a_tenant_over_its_rate_is_refused_slowly(redis_url: str, slow: No
 async def test_a_stranger_is_refused_slowly(redis_url: str, slow: None) -> None:
     async with running_router(redis_url, auth="keys") as rig:
         await slowed(lambda: rig.stub.ListModels(pb.ListModelsRequest()), grpc.StatusCode.UNAUTHENTICATED)
+        for _ in range(4):  # a gateway waits for the answers
+            await refusal(rig.stub.CheckKey(pb.CheckKeyRequest()))
 
 
 async def test_calls_that_end_something_are_held_over_their_rate_and_served(
