@@ -93,8 +93,11 @@ async def test_what_three_tiers_draft_is_accepted_and_the_text_is_the_target_s(
     first, second, third = (tiered.processes[f"drafter-{number}"].address for number in range(3))
     accepted = 0
     credited: Counter[str] = Counter()
-    for number, prompt in enumerate(prompts[:3]):
-        tokens = tokenizer.encode(prompt).ids
+    lower: list[str] = []
+    for number in range(12):  # bites: on a busy machine a lower tier may come late in each of the first sessions
+        if number >= 3 and all(credited[name] > 0 for name in lower):
+            break
+        tokens = tokenizer.encode(prompts[number % 3]).ids
         contract = Contract(seed=number, max_tokens=100, temperature=temperature)
         plain = await decode(verifier, tokens, contract, plan=OFF)
         session = f"tiers-{temperature}-{number}"
