@@ -126,7 +126,7 @@ async def _cluster(sessions: int, drafted: bool, pass_s: float) -> AsyncIterator
             verifier=[VerifierConfig(model=TARGET, slots=slots, max_nodes=min(MAX_NODES, NODES * slots), threads=1)],
             drafter=[DrafterConfig(model=DRAFTER, slots=slots, threads=1)] if drafted else [],
         )
-        script = Script(ACCEPTANCE, pass_s, 0.0, folder)
+        script = Script(ACCEPTANCE, pass_s, folder)
         async with ScriptedCluster(config, script) as cluster:
             yield _Running(cluster, redis, Path(folder))
 

@@ -25,7 +25,7 @@ RAMP_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """Callers who each ask for one answer after another."""
+    """Callers that each request one answer after another."""
 
     router: str
     sessions: int
@@ -45,7 +45,6 @@ class ClientFigures:
     seconds: float
     tokens: int
     chunks: int
-    accepted_per_step: float  # over the answers that ended
     gaps_ms: tuple[float, ...]  # from one chunk of a session to its next
 
 
@@ -55,8 +54,6 @@ class _Counts:
 
     tokens: int = 0
     chunks: int = 0
-    steps: int = 0
-    accepted: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds
 
 
@@ -74,18 +71,17 @@ async def call(callers: Callers) -> None:
             time.perf_counter() - began,
             counts.tokens,
             counts.chunks,
-            counts.accepted / counts.steps if counts.steps else 0.0,
             tuple(round(gap * 1e3, 3) for gap in counts.gaps),
         )
         print(json.dumps(asdict(figures)), flush=True)
-        await asyncio.to_thread(sys.stdin.read)  # until whoever measures has read what they need
+        await asyncio.to_thread(sys.stdin.read)  # until the measuring process has its figures
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts], seeds: count[int]) -> None:
-    """Ask for one answer after another, and count what arrives in `present[0]`."""
+    """Request one answer after another, and count what arrives in `present[0]`."""
     while True:
         seed = next(seeds)
         prompt = [FIRST_ID + (seed * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
@@ -100,9 +96,6 @@ async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts],
             if last is not None:
                 counts.gaps.append(now - last)
             last = now
-        usage = stream.result.usage
-        present[0].steps += usage.steps
-        present[0].accepted += usage.accepted
 
 
 def main() -> None:

@@ -21,8 +21,7 @@ class Script:
     """What the servers of one cluster are to simulate, and where they write what they measure."""
 
     acceptance: float  # share of positions at which the drafter's likeliest token is the target's
-    target_pass_s: float
-    drafter_pass_s: float
+    pass_s: float  # that a pass of the target sleeps
     folder: str  # for a file `NAME.json` of each process
 
     def to_json(self) -> str:
@@ -41,7 +40,7 @@ def serve(script: Script, name: str, arguments: list[str]) -> None:
 
     def load(path: Path, *, slots: int, rows: int | None = None, **_: Any) -> Engine:
         drafts = role == "drafter"
-        pass_s = script.drafter_pass_s if drafts else script.target_pass_s
+        pass_s = 0.0 if drafts else script.pass_s
         engine = ScriptedEngine(
             path, slots=slots, rows=rows, acceptance=script.acceptance, drafts=drafts, pass_s=pass_s
         )

@@ -1,4 +1,4 @@
-"""Slows down who is refused all the time."""
+"""Slows down callers that are refused all the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_HELD, MAX_HELD_OF_KEY = 256, 128  # that are held at the same time; beyond i
 class SlowRefusals:
     """Holds refusals for a moment where one caller, a tenant or an address, gets many.
 
-    A refusal costs a server nearly as much as an answer, so who calls in a loop and is refused must be slowed down as
+    A refusal costs a server nearly as much as an answer, so a caller that is refused in a loop must be slowed down as
     well.
     """
 

@@ -304,7 +304,7 @@ async def _send(
     turns: LoopTurns, context: Context[Any, Any], opened: OpenedGeneration, paced: bool, event: Event | None
 ) -> None:
     """Send an event. The message of tokens from the log is made in a turn of the tenant, which ends before it is
-    written: whether the client reads it concerns nobody else."""
+    written: a client that does not read holds no turn."""
     if isinstance(event, ResponsePart) and event.replayed:
         message = await turns.run(opened.record.tenant, _message, opened, paced, event)
     else:

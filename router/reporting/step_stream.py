@@ -69,7 +69,7 @@ class _WatchedSession:
 
     @property
     def ended(self) -> bool:
-        """Whether nobody watches any more, or nothing more comes."""
+        """Whether there is no watcher any more, or no further step."""
         return self._broadcast.closed
 
     async def steps(self) -> AsyncGenerator[types_pb2.StepTree, None]:
