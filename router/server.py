@@ -20,6 +20,7 @@ from outrider.store.acceptance_priors import share
 from outrider.store.client import connect
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry
+from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import Sessions
 from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import list_key
@@ -85,6 +86,7 @@ async def _serve(
         models=models,
         worker_pool=worker_pool,
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
+        session_events=SessionEvents(client),
         background=background,
         admission=admission,
         tiers=TierSwitch(measured=config.tiers == "measured"),
@@ -137,6 +139,7 @@ async def _serve(
                 tasks.keep_running("storage", partial(keep_measured, router.storage))
                 tasks.keep_running("sweep", partial(sweep, router.sessions))
                 tasks.keep_running("warm start", router.warm_start.run)
+                tasks.keep_running("session events", service.steps.run)
                 tasks.keep_running("training samples", router.sample_writer.run)
                 announce(address)
                 await asyncio.Event().wait()

@@ -10,6 +10,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from outrider.store.session_events import CHANNEL
+
 AclRole = Literal["router", "verifier", "drafter", "trainer", "keys"]
 ACL_ROLES: tuple[AclRole, ...] = get_args(AclRole)
 PASSWORD = "OUTRIDER_REDIS_PASSWORD_"  # noqa: S105 - beginning of the variables with the passwords of the roles' users
@@ -20,14 +22,15 @@ _CONNECTION = "ping select client|setinfo cluster|slots asking command multi exe
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Commands that a role may use on some keys. R~: it may read them; W~: write; RW~: both."""
+    """Commands that a role may use on some keys or a channel. R~: it may read them; W~: write; RW~: both."""
 
     keys: str
     commands: str
+    channel: str = ""  # which the commands may use as well
 
     def rule(self) -> str:
         """Return the grant as a selector."""
-        patterns = " ".join(f"%{pattern}" for pattern in self.keys.split())
+        patterns = _joined(*(f"%{pattern}" for pattern in self.keys.split()), self.channel and f"&{self.channel}")
         return f"({patterns} {_allowed(self.commands)})"
 
 
@@ -54,6 +57,7 @@ GRANTS: dict[AclRole, tuple[Grant, ...]] = {
         ),
         Grant("RW~outrider:{acceptance}:*", "get set"),
         Grant("W~outrider:{examples}:*", "xadd xtrim expire"),
+        Grant("", "publish subscribe", CHANNEL),
         _SCRIPTS,
         Grant("", "info"),  # how full it is
     ),
@@ -84,8 +88,9 @@ def user_name(role: AclRole) -> str:
 
 def rules(role: AclRole) -> str:
     """Return the rules of a role's user: what follows its name and password."""
-    root = " ".join([_CONNECTION, *(grant.commands for grant in GRANTS[role] if not grant.keys)])
-    return _joined("resetchannels -@all", _allowed(root), *(grant.rule() for grant in GRANTS[role] if grant.keys))
+    root = [grant.commands for grant in GRANTS[role] if not grant.keys and not grant.channel]
+    selectors = [grant.rule() for grant in GRANTS[role] if grant.keys or grant.channel]
+    return _joined("resetchannels -@all", _allowed(" ".join([_CONNECTION, *root])), *selectors)
 
 
 def password_rule(password: str) -> str:

@@ -50,7 +50,7 @@ class GenerateServicer(InferenceServicer):
         self._draining = False
         self._pending = PendingRequests()
         self._answers = AnswerLimit(router.config)
-        self._steps = StepStreams(router)
+        self.steps = StepStreams(router)
         self._outboxes: set[Outbox] = set()
         self._active_calls = 0  # running Generate and Resume calls
         self._idle = asyncio.Event()  # set while there are no such calls
@@ -153,13 +153,14 @@ class GenerateServicer(InferenceServicer):
                 await self._cancel(tenant, request.session_id)
                 await self._router.sessions.close(request.session_id)
                 await self._router.storage.forget(tenant, request.session_id)
+                self._router.background.spawn(self._router.session_events.publish(request.session_id))
             return pb.CloseSessionResponse()
 
     async def Watch(self, request: pb.WatchSessionRequest, context: Context[Any, Any]) -> None:
         """Stream a session's steps, with their texts, until it is closed or the call ends."""
         async with errors_as_status(context):
             tenant = caller_tenant()
-            async with aclosing(self._steps.steps(tenant, request.session_id)) as steps:
+            async with aclosing(self.steps.steps(tenant, request.session_id)) as steps:
                 async for step in steps:
                     await context.write(step)
 
@@ -258,7 +259,6 @@ class GenerateServicer(InferenceServicer):
             generation.move()
         if opened.token_log is not None:
             self.running[generation.session_id] = generation
-            self._steps.on_begin(generation.session_id)
         if pending is not None:
             pending.settled.set()
             if pending.cancelled:

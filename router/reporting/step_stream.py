@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import grpc.aio
 
@@ -13,14 +14,18 @@ from outrider.errors import InternalError, NotFound, OutriderError, Unavailable
 from outrider.rpc.backoff import Backoff
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.step_broadcast import StepBroadcast
+from outrider.store.session_events import SessionEvent
 from outrider.store.sessions import SessionRecord
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from router.api.requests import find_model
 from router.sessions.session_open import RouterContext, open_record
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between two looks for the verifier that decodes a session
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 60.0  # between two looks for the verifier of a session that no event is about
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two attempts to receive events
 MAX_WATCHERS, MAX_OF_TENANT = 256, 32
+
+log = logging.getLogger(__name__)
 
 
 class StepStreams:
@@ -32,6 +37,7 @@ class StepStreams:
         most = f"at most {MAX_OF_TENANT} of a tenant and {MAX_WATCHERS} in all"
         problem = f"too many sessions are watched here ({most}); end a watch first"
         self._watchers = ConcurrencyLimit(problem, MAX_WATCHERS, of_key=MAX_OF_TENANT)
+        self._any_watched = asyncio.Event()
 
     async def steps(self, tenant: str, session_id: str) -> AsyncGenerator[types_pb2.StepTree, None]:
         """Yield the steps of a tenant's session from now on, generation after generation, until it is closed.
@@ -43,6 +49,7 @@ class StepStreams:
             watched = self._watched.get(session_id)
             if watched is None or watched.ended:
                 watched = self._watched[session_id] = _WatchedSession(self._router, record)
+            self._any_watched.set()
             try:
                 async with aclosing(watched.steps()) as steps:
                     async for step in steps:
@@ -51,21 +58,41 @@ class StepStreams:
                 if watched.ended and self._watched.get(session_id) is watched:
                     del self._watched[session_id]
 
-    def on_begin(self, session_id: str) -> None:
-        """A generation of the session begins here: its verifier is known in a moment."""
-        if session_id in self._watched:
-            self._watched[session_id].begun.set()
+    async def run(self) -> None:
+        """Pass events on to the watched sessions that they are about, until cancelled."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while True:
+            await self._any_watched.wait()
+            try:
+                async with aclosing(self._router.session_events.listen()) as events:
+                    async for event in events:
+                        backoff.attempts = 0
+                        self._pass_on(event)
+                        if not self._watched:
+                            self._any_watched.clear()
+                            break
+            except Unavailable as error:
+                log.debug("%s", error)
+                await backoff.wait()
+
+    def _pass_on(self, event: SessionEvent | None) -> None:
+        if event is None:  # events may have been missed
+            for watched in self._watched.values():
+                watched.look()
+        elif (about := self._watched.get(event.session_id)) is not None:
+            about.look(event.verifier)
 
 
 class _WatchedSession:
     """One session's steps, which are read once and given to all its watchers. Only its own tenant can watch it."""
 
     def __init__(self, router: RouterContext, record: SessionRecord) -> None:
-        self.begun = asyncio.Event()  # set when a generation begins at this router
         self._router = router
         self._record = record
         self._broadcast = StepBroadcast()
         self._task: asyncio.Task[None] | None = None
+        self._event = asyncio.Event()
+        self._verifier = ""  # where the latest event has it decode; "": its record has to be read
 
     @property
     def ended(self) -> bool:
@@ -85,6 +112,11 @@ class _WatchedSession:
                 self._broadcast.close()
                 self._task.cancel()
 
+    def look(self, verifier: str = "") -> None:
+        """Look for its steps: at a verifier, or where its record has it decode if it is not closed."""
+        self._verifier = verifier
+        self._event.set()
+
     async def _run(self) -> None:
         try:
             async for step in self._read():
@@ -96,31 +128,31 @@ class _WatchedSession:
             raise
 
     async def _read(self) -> AsyncIterator[types_pb2.StepTree]:
-        sessions, record = self._router.sessions, self._record
-        token_text = find_model(record.model, self._router.models).token_text
+        token_text = find_model(self._record.model, self._router.models).token_text
         backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
+        verifier = self._record.verifier
         while True:
-            async for step in self._read_from(record.verifier):
+            async for step in self._read_from(verifier):
                 backoff.attempts = 0
                 step.texts.extend(map(token_text, step.tokens))
                 step.committed_texts.extend(map(token_text, step.committed))
                 yield step
-            await self._wait(backoff)
-            record = await open_record(sessions, record.tenant, record.session_id)
+            verifier = await self._next_verifier(backoff)
 
-    async def _wait(self, backoff: Backoff) -> None:
-        """Wait until the session may decode again: soon after a generation began here, and now and then, because it may
-        begin at another router."""
-        pause = asyncio.create_task(backoff.wait())
-        begun = asyncio.create_task(self.begun.wait())
-        try:
-            await asyncio.wait({pause, begun}, return_when=asyncio.FIRST_COMPLETED)
-            if self.begun.is_set():
-                self.begun.clear()
-                backoff.attempts = 0
-        finally:
-            pause.cancel()
-            begun.cancel()
+    async def _next_verifier(self, backoff: Backoff) -> str:
+        """Wait for an event, or for the next pause of `backoff`: a verifier may be unreachable for a moment, an event
+        may be lost, and a session that expires has none. Raises NotFound once the session is closed or has expired."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(backoff.next_s):
+                await self._event.wait()
+        backoff.attempts += 1
+        if self._event.is_set():
+            self._event.clear()
+            backoff.attempts = 0
+            if self._verifier:
+                return self._verifier
+        record = await open_record(self._router.sessions, self._record.tenant, self._record.session_id)
+        return record.verifier
 
     async def _read_from(self, worker_id: str) -> AsyncIterator[types_pb2.StepTree]:
         """Yield the steps of the session at one verifier, as long as it is there."""

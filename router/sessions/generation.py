@@ -313,6 +313,7 @@ class OwnedGeneration:
         )
         async with attempt as stream:
             self._kv_holder = stream.worker.worker_id
+            self._router.background.spawn(self._router.session_events.publish(self.session_id, self._kv_holder))
             self._send_started(stream.cached)
             self._following = True
             try:

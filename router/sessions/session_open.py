@@ -16,6 +16,7 @@ from outrider.offload import offload_if_long
 from outrider.rpc.tickets import TicketSigner
 from outrider.store.client import decoding
 from outrider.store.registry import Worker
+from outrider.store.session_events import SessionEvents
 from outrider.store.sessions import SessionRecord, Sessions, SessionTurn
 from outrider.store.tenant_storage import TenantStorage, generation_bytes
 from router.api.requests import Conversation, GenerateParams, ceilings, check_fits, empty_prompt, fill_context
@@ -42,6 +43,7 @@ class RouterContext:
     models: Mapping[str, ServedModel]
     worker_pool: WorkerPool
     sessions: Sessions
+    session_events: SessionEvents
     background: BackgroundTasks
     admission: Admission
     tiers: TierSwitch

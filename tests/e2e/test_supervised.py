@@ -37,7 +37,16 @@ learns = true
 metrics = "127.0.0.1:0"
 """
 KEPT = {  # tasks that are run again, by server
-    "router": {"loop lag", "fleet", "ticket key", "storage", "sweep", "warm start", "training samples"},
+    "router": {
+        "loop lag",
+        "fleet",
+        "ticket key",
+        "storage",
+        "sweep",
+        "warm start",
+        "session events",
+        "training samples",
+    },
     "verifier": {"loop lag", "announcement", "ticket keys"},
     "drafter": {"loop lag", "announcement", "learning", "ticket keys", "upstream"},
 }

@@ -236,6 +236,13 @@ class _Background(BackgroundTasks):
             self._trouble.append(repr(error))
 
 
+class _NoEvents:
+    """Nobody watches."""
+
+    async def publish(self, *arguments: Any) -> None:
+        pass
+
+
 class _UnlimitedStorage:
     """What a tenant keeps is neither counted nor bounded."""
 
@@ -262,6 +269,7 @@ class Router:
                 models={model.name: model},
                 worker_pool=fleet,  # type: ignore[arg-type]
                 sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
+                session_events=_NoEvents(),  # type: ignore[arg-type]
                 background=_Background(self.trouble),
                 admission=Admission(config, fleet.capacity, clock=lambda: clock.now),
                 tiers=TierSwitch(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.store.acl import AclRole
 from outrider.store.client import Client, connect, ping
 from outrider.store.keys import Keys
 from outrider.store.registry import Registry, Worker
+from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import Sessions, SessionTurn
 from outrider.store.tenant_storage import TenantStorage
 from outrider.store.tickets import list_key, listed_keys
@@ -43,6 +45,10 @@ async def router(client: Client, admin: Client) -> None:
         await share(client, "target:drafter:hot", priors)
     sample = sample_of([1, 2], np.array([[2, 7]]), np.array([[-0.1, -3.0]], np.float32))
     await TrainingSampleStore(client, "target", b"\0").add([sample])
+    async with aclosing(SessionEvents(client).listen()) as events:
+        assert await anext(events) is None
+        await SessionEvents(client).publish("s1", "v1")
+        assert await anext(events) == SessionEvent("s1", "v1")
     await _sessions(client, admin)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.errors import Conflict, Superseded, Unavailable
 from outrider.store.client import address_of, connect, ping
 from outrider.store.registry import Registry, Worker
+from outrider.store.session_events import SessionEvent, SessionEvents
 from outrider.store.sessions import SessionLog, Sessions, SessionTurn
 from outrider.store.tickets import list_key, listed_keys
 from tests.store.cluster import redis_cluster
@@ -119,6 +121,15 @@ async def test_writes_of_one_moment_reach_their_nodes(ports: list[int], client: 
     results = await asyncio.gather(*(one.append(6, [7], 1) for one in owned), return_exceptions=True)
     assert isinstance(results.pop(3), Superseded)
     assert results == [7] * (len(names) - 1)
+
+
+async def test_events_reach_all_nodes(client: RedisCluster) -> None:
+    events = SessionEvents(client)
+    async with aclosing(events.listen()) as listening:
+        assert await anext(listening) is None
+        for number in range(6):
+            await events.publish(f"s{number}", "v1")
+            assert await anext(listening) == SessionEvent(f"s{number}", "v1")
 
 
 async def test_claims_tickets_and_the_registry_work(client: RedisCluster) -> None:
