@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,20 +19,37 @@ USER_ERROR_STATUS = 2  # exit status of an error that the user can fix
 _PR_SET_PDEATHSIG = 1
 
 
-def run_until_signal(main: Coroutine[Any, Any, None]) -> None:
+def run_until_signal(
+    main: Coroutine[Any, Any, None], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> None:
     """Run `main` to its end, or until SIGTERM or SIGINT cancels it; a second signal cuts its clean-up short.
+
+    `loop_factory`: makes the event loop; None: asyncio does.
 
     An error that the user can fix (any OutriderError but InternalError, also inside exception groups) is printed on
     stderr, without a traceback, and the process exits with status 2.
     """
     try:
-        asyncio.run(_cancelled_by_signals(main))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_cancelled_by_signals(main))
     except Exception as error:
         expected = user_error(error)
         if expected is None:
             raise
         print(f"outrider: {expected}", file=sys.stderr)
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+def fast_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop of uvloop, or of asyncio where uvloop is not installed.
+
+    A delay is rounded to a millisecond by uvloop, so it is not for servers whose decisions are finer than that.
+    """
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def die_with_parent() -> None:

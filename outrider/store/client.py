@@ -36,12 +36,32 @@ _DECODE_ERRORS = (  # raised by decoding bytes of other programs
 Client: TypeAlias = Redis | RedisCluster
 
 
+class _RetriedConnection:
+    """Mixed into a connection: where uvloop's transport is closed, it raises the ConnectionError that is retried."""
+
+    async def send_packed_command(self, *args: Any, **options: Any) -> None:
+        try:
+            await super().send_packed_command(*args, **options)  # type: ignore[misc]
+        except RuntimeError as error:
+            if "closed" not in str(error):
+                raise
+            raise redis.exceptions.ConnectionError("the connection is closed") from error
+
+
+def _retried(connection_class: Any) -> Any:
+    return type(f"Retried{connection_class.__name__}", (_RetriedConnection, connection_class), {})
+
+
 class _PatientCluster(RedisCluster):
     """A cluster's client whose callers wait for a free connection, as `BlockingConnectionPool` lets them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._semaphore = asyncio.Semaphore(CONNECTIONS)
+        retried = _retried(self.connection_kwargs["connection_class"])
+        self.connection_kwargs["connection_class"] = retried
+        for node in self.startup_nodes:
+            node.connection_class = retried
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         async with self._semaphore:
@@ -81,6 +101,7 @@ def connect(redis_url: str) -> Client:
             "or ?password=PASSWORD where the server asks for one; redis+cluster://HOST:PORT or "
             "rediss+cluster://HOST:PORT for a Redis Cluster, which has database 0 only"
         ) from None
+    pool.connection_class = _retried(pool.connection_class)
     return Redis.from_pool(pool)
 
 

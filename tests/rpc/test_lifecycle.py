@@ -13,39 +13,41 @@ from outrider.rpc.lifecycle import run_until_signal, user_error
 
 SERVER = """
 import asyncio, sys
-from outrider.rpc.lifecycle import run_until_signal
+from outrider.rpc.lifecycle import fast_event_loop, run_until_signal
 
 async def main():
     try:
-        print("up", flush=True)
+        print("up", type(asyncio.get_running_loop()).__module__, flush=True)
         await asyncio.sleep(60)
     finally:
         await asyncio.sleep(float(sys.argv[1]))
         print("drained", flush=True)
 
-run_until_signal(main())
+run_until_signal(main(), fast_event_loop if sys.argv[2] == "uvloop" else None)
 """
 
 
-def started(drain: float) -> subprocess.Popen[str]:
+def started(drain: float, loop: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(drain)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER, str(drain), loop], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
+    assert process.stdout.readline().startswith(f"up {loop}")
     return process
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_cancels_the_server_and_its_clean_up_runs(number: signal.Signals) -> None:
-    with started(0.05) as process:
+def test_a_signal_cancels_the_server_and_its_clean_up_runs(number: signal.Signals, loop: str) -> None:
+    with started(0.05, loop) as process:
         process.send_signal(number)
         out, err = process.communicate(timeout=10)
     assert (out, err, process.returncode) == ("drained\n", "", 0)
 
 
-def test_a_second_signal_cuts_the_clean_up_short() -> None:
-    with started(30) as process:
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_second_signal_cuts_the_clean_up_short(loop: str) -> None:
+    with started(30, loop) as process:
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)

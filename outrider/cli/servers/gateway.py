@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.command import reported
 from outrider.cli.servers.serve import LogFormat, Metrics
-from outrider.rpc.lifecycle import die_with_parent, run_until_signal
+from outrider.rpc.lifecycle import die_with_parent, fast_event_loop, run_until_signal
 
 
 def gateway(
@@ -64,5 +64,6 @@ def gateway(
         logs.log_to_stderr(config.log_format)
         with exporting_telemetry("gateway", f"gateway-{secrets.token_hex(4)}", config.metrics):
             run_until_signal(
-                serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True))
+                serve(config, announce=lambda address: print(f"outrider gateway: listening on {address}", flush=True)),
+                fast_event_loop,
             )

@@ -15,7 +15,7 @@ import typer
 from outrider.cli.command import Redis, reported
 from outrider.fleet import process_env
 from outrider.hub import hub_name
-from outrider.rpc.lifecycle import die_with_parent, run_until_signal
+from outrider.rpc.lifecycle import die_with_parent, fast_event_loop, run_until_signal
 from outrider.telemetry import logs
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def router(
 
             return run(config, redis, announce=announce)
 
-        run_until_signal(_run_with_redis(redis, service))
+        run_until_signal(_run_with_redis(redis, service), fast_event_loop)
 
 
 def verifier(
