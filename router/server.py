@@ -38,6 +38,7 @@ from router.scheduling.admission import Admission
 from router.scheduling.workers import WorkerPool
 from router.sessions.maintenance import keep_key_listed, keep_measured, refresh_workers, sweep
 from router.sessions.session_open import RouterContext
+from router.sessions.verifier_link import VerifierLinks
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
 
@@ -85,6 +86,7 @@ async def _serve(
         config=config,
         models=models,
         worker_pool=worker_pool,
+        verifier_links=VerifierLinks(worker_pool.channel, config.lease_s),
         sessions=Sessions(client, ttl_s=config.session_ttl_s, lease_s=config.lease_s, resume_ttl_s=config.resume_ttl_s),
         session_events=SessionEvents(client),
         background=background,
@@ -147,5 +149,6 @@ async def _serve(
         # The server forgets cancelled calls; their handlers may still be ending.
         await asyncio.gather(*(generation.ended.wait() for generation in service.running.values()))
         await background.drain(_CLEAN_UP_S)
+        await router.verifier_links.close()
         await worker_pool.close()
         await client.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from outrider.core.control.attribution import DrafterCredit
@@ -30,7 +31,7 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
         self.durable = durable
         self.fenced = False  # a higher epoch took the session over
         self.moved = False  # this verifier is going down
-        self.answered = False  # the last message was sent to the router, which may close the call
+        self.on_change: Callable[[], None] = _nothing  # called when a commit, or the end, is put here
         self._window = window
 
     @property
@@ -45,3 +46,11 @@ class CommitQueue(asyncio.Queue[StepCommit | None]):
     def close(self) -> None:
         """Ends the reader's wait: no commit follows."""
         self.put_nowait(None)
+
+    def _put(self, item: StepCommit | None) -> None:
+        super()._put(item)
+        self.on_change()
+
+
+def _nothing() -> None:
+    pass

@@ -1,4 +1,4 @@
-"""The Verifier service: the router makes one Decode call for each generation."""
+"""The Verifier service: a router makes one Decode call for all of its generations."""
 
 from __future__ import annotations
 
@@ -15,23 +15,18 @@ from outrider.core.session.digest import Prefix, extend
 from outrider.core.tree.committed_window import settled_prefix
 from outrider.draft_server.servicer import DraftStreamServicer
 from outrider.engine.engine import Engine
-from outrider.errors import InvalidRequest, NotFound, Superseded, TokenizerMismatch, Unavailable
+from outrider.errors import InvalidRequest, NotFound, TokenizerMismatch
 from outrider.offload import offload_if_long
-from outrider.rpc import liveness
-from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb, report_to_pb
+from outrider.rpc.codec import check_tokens, contract_from_pb, plan_from_pb
 from outrider.rpc.status import errors_as_status
-from outrider.rpc.tracing import server_span
-from outrider.telemetry.logs import session_context
 from outrider.telemetry.tracing import Attributes
 from outrider.v1 import types_pb2
 from outrider.v1 import verifier_pb2 as pb
 from outrider.v1.verifier_pb2_grpc import VerifierServicer
-from verifier_svc.commit_queue import StepCommit
+from verifier_svc.router_stream import RouterStream
 from verifier_svc.scheduler import StepScheduler
 from verifier_svc.session import SessionStart, VerifierSession
-from verifier_svc.tracing import TracedSteps
 
-HALF_CLOSE_S = 5.0  # how long a router may take to close its side after the end
 MAX_WINDOW = 4096  # tokens beyond the durable position
 LEASE_MS = range(100, 600_001)  # that a router may request
 SLOT_S = 0.25  # how long a start waits for a slot: a session that has just ended releases its slot a moment later
@@ -59,28 +54,25 @@ class DecodeServicer(VerifierServicer):
         self._slot_queue = asyncio.Lock()  # starts wait for a slot in this order
 
     async def Decode(self, requests: Requests, context: Context[Any, Any]) -> None:
-        """Serves one generation. However the call ends, the session is closed and its KV stays."""
-        async with errors_as_status(context), server_span(context, "outrider.v1.Verifier/Decode") as call:
-            first = await anext(liveness.monitored(requests, "the router"), None)
-            if first is None or first.WhichOneof("command") != "start":
-                raise InvalidRequest("start", "must be the first message of Decode")
-            with session_context(first.start.session_id):
-                session = await self._open(await offload_if_long(first.start.tokens, self._check, first.start))
-                if call.span.is_recording():
-                    session.traced = TracedSteps(call.span)
-                    call.span.set_attributes(self._attributes(session))
-                self._stream_servicer.subscribe_waiting(session)
-                commands = asyncio.create_task(self._read_commands(session, requests, first.start.lease_ms / 1000))
-                try:
-                    await context.write(pb.DecodeResponse(started=pb.DecodeStarted(cached=session.kv_slot.cached)))
-                    await self._write_commits(session, commands, context)
-                finally:
-                    call.completed = session.commits.answered
-                    self._scheduler.close(session)
-                    commands.cancel()
-                    await asyncio.gather(commands, return_exceptions=True)
+        """Serves all generations of one router."""
+        async with errors_as_status(context):
+            await RouterStream(self, self._scheduler).run(requests, context.write)
 
-    def _attributes(self, session: VerifierSession) -> Attributes:
+    async def open_session(self, start: pb.DecodeStart) -> VerifierSession:
+        """Checks a start and opens its session. Raises InvalidRequest, NotFound and TokenizerMismatch, and as
+        `StepScheduler.open`."""
+        session = await self._open(await offload_if_long(start.tokens, self._check, start))
+        self._stream_servicer.subscribe_waiting(session)
+        return session
+
+    def replan(self, session: VerifierSession, plan: Plan) -> None:
+        """Has a session follow a newer plan."""
+        session.terms.plan = plan
+        self._stream_servicer.refresh(session)
+        self._scheduler.wake()
+
+    def attributes(self, session: VerifierSession) -> Attributes:
+        """Returns what the span of a traced session has."""
         return {
             "outrider.session.id": session.id,
             "outrider.epoch": session.epoch,
@@ -210,95 +202,3 @@ class DecodeServicer(VerifierServicer):
             start.window,
             known,
         )
-
-    async def _read_commands(self, session: VerifierSession, requests: Requests, lease_s: float) -> None:
-        """Applies the router's commands until the router cancels or closes its side. Raises Unavailable after a lease
-        of silence.
-        """
-        async for request in liveness.monitored(requests, "the router", lease_s):
-            command = request.WhichOneof("command")
-            if command == "durable":
-                if request.durable > len(session.tokens):
-                    raise InvalidRequest("durable", f"is {request.durable}, only {len(session.tokens)} are committed")
-                session.commits.acknowledge(request.durable)
-                self._scheduler.wake()
-            elif command == "plan":
-                plan = plan_from_pb(request.plan)
-                if plan.version > session.terms.plan.version:
-                    self._replan(session, plan)
-            elif command == "cancel":
-                return
-            elif command != "heartbeat":
-                raise InvalidRequest("command", f"'{command}' is not allowed here")
-
-    def _replan(self, session: VerifierSession, plan: Plan) -> None:
-        session.terms.plan = plan
-        self._stream_servicer.refresh(session)
-        self._scheduler.wake()
-
-    async def _write_commits(
-        self, session: VerifierSession, commands: asyncio.Task[None], context: Context[Any, Any]
-    ) -> None:
-        """Writes commits until the generation ends, the router cancels it, or a higher epoch fences it."""
-        commands.add_done_callback(lambda _: session.commits.close())
-        while commit := await self._next(session, context):
-            await context.write(_response(session, commit))
-            if commit.last:
-                break
-        else:
-            if session.commits.fenced:
-                raise Superseded(f"session {session.id} was taken over under a higher epoch")
-            if not session.commits.moved:
-                return commands.result()
-            return await self._write_last(session, pb.DecodeResponse(moved=pb.DecodeMoved()), commands, context)
-        stopped = session.tokens[-1] in session.contract.stop_ids
-        reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
-        finished = pb.DecodeResponse(finished=pb.DecodeFinished(reason=reason))
-        return await self._write_last(session, finished, commands, context)
-
-    async def _write_last(
-        self,
-        session: VerifierSession,
-        message: pb.DecodeResponse,
-        commands: asyncio.Task[None],
-        context: Context[Any, Any],
-    ) -> None:
-        session.commits.answered = True
-        await context.write(message)
-        # The router closes its side first: a router's write that met the end of the call would fail the call.
-        try:
-            async with asyncio.timeout(HALF_CLOSE_S):
-                return await commands
-        except TimeoutError:
-            raise Unavailable(f"the router did not close its side of Decode within {HALF_CLOSE_S:g} s") from None
-
-    async def _next(self, session: VerifierSession, context: Context[Any, Any]) -> StepCommit | None:
-        """Return the session's next commit, or None when it was closed; send heartbeats while waiting."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(liveness.HEARTBEAT_S):
-                    return await session.commits.get()
-            await context.write(pb.DecodeResponse(heartbeat=self._scheduler.progress.heartbeat()))
-
-
-def _response(session: VerifierSession, commit: StepCommit) -> pb.DecodeResponse:
-    return pb.DecodeResponse(
-        commit=pb.DecodeCommit(
-            epoch=session.epoch,
-            position=commit.position,
-            tokens=[choice.token for choice in commit.choices],
-            gaps=[choice.gap for choice in commit.choices],
-            digest=commit.digest,
-            report=report_to_pb(commit.report),
-            logprobs=b"".join(choice.logprobs for choice in commit.choices),
-            credits=[
-                pb.DrafterCredit(
-                    drafter_id=credit.drafter_id,
-                    verified=credit.verified,
-                    accepted=credit.accepted,
-                    alone=credit.alone,
-                )
-                for credit in commit.credits
-            ],
-        )
-    )

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from outrider import errors
 from outrider.errors import InvalidRequest, OutriderError, Overloaded
 from outrider.rpc.tls import connection_advice
+from outrider.v1 import verifier_pb2
 
 CLASS_KEY = "outrider-error"
 FIELD_KEY = "outrider-field"
@@ -85,11 +86,30 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> OutriderError:
     details = error.details() or error.code().name
     if kind is None:
         return _from_code(error.code(), details)
+    return _error(kind, details, metadata.get(FIELD_KEY, "request"), _milliseconds(metadata.get(RETRY_KEY, "")))
+
+
+def error_to_pb(error: OutriderError) -> verifier_pb2.Error:
+    """Return the error's message, for one of the many generations of a stream."""
+    message = verifier_pb2.Error(kind=type(error).__name__, details=str(error)[:_MAX_DETAILS])
+    if isinstance(error, InvalidRequest):
+        message.field = error.field
+    if isinstance(error, Overloaded):
+        message.retry_after_ms = round(error.retry_after * 1000)
+    return message
+
+
+def error_from_pb(message: verifier_pb2.Error) -> OutriderError:
+    """Return the error that the server raised; an InternalError for a kind that is not known here."""
+    kind = _BY_NAME.get(message.kind, errors.InternalError)
+    return _error(kind, message.details, message.field or "request", message.retry_after_ms / 1000)
+
+
+def _error(kind: type[OutriderError], details: str, field: str, retry_s: float) -> OutriderError:
     if issubclass(kind, InvalidRequest):
-        field = metadata.get(FIELD_KEY, "request")
         return kind(field, details.removeprefix(f"{field}: "))
     if issubclass(kind, Overloaded):
-        return kind(details, retry_after=_milliseconds(metadata.get(RETRY_KEY, "")))
+        return kind(details, retry_after=retry_s)
     return kind(details)
 
 

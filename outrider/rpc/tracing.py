@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -28,6 +28,16 @@ _SERVER_FAULTS = {  # errors of the server; other codes are errors of its caller
 }
 
 
+class CallContext(Protocol):
+    """What a span takes from a call's context."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Return the caller's metadata."""
+
+    def time_remaining(self) -> float | None:
+        """Return the seconds to the call's deadline; None: it has none."""
+
+
 class ServedCall:
     """A call that this process serves."""
 
@@ -37,9 +47,7 @@ class ServedCall:
 
 
 @asynccontextmanager
-async def server_span(
-    context: grpc.aio.ServicerContext[Any, Any], method: str, *, trusted: bool = True
-) -> AsyncIterator[ServedCall]:
+async def server_span(context: CallContext, method: str, *, trusted: bool = True) -> AsyncIterator[ServedCall]:
     """Run a handler's body in the span of the call that it serves. `method`: "package.Service/Name".
 
     The span is below its caller's, who decides whether it is traced. A caller that is not `trusted` does not: the span

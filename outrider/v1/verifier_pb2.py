@@ -25,43 +25,47 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import types_pb2 as outrider_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xd5\x01\n\rDecodeRequest\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DecodeStartH\x00\x12!\n\x04plan\x18\x02 \x01(\x0b\x32\x11.outrider.v1.PlanH\x00\x12\x11\n\x07\x64urable\x18\x03 \x01(\x04H\x00\x12+\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x19.outrider.v1.CancelDecodeH\x00\x12+\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\x8e\x02\n\x0b\x44\x65\x63odeStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x17\n\x0f\x61nswer_position\x18\x07 \x01(\x04\x12\'\n\x08\x63ontract\x18\x08 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\t \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\"V\n\x0bWarmRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"\"\n\x0cWatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1e\n\x0cWarmResponse\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\"\x0e\n\x0c\x43\x61ncelDecode\"\xfe\x01\n\x0e\x44\x65\x63odeResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.outrider.v1.DecodeStartedH\x00\x12+\n\x06\x63ommit\x18\x02 \x01(\x0b\x32\x19.outrider.v1.DecodeCommitH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.DecodeFinishedH\x00\x12+\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.outrider.v1.HeartbeatH\x00\x12)\n\x05moved\x18\x05 \x01(\x0b\x32\x18.outrider.v1.DecodeMovedH\x00\x42\x07\n\x05\x65vent\"\x1f\n\rDecodeStarted\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\"\xc5\x01\n\x0c\x44\x65\x63odeCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04gaps\x18\x04 \x03(\x02\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StepReport\x12+\n\x07\x63redits\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.DrafterCredit\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\"V\n\rDrafterCredit\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x10\n\x08verified\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\r\n\x05\x61lone\x18\x04 \x01(\r\"\r\n\x0b\x44\x65\x63odeMoved\";\n\x0e\x44\x65\x63odeFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.outrider.v1.FinishReason\"\xd8\x03\n\x13VerifierDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x12\n\nparameters\x18\x0b \x01(\x04\x12)\n\nstep_costs\x18\x0c \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x16\n\x0erefused_frames\x18\r \x01(\x04\x12\x10\n\x08numerics\x18\x0e \x01(\t\x12\x0c\n\x04warm\x18\x0f \x01(\r\x12\r\n\x05tasks\x18\x10 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x11 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x12 \x01(\x04\x12*\n\nstep_times\x18\x13 \x01(\x0b\x32\x16.outrider.v1.StepTimes\x12\x14\n\x0coverlap_mode\x18\x14 \x01(\t\x12\x10\n\x08treeless\x18\x15 \x01(\t\x12\r\n\x05ranks\x18\x16 \x01(\r\"U\n\tStepTimes\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x11\n\twaited_us\x18\x03 \x01(\r\x12\x13\n\x0boverhead_us\x18\x04 \x01(\r\"0\n\x08StepCost\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r2\x97\x02\n\x08Verifier\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.outrider.v1.DecodeRequest\x1a\x1b.outrider.v1.DecodeResponse(\x01\x30\x01\x12;\n\x04Warm\x12\x18.outrider.v1.WarmRequest\x1a\x19.outrider.v1.WarmResponse\x12;\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x15.outrider.v1.StepTree0\x01\x12J\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a .outrider.v1.VerifierDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/verifier.proto\x12\x0boutrider.v1\x1a\x17outrider/v1/types.proto\"\xa0\x01\n\rDecodeRequest\x12\'\n\x05start\x18\x01 \x01(\x0b\x32\x18.outrider.v1.DecodeStart\x12&\n\x05plans\x18\x06 \x03(\x0b\x32\x17.outrider.v1.PlanChange\x12\x14\n\x0c\x61\x63knowledged\x18\x07 \x03(\r\x12\x0f\n\x07\x64urable\x18\x08 \x03(\x04\x12\x11\n\tcancelled\x18\t \x03(\rJ\x04\x08\x02\x10\x06\"=\n\nPlanChange\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x1f\n\x04plan\x18\x02 \x01(\x0b\x32\x11.outrider.v1.Plan\"\x80\x03\n\x0b\x44\x65\x63odeStart\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x17\n\x0f\x61nswer_position\x18\x07 \x01(\x04\x12\'\n\x08\x63ontract\x18\x08 \x01(\x0b\x32\x15.outrider.v1.Contract\x12\x1f\n\x04plan\x18\t \x01(\x0b\x32\x11.outrider.v1.Plan\x12\x0e\n\x06window\x18\n \x01(\r\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\x12\x0e\n\x06handle\x18\r \x01(\r\x12\x32\n\x05trace\x18\x0e \x03(\x0b\x32#.outrider.v1.DecodeStart.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x0bWarmRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"\"\n\x0cWatchRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1e\n\x0cWarmResponse\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\"\xc9\x01\n\x0e\x44\x65\x63odeResponse\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x16.outrider.v1.Heartbeat\x12+\n\x07started\x18\x06 \x03(\x0b\x32\x1a.outrider.v1.DecodeStarted\x12*\n\x07\x63ommits\x18\x07 \x03(\x0b\x32\x19.outrider.v1.DecodeCommit\x12\'\n\x05\x65nded\x18\x08 \x03(\x0b\x32\x18.outrider.v1.DecodeEndedJ\x04\x08\x01\x10\x04J\x04\x08\x05\x10\x06\"/\n\rDecodeStarted\x12\x0e\n\x06\x63\x61\x63hed\x18\x01 \x01(\x04\x12\x0e\n\x06handle\x18\x02 \x01(\r\"\xd5\x01\n\x0c\x44\x65\x63odeCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04gaps\x18\x04 \x03(\x02\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.outrider.v1.StepReport\x12+\n\x07\x63redits\x18\x08 \x03(\x0b\x32\x1a.outrider.v1.DrafterCredit\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x0e\n\x06handle\x18\t \x01(\r\"V\n\rDrafterCredit\x12\x12\n\ndrafter_id\x18\x01 \x01(\t\x12\x10\n\x08verified\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\r\n\x05\x61lone\x18\x04 \x01(\r\"v\n\x0b\x44\x65\x63odeEnded\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReasonH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.outrider.v1.ErrorH\x00\x42\x05\n\x03how\"M\n\x05\x45rror\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"\xd8\x03\n\x13VerifierDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x12\n\nvocabulary\x18\x04 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\r\n\x05steps\x18\t \x01(\x04\x12\r\n\x05\x64type\x18\n \x01(\t\x12\x12\n\nparameters\x18\x0b \x01(\x04\x12)\n\nstep_costs\x18\x0c \x03(\x0b\x32\x15.outrider.v1.StepCost\x12\x16\n\x0erefused_frames\x18\r \x01(\x04\x12\x10\n\x08numerics\x18\x0e \x01(\t\x12\x0c\n\x04warm\x18\x0f \x01(\r\x12\r\n\x05tasks\x18\x10 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x11 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x12 \x01(\x04\x12*\n\nstep_times\x18\x13 \x01(\x0b\x32\x16.outrider.v1.StepTimes\x12\x14\n\x0coverlap_mode\x18\x14 \x01(\t\x12\x10\n\x08treeless\x18\x15 \x01(\t\x12\r\n\x05ranks\x18\x16 \x01(\r\"U\n\tStepTimes\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\x12\n\nforward_us\x18\x02 \x01(\r\x12\x11\n\twaited_us\x18\x03 \x01(\r\x12\x13\n\x0boverhead_us\x18\x04 \x01(\r\"0\n\x08StepCost\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x14\n\x0cmicroseconds\x18\x02 \x01(\r2\x97\x02\n\x08Verifier\x12\x45\n\x06\x44\x65\x63ode\x12\x1a.outrider.v1.DecodeRequest\x1a\x1b.outrider.v1.DecodeResponse(\x01\x30\x01\x12;\n\x04Warm\x12\x18.outrider.v1.WarmRequest\x1a\x19.outrider.v1.WarmResponse\x12;\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x15.outrider.v1.StepTree0\x01\x12J\n\x08\x44\x65scribe\x12\x1c.outrider.v1.DescribeRequest\x1a .outrider.v1.VerifierDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DECODESTART_TRACEENTRY']._loaded_options = None
+  _globals['_DECODESTART_TRACEENTRY']._serialized_options = b'8\001'
   _globals['_DECODEREQUEST']._serialized_start=69
-  _globals['_DECODEREQUEST']._serialized_end=282
-  _globals['_DECODESTART']._serialized_start=285
-  _globals['_DECODESTART']._serialized_end=555
-  _globals['_WARMREQUEST']._serialized_start=557
-  _globals['_WARMREQUEST']._serialized_end=643
-  _globals['_WATCHREQUEST']._serialized_start=645
-  _globals['_WATCHREQUEST']._serialized_end=679
-  _globals['_WARMRESPONSE']._serialized_start=681
-  _globals['_WARMRESPONSE']._serialized_end=711
-  _globals['_CANCELDECODE']._serialized_start=713
-  _globals['_CANCELDECODE']._serialized_end=727
-  _globals['_DECODERESPONSE']._serialized_start=730
-  _globals['_DECODERESPONSE']._serialized_end=984
-  _globals['_DECODESTARTED']._serialized_start=986
-  _globals['_DECODESTARTED']._serialized_end=1017
-  _globals['_DECODECOMMIT']._serialized_start=1020
-  _globals['_DECODECOMMIT']._serialized_end=1217
-  _globals['_DRAFTERCREDIT']._serialized_start=1219
-  _globals['_DRAFTERCREDIT']._serialized_end=1305
-  _globals['_DECODEMOVED']._serialized_start=1307
-  _globals['_DECODEMOVED']._serialized_end=1320
-  _globals['_DECODEFINISHED']._serialized_start=1322
-  _globals['_DECODEFINISHED']._serialized_end=1381
-  _globals['_VERIFIERDESCRIPTION']._serialized_start=1384
-  _globals['_VERIFIERDESCRIPTION']._serialized_end=1856
-  _globals['_STEPTIMES']._serialized_start=1858
-  _globals['_STEPTIMES']._serialized_end=1943
-  _globals['_STEPCOST']._serialized_start=1945
-  _globals['_STEPCOST']._serialized_end=1993
-  _globals['_VERIFIER']._serialized_start=1996
-  _globals['_VERIFIER']._serialized_end=2275
+  _globals['_DECODEREQUEST']._serialized_end=229
+  _globals['_PLANCHANGE']._serialized_start=231
+  _globals['_PLANCHANGE']._serialized_end=292
+  _globals['_DECODESTART']._serialized_start=295
+  _globals['_DECODESTART']._serialized_end=679
+  _globals['_DECODESTART_TRACEENTRY']._serialized_start=635
+  _globals['_DECODESTART_TRACEENTRY']._serialized_end=679
+  _globals['_WARMREQUEST']._serialized_start=681
+  _globals['_WARMREQUEST']._serialized_end=767
+  _globals['_WATCHREQUEST']._serialized_start=769
+  _globals['_WATCHREQUEST']._serialized_end=803
+  _globals['_WARMRESPONSE']._serialized_start=805
+  _globals['_WARMRESPONSE']._serialized_end=835
+  _globals['_DECODERESPONSE']._serialized_start=838
+  _globals['_DECODERESPONSE']._serialized_end=1039
+  _globals['_DECODESTARTED']._serialized_start=1041
+  _globals['_DECODESTARTED']._serialized_end=1088
+  _globals['_DECODECOMMIT']._serialized_start=1091
+  _globals['_DECODECOMMIT']._serialized_end=1304
+  _globals['_DRAFTERCREDIT']._serialized_start=1306
+  _globals['_DRAFTERCREDIT']._serialized_end=1392
+  _globals['_DECODEENDED']._serialized_start=1394
+  _globals['_DECODEENDED']._serialized_end=1512
+  _globals['_ERROR']._serialized_start=1514
+  _globals['_ERROR']._serialized_end=1591
+  _globals['_VERIFIERDESCRIPTION']._serialized_start=1594
+  _globals['_VERIFIERDESCRIPTION']._serialized_end=2066
+  _globals['_STEPTIMES']._serialized_start=2068
+  _globals['_STEPTIMES']._serialized_end=2153
+  _globals['_STEPCOST']._serialized_start=2155
+  _globals['_STEPCOST']._serialized_end=2203
+  _globals['_VERIFIER']._serialized_start=2206
+  _globals['_VERIFIER']._serialized_end=2485
 # @@protoc_insertion_point(module_scope)

@@ -8,21 +8,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("start", "plan", "durable", "cancel", "heartbeat")
+    __slots__ = ("start", "plans", "acknowledged", "durable", "cancelled")
     START_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
     start: DecodeStart
+    plans: _containers.RepeatedCompositeFieldContainer[PlanChange]
+    acknowledged: _containers.RepeatedScalarFieldContainer[int]
+    durable: _containers.RepeatedScalarFieldContainer[int]
+    cancelled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., plans: _Optional[_Iterable[_Union[PlanChange, _Mapping]]] = ..., acknowledged: _Optional[_Iterable[int]] = ..., durable: _Optional[_Iterable[int]] = ..., cancelled: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlanChange(_message.Message):
+    __slots__ = ("handle", "plan")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    handle: int
     plan: _types_pb2.Plan
-    durable: int
-    cancel: CancelDecode
-    heartbeat: _types_pb2.Heartbeat
-    def __init__(self, start: _Optional[_Union[DecodeStart, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., durable: _Optional[int] = ..., cancel: _Optional[_Union[CancelDecode, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ...) -> None: ...
 
 class DecodeStart(_message.Message):
-    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant", "lease_ms")
+    __slots__ = ("session_id", "epoch", "model", "tokenizer_digest", "tokens", "digest", "answer_position", "contract", "plan", "window", "tenant", "lease_ms", "handle", "trace")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +50,8 @@ class DecodeStart(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
     model: str
@@ -47,7 +64,9 @@ class DecodeStart(_message.Message):
     window: int
     tenant: str
     lease_ms: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    handle: int
+    trace: _containers.ScalarMap[str, str]
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., answer_position: _Optional[int] = ..., contract: _Optional[_Union[_types_pb2.Contract, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.Plan, _Mapping]] = ..., window: _Optional[int] = ..., tenant: _Optional[str] = ..., lease_ms: _Optional[int] = ..., handle: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WarmRequest(_message.Message):
     __slots__ = ("model", "tokenizer_digest", "tokens", "tenant")
@@ -73,32 +92,28 @@ class WarmResponse(_message.Message):
     cached: int
     def __init__(self, cached: _Optional[int] = ...) -> None: ...
 
-class CancelDecode(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class DecodeResponse(_message.Message):
-    __slots__ = ("started", "commit", "finished", "heartbeat", "moved")
-    STARTED_FIELD_NUMBER: _ClassVar[int]
-    COMMIT_FIELD_NUMBER: _ClassVar[int]
-    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("heartbeat", "started", "commits", "ended")
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
-    started: DecodeStarted
-    commit: DecodeCommit
-    finished: DecodeFinished
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     heartbeat: _types_pb2.Heartbeat
-    moved: DecodeMoved
-    def __init__(self, started: _Optional[_Union[DecodeStarted, _Mapping]] = ..., commit: _Optional[_Union[DecodeCommit, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., moved: _Optional[_Union[DecodeMoved, _Mapping]] = ...) -> None: ...
+    started: _containers.RepeatedCompositeFieldContainer[DecodeStarted]
+    commits: _containers.RepeatedCompositeFieldContainer[DecodeCommit]
+    ended: _containers.RepeatedCompositeFieldContainer[DecodeEnded]
+    def __init__(self, heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., started: _Optional[_Iterable[_Union[DecodeStarted, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DecodeCommit, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[DecodeEnded, _Mapping]]] = ...) -> None: ...
 
 class DecodeStarted(_message.Message):
-    __slots__ = ("cached",)
+    __slots__ = ("cached", "handle")
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     cached: int
-    def __init__(self, cached: _Optional[int] = ...) -> None: ...
+    handle: int
+    def __init__(self, cached: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class DecodeCommit(_message.Message):
-    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "credits", "logprobs")
+    __slots__ = ("epoch", "position", "tokens", "gaps", "digest", "report", "credits", "logprobs", "handle")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +122,7 @@ class DecodeCommit(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     position: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -115,7 +131,8 @@ class DecodeCommit(_message.Message):
     report: _types_pb2.StepReport
     credits: _containers.RepeatedCompositeFieldContainer[DrafterCredit]
     logprobs: bytes
-    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., credits: _Optional[_Iterable[_Union[DrafterCredit, _Mapping]]] = ..., logprobs: _Optional[bytes] = ...) -> None: ...
+    handle: int
+    def __init__(self, epoch: _Optional[int] = ..., position: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., gaps: _Optional[_Iterable[float]] = ..., digest: _Optional[int] = ..., report: _Optional[_Union[_types_pb2.StepReport, _Mapping]] = ..., credits: _Optional[_Iterable[_Union[DrafterCredit, _Mapping]]] = ..., logprobs: _Optional[bytes] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class DrafterCredit(_message.Message):
     __slots__ = ("drafter_id", "verified", "accepted", "alone")
@@ -129,15 +146,27 @@ class DrafterCredit(_message.Message):
     alone: int
     def __init__(self, drafter_id: _Optional[str] = ..., verified: _Optional[int] = ..., accepted: _Optional[int] = ..., alone: _Optional[int] = ...) -> None: ...
 
-class DecodeMoved(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DecodeFinished(_message.Message):
-    __slots__ = ("reason",)
+class DecodeEnded(_message.Message):
+    __slots__ = ("handle", "reason", "error")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    handle: int
     reason: _types_pb2.FinishReason
-    def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ...) -> None: ...
+    error: Error
+    def __init__(self, handle: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("kind", "details", "field", "retry_after_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    details: str
+    field: str
+    retry_after_ms: int
+    def __init__(self, kind: _Optional[str] = ..., details: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class VerifierDescription(_message.Message):
     __slots__ = ("worker_id", "model", "tokenizer_digest", "vocabulary", "context", "slots", "sessions", "drafters", "steps", "dtype", "parameters", "step_costs", "refused_frames", "numerics", "warm", "tasks", "weight_bytes", "kv_bytes", "step_times", "overlap_mode", "treeless", "ranks")

@@ -63,8 +63,7 @@ class VerifierServicer:
     """
 
     def Decode(self, request_iterator, context):
-        """One generation: a start, then plans, durable positions or a cancel down; commits up.
-        After DecodeFinished the router closes its side, and then the verifier ends the call.
+        """All generations of one router, in one stream: starts, plans, durable positions and cancels down; commits up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,6 +29,7 @@ from router.scheduling.fair_turns import LoopTurns
 from router.scheduling.workers import WorkerPool
 from router.sessions.response import EndReason, Response, ResponsePart, position_beyond_log, unsent_parts
 from router.sessions.token_log import TokenLog
+from router.sessions.verifier_link import VerifierLinks
 from router.speculation.sample_writer import SampleWriter
 from router.speculation.warm_start import WarmStart
 from router.text.detokenizer import AnswerText, Detokenizer
@@ -42,6 +43,7 @@ class RouterContext:
     config: RouterConfig
     models: Mapping[str, ServedModel]
     worker_pool: WorkerPool
+    verifier_links: VerifierLinks
     sessions: Sessions
     session_events: SessionEvents
     background: BackgroundTasks

@@ -1,28 +1,32 @@
-"""The router's end of one Verifier.Decode call."""
+"""The router's end of one generation on a verifier."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import grpc.aio
 
 from outrider.core.control.attribution import DrafterCredit
 from outrider.core.session.contract import Contract, Plan, StepReport
-from outrider.errors import Cancelled, InternalError, InvalidRequest, Moved, OutriderError, Unavailable
-from outrider.rpc import liveness
+from outrider.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Moved,
+    OutriderError,
+    Unavailable,
+)
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
-from outrider.rpc.status import from_rpc_error
+from outrider.rpc.status import error_from_pb
 from outrider.store.registry import Worker
 from outrider.telemetry.tracing import trace_metadata
 from outrider.v1 import types_pb2, verifier_pb2
-from outrider.v1.verifier_pb2_grpc import VerifierStub
+from router.sessions.verifier_link import VerifierLink
 
-HEARTBEATS_PER_LEASE = 4
-FINISH_S = 2.0  # how long a verifier may take to close a finished call
 ACKS_PER_WINDOW = 4  # each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
@@ -73,122 +77,116 @@ class DecodeIdle:
 
 
 class DecodeStream:
-    """One session on one verifier, from `open` to `cancel` or the end. Sends heartbeats to the verifier meanwhile."""
+    """One session on one verifier, from `open` to `cancel` or the end."""
 
-    def __init__(self, worker: Worker, channel: grpc.aio.Channel, start: DecodeStart) -> None:
+    def __init__(self, worker: Worker, link: VerifierLink, start: DecodeStart) -> None:
         self.worker = worker
         self.opened = False
-        self.over = False  # the verifier has sent its last message
+        self.over = False  # the verifier has ended the generation by its contract
         self.cached = 0  # tokens whose KV the verifier had when the stream opened
+        self._link = link
         self._start = start
         self._began = time.monotonic()
         self._resumed = len(start.tokens) > start.answer_position  # with a response that another verifier began
-        self._durable = self._acknowledged = len(
-            start.tokens
-        )  # positions: durable in the log; acknowledged to the verifier
-        self._plan: Plan | None = None  # to be sent
-        self._pending_write = asyncio.Event()  # something is to be sent
-        self._call = VerifierStub(channel).Decode(timeout=start.timeout_s, metadata=trace_metadata())
-        # Not read(): once a write has met the end of the call, read() skips the messages that are still unread.
-        self._responses = liveness.monitored(aiter(self._call), f"verifier {worker.worker_id}")
-        self._writing: asyncio.Task[None] | None = None
+        self._acknowledged = len(start.tokens)  # the position that the verifier was sent as durable
+        self._events: deque[ReceivedCommit | DecodeEnd | DecodeIdle] = deque()  # bounded by the window
+        self._error: BaseException | None = None  # raised once the events have been read
+        self._changed = asyncio.Event()
+        self._handle = 0  # on the link; 0: not begun
+        self._deadline: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """Send the start and wait until the verifier has given the session a KV slot.
 
         Raises what the verifier answers: Unavailable and Overloaded mean that another verifier may be tried.
         """
-        start = verifier_pb2.DecodeRequest(start=_start_to_pb(self._start))
-        # A task, so that `cancel` ends it: gRPC never ends a write whose call is cancelled before its metadata was
-        # sent.
-        self._writing = asyncio.create_task(self._send(start))
-        await self._writing
-        response = await self._read()
-        if response.WhichOneof("event") != "started":
-            raise self._failure("did not begin with DecodeStarted")
-        self.opened = True
-        self.cached = response.started.cached
-        self._writing = asyncio.create_task(self._write())
+        if self._error is None:
+            self._handle = self._link.begin(self, _start_to_pb(self._start))
+            if self._start.timeout_s is not None:
+                loop, error = asyncio.get_running_loop(), DeadlineExceeded("the generation's deadline has passed")
+                self._deadline = loop.call_later(self._start.timeout_s, self._fail, error)
+        await self._wait(lambda: self.opened)
 
     async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:
         """Return the next event. Raises Unavailable when the verifier failed, Moved when it is draining,
         DeadlineExceeded at the deadline."""
-        response = await self._read()
-        match response.WhichOneof("event"):
-            case "commit":
-                if self._resumed:
-                    self._log_resume_cost()
-                return self._commit(response.commit)
-            case "finished":
-                self.over = True
-                return DecodeEnd(response.finished.reason == types_pb2.FINISH_REASON_STOP)
-            case "heartbeat":
-                liveness.check_heartbeat(response.heartbeat, f"verifier {self.worker.worker_id}")
-                return DecodeIdle()
-            case "moved":
-                raise Moved(f"verifier {self.worker.worker_id} is shutting down")
-            case event:
-                raise self._failure(f"sent {event!r} in the middle of a session")
+        if not self._events:
+            await self._wait(lambda: bool(self._events))
+        event = self._events.popleft()
+        if self._resumed and isinstance(event, ReceivedCommit):
+            self._log_resume_cost()
+        self.over = isinstance(event, DecodeEnd)
+        return event
 
     def acknowledge(self, position: int) -> None:
         """Allow the verifier to commit a window beyond `position`: every token below it is in the log. An
         acknowledgement is sent ACKS_PER_WINDOW times in each window."""
-        self._durable = max(self._durable, position)
-        if self._durable - self._acknowledged >= max(1, self._start.window // ACKS_PER_WINDOW):
-            self._pending_write.set()
+        if position - self._acknowledged >= max(1, self._start.window // ACKS_PER_WINDOW):
+            self._acknowledged = position
+            self._link.acknowledge(self._handle, position)
 
     def plan(self, plan: Plan) -> None:
         """Send a new plan; of several unsent plans only the latest is sent."""
-        self._plan = plan
-        self._pending_write.set()
+        self._link.plan(self._handle, plan)
 
     def cancel(self) -> None:
-        """End the call; the verifier starts no further step. A pending `next` raises CancelledError."""
-        if self._writing is not None:
-            self._writing.cancel()
-        self._call.cancel()
+        """End the generation at the verifier, which starts no further step for it. A pending `next` raises
+        CancelledError."""
+        self._events.clear()
+        self._fail(asyncio.CancelledError())
+        self._link.end(self._handle)
+        if self._deadline is not None:
+            self._deadline.cancel()
 
-    async def finish(self) -> None:
-        """Close our side after the end of the session and wait until the verifier has closed its own: each read that is
-        cancelled leaks 80 bytes in gRPC (grpc/grpc#43360)."""
-        self._pending_write.set()
+    def on_started(self, started: verifier_pb2.DecodeStarted) -> None:
+        """The session has a slot."""
+        self.opened, self.cached = True, started.cached
+        self._changed.set()
+
+    def on_commit(self, commit: verifier_pb2.DecodeCommit) -> None:
+        """The verifier has committed tokens."""
         try:
-            async with asyncio.timeout(FINISH_S):
-                if self._writing is not None:
-                    await self._writing
-                await self._call.done_writing()
-                async for _ in self._responses:
-                    pass
-        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError, Unavailable) as error:
-            log.debug("session %s: its verifier did not close: %s", self._start.session_id, error)
-        finally:
-            self._call.cancel()
+            self._add(self._commit(commit))
+        except OutriderError as error:
+            self._fail(error)
 
-    async def _write(self) -> None:
-        """Send everything behind the start; there is no other writer. If it fails, the verifier ends the session after
-        a lease of silence."""
-        try:
-            await self._write_pending()
-        except Exception:
-            log.exception("session %s: nothing more is sent to its verifier", self._start.session_id)
+    def on_ended(self, ended: verifier_pb2.DecodeEnded) -> None:
+        """The verifier has ended the generation."""
+        if ended.WhichOneof("how") == "reason":
+            self._add(DecodeEnd(ended.reason == types_pb2.FINISH_REASON_STOP))
+        else:
+            self._fail(self._translated(error_from_pb(ended.error)))
 
-    async def _write_pending(self) -> None:
-        """Send what is pending, or a heartbeat if nothing is, until the session is over."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._start.lease_s / HEARTBEATS_PER_LEASE):
-                    await self._pending_write.wait()
-            if self.over:
-                return
-            self._pending_write.clear()
-            plan, self._plan = self._plan, None
-            if plan is not None:
-                await self._send(verifier_pb2.DecodeRequest(plan=plan_to_pb(plan)))
-            if self._durable > self._acknowledged:
-                self._acknowledged = self._durable
-                await self._send(verifier_pb2.DecodeRequest(durable=self._durable))
-            elif plan is None:
-                await self._send(verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat()))
+    def on_failure(self, error: OutriderError) -> None:
+        """The stream that carries the generation has ended."""
+        self._fail(self._translated(error))
+
+    def on_heartbeat(self) -> None:
+        """The verifier is alive."""
+        if self.opened and not self._events:
+            self._add(DecodeIdle())
+
+    def _add(self, event: ReceivedCommit | DecodeEnd | DecodeIdle) -> None:
+        if self.opened:
+            self._events.append(event)
+            self._changed.set()
+        else:
+            self._fail(self._failure("did not begin with DecodeStarted"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise an error to who waits for events. Of several errors the first one counts."""
+        if self._error is None:
+            self._error = error
+            self._changed.set()
+
+    async def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if isinstance(self._error, OutriderError):
+                raise self._error
+            if self._error is not None:
+                raise asyncio.CancelledError
+            self._changed.clear()
+            await self._changed.wait()
 
     def _log_resume_cost(self) -> None:
         self._resumed = False
@@ -221,24 +219,10 @@ class DecodeStream:
             ),
         )
 
-    async def _send(self, request: verifier_pb2.DecodeRequest) -> None:
-        # An error means that the call has ended; `_read` raises the reason.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(request)
-
-    async def _read(self) -> verifier_pb2.DecodeResponse:
-        try:
-            return await anext(self._responses)
-        except StopAsyncIteration:
-            raise self._failure("ended the session early") from None
-        except grpc.aio.AioRpcError as error:
-            raise self._translated(from_rpc_error(error)) from None
-
     def _translated(self, error: OutriderError) -> OutriderError:
         if isinstance(error, Moved):
             return error
-        # This side did not cancel: the verifier is draining. gRPC reports a write that meets that end as an internal
-        # error.
+        # This side did not cancel: the verifier is draining.
         if isinstance(error, Unavailable | Cancelled | InternalError):
             return self._failure(f"failed ({error})")
         return error
@@ -261,4 +245,5 @@ def _start_to_pb(start: DecodeStart) -> verifier_pb2.DecodeStart:
         plan=plan_to_pb(start.plan),
         window=start.window,
         lease_ms=round(start.lease_s * 1000),
+        trace=dict(trace_metadata()),
     )

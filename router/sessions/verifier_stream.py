@@ -43,7 +43,7 @@ async def open_stream(
         try:
             with client_span("outrider.v1.Verifier/Decode") as span:
                 start = _decode_start(router, opened, token_log, contract, plan)
-                stream = DecodeStream(worker, worker_pool.channel(worker), start)
+                stream = DecodeStream(worker, router.verifier_links.to(worker), start)
                 span.add_event("plan", plan_attributes(plan))
                 on_attempt(stream)
                 await stream.open()
@@ -56,10 +56,7 @@ async def open_stream(
             if not isinstance(refusal, Overloaded):  # a full verifier will have room later
                 refusal = error
         finally:
-            if stream.over:
-                router.background.spawn(stream.finish())
-            else:
-                stream.cancel()
+            stream.cancel()
             worker_pool.remove_session(worker, time.monotonic() - began if stream.opened else 0.0)
     assert refusal is not None
     raise refusal

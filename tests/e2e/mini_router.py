@@ -13,6 +13,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb, report_from_pb
+from outrider.rpc.status import error_from_pb
 from outrider.rpc.tickets import Permit, TicketSigner
 from outrider.store.client import connect
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
@@ -96,6 +97,7 @@ async def decode(
             plan=plan_to_pb(plan),
             window=window,
             lease_ms=lease_ms,
+            handle=1,
         )
         commands.put_nowait(verifier_pb2.DecodeRequest(start=start))
 
@@ -106,25 +108,26 @@ async def decode(
         if plan is not OFF:
             await asyncio.gather(*(attach(drafter, session, verifier, upstream) for drafter in drafters))
         async for response in VerifierStub(channel).Decode(requests()):
-            if response.WhichOneof("event") == "finished":
+            for commit in response.commits:
+                assert commit.position == len(prompt) + len(answer.tokens)
+                answer.tokens += commit.tokens
+                answer.gaps += commit.gaps
+                answer.digest = commit.digest
+                answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
+                answer.reports.append(report_from_pb(commit.report))
+                joined = joined or answer.reports[-1].drafters == len(drafters)
+                length = commit.position + len(commit.tokens)
+                if not pace or length == durable + window:
+                    await asyncio.sleep(pace if joined or not pace else max(pace, 0.2))
+                    durable = length
+                    commands.put_nowait(verifier_pb2.DecodeRequest(acknowledged=[1], durable=[durable]))
+                if each and (changed := await each(answer)):
+                    change = verifier_pb2.PlanChange(handle=1, plan=plan_to_pb(changed))
+                    commands.put_nowait(verifier_pb2.DecodeRequest(plans=[change]))
+            for ended in response.ended:
+                if ended.HasField("error"):
+                    raise error_from_pb(ended.error)
                 commands.put_nowait(None)
-            if response.WhichOneof("event") != "commit":
-                continue
-            commit = response.commit
-            assert commit.position == len(prompt) + len(answer.tokens)
-            answer.tokens += commit.tokens
-            answer.gaps += commit.gaps
-            answer.digest = commit.digest
-            answer.credited.update({credit.drafter_id: credit.accepted for credit in commit.credits})
-            answer.reports.append(report_from_pb(commit.report))
-            joined = joined or answer.reports[-1].drafters == len(drafters)
-            length = commit.position + len(commit.tokens)
-            if not pace or length == durable + window:
-                await asyncio.sleep(pace if joined or not pace else max(pace, 0.2))
-                durable = length
-                commands.put_nowait(verifier_pb2.DecodeRequest(durable=durable))
-            if each and (changed := await each(answer)):
-                commands.put_nowait(verifier_pb2.DecodeRequest(plan=plan_to_pb(changed)))
     assert answer.digest == extend(EMPTY, [*prompt, *answer.tokens])
     return answer
 

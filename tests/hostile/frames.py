@@ -107,13 +107,19 @@ def draft_frames(tickets: st.SearchStrategy[bytes]) -> st.SearchStrategy[drafter
     )
 
 
+handles = st.one_of(st.just(1), st.just(1), small)
 decode_commands = st.one_of(
-    huge.map(lambda position: verifier_pb2.DecodeRequest(durable=position)),
-    st.integers(0, 8).map(lambda position: verifier_pb2.DecodeRequest(durable=position)),
-    plans.map(lambda plan: verifier_pb2.DecodeRequest(plan=plan)),
-    heartbeats.map(lambda heartbeat: verifier_pb2.DecodeRequest(heartbeat=heartbeat)),
+    messages(
+        verifier_pb2.DecodeRequest,
+        plans=st.lists(messages(verifier_pb2.PlanChange, handle=handles, plan=plans), max_size=2),
+        acknowledged=st.lists(handles, max_size=2),
+        durable=st.lists(st.one_of(huge, st.integers(0, 8)), max_size=2),
+        cancelled=st.lists(handles, max_size=2),
+    ),
+    st.one_of(huge, st.integers(0, 8)).map(
+        lambda position: verifier_pb2.DecodeRequest(acknowledged=[1], durable=[position])
+    ),
     st.just(verifier_pb2.DecodeRequest()),
-    st.just(verifier_pb2.DecodeRequest(cancel=verifier_pb2.CancelDecode())),
 )
 
 
@@ -221,6 +227,7 @@ reports = messages(
 decode_commits = st.one_of(st.integers(0, 3), st.just(0)).flatmap(
     lambda count: messages(
         verifier_pb2.DecodeCommit,
+        handle=handles,
         epoch=st.one_of(st.just(1), st.just(1), huge),
         position=st.one_of(small, huge),
         tokens=st.lists(tokens, min_size=count, max_size=count),
@@ -231,14 +238,24 @@ decode_commits = st.one_of(st.integers(0, 3), st.just(0)).flatmap(
     )
 )
 reasons = st.sampled_from(types_pb2.FinishReason.values())
-decode_responses = st.one_of(
-    decode_commits.map(lambda commit: verifier_pb2.DecodeResponse(commit=commit)),
-    reasons.map(
-        lambda reason: verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason))  # type: ignore[arg-type]
-    ),
-    heartbeats.map(lambda heartbeat: verifier_pb2.DecodeResponse(heartbeat=heartbeat)),
-    st.just(verifier_pb2.DecodeResponse()),
-    st.just(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted())),
+decode_errors = messages(
+    verifier_pb2.Error,
+    kind=st.one_of(st.sampled_from(["Moved", "Overloaded", "Unavailable", "InvalidRequest", "NotFound"]), names),
+    details=names,
+    field=names,
+    retry_after_ms=unsigned,
+)
+decode_ends = st.one_of(
+    messages(verifier_pb2.DecodeEnded, handle=handles, reason=reasons),
+    messages(verifier_pb2.DecodeEnded, handle=handles, error=decode_errors),
+    messages(verifier_pb2.DecodeEnded, handle=handles),
+)
+decode_responses = messages(
+    verifier_pb2.DecodeResponse,
+    heartbeat=heartbeats,
+    started=st.lists(messages(verifier_pb2.DecodeStarted, handle=handles, cached=huge), max_size=2),
+    commits=st.lists(decode_commits, max_size=3),
+    ended=st.lists(decode_ends, max_size=2),
 )
 
 token_logprobs = messages(

@@ -60,6 +60,7 @@ def start(checkpoint: Path, session: str = "s", **changes: Any) -> verifier_pb2.
         "plan": plan_to_pb(Plan(version=1, depth=4, nodes=8)),
         "window": 2,
         "lease_ms": 60_000,
+        "handle": 1,
     }
     return verifier_pb2.DecodeStart(**(fields | changes))
 

@@ -161,7 +161,8 @@ async def decoding(channel: grpc.aio.Channel, checkpoint: Path) -> AsyncIterator
     call = VerifierStub(channel).Decode(queued(requests))
     committed = list(PROMPT)
     async for response in call:
-        committed += response.commit.tokens
+        for commit in response.commits:
+            committed += commit.tokens
         if len(committed) >= len(PROMPT) + 2:
             break
     yield committed
@@ -176,7 +177,7 @@ async def queued(queue: asyncio.Queue[verifier_pb2.DecodeRequest | None]) -> Asy
             async with asyncio.timeout(5):
                 item = await queue.get()
         except TimeoutError:
-            item = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())
+            item = verifier_pb2.DecodeRequest()
         if item is None:
             return
         yield item
@@ -217,6 +218,7 @@ async def test_commands_of_a_router(checkpoint: Path, redis_url: str, count: int
             "window": frames.unsigned,
             "lease_ms": frames.unsigned,
             "tenant": frames.names,
+            "handle": frames.handles,
         },
     )
     starts = broken.map(lambda changes: verifier_pb2.DecodeRequest(start=start(checkpoint, **changes)))
@@ -339,7 +341,8 @@ class LyingVerifier(VerifierServicer):
         first = await anext(requests, None)
         if first is None or not self.script:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no more lies")
-        await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
+        started = verifier_pb2.DecodeStarted(handle=first.start.handle)
+        await context.write(verifier_pb2.DecodeResponse(started=[started]))
         await context.write(self.script.pop())
 
 

@@ -136,9 +136,6 @@ class Decoding:
     def plan(self, plan: Plan) -> None:
         self._link.forth.put(plan)
 
-    async def finish(self) -> None:
-        self.cancel()
-
     def cancel(self) -> None:
         if not self._cancelled:
             self._cancelled = True
@@ -186,7 +183,7 @@ class Attaching:
 
 
 class Fleet:
-    """What a router has for `router.scheduling.workers.WorkerPool`: all workers are listed, dead or alive."""
+    """What a router has for `WorkerPool` and for `VerifierLinks`: all workers are listed, dead or alive."""
 
     def __init__(self, workers: Iterable[Worker], dial: Dial, send: Callable[[Note], None]) -> None:
         self._workers = list(workers)
@@ -197,7 +194,7 @@ class Fleet:
     async def verifiers(self, model: str) -> list[Worker]:
         return sorted(self._workers, key=self.suspected)
 
-    def channel(self, worker: Worker) -> Dial:
+    def to(self, worker: Worker) -> Dial:
         return self._dial
 
     def add_session(self, worker: Worker) -> None:
@@ -268,6 +265,7 @@ class Router:
                 config=config,
                 models={model.name: model},
                 worker_pool=fleet,  # type: ignore[arg-type]
+                verifier_links=fleet,  # type: ignore[arg-type]
                 sessions=Sessions(redis, self.loop),  # type: ignore[arg-type]
                 session_events=_NoEvents(),  # type: ignore[arg-type]
                 background=_Background(self.trouble),

@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 
 from outrider.core.session.digest import extend
-from outrider.errors import Overloaded, Unavailable
+from outrider.errors import Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.server import serving
-from outrider.rpc.status import errors_as_status
+from outrider.rpc.status import error_to_pb, errors_as_status
 from outrider.store.registry import Registry, Role, Worker
 from outrider.v1 import drafter_pb2, types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterServicer, add_DrafterServicer_to_server
 from outrider.v1.verifier_pb2_grpc import VerifierServicer, add_VerifierServicer_to_server
 
 CONTEXT = 64
-HALF_CLOSE_S = 5.0
+
+
+class FakeStream:
+    """A router's Decode stream, and the generations on it, by handle."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self.generations: dict[int, asyncio.Task[None]] = {}
+        self.sessions: dict[int, str] = {}
+        self._context = context
+        self._writing = asyncio.Lock()
+
+    def begin(self, start: verifier_pb2.DecodeStart, work: Coroutine[Any, Any, None]) -> None:
+        self.sessions[start.handle] = start.session_id
+        self.generations[start.handle] = asyncio.create_task(work)
+
+    async def send(self, **fields: Any) -> None:
+        async with self._writing:
+            await self._context.write(verifier_pb2.DecodeResponse(**fields))
+
+    async def fail(self, start: verifier_pb2.DecodeStart, error: OutriderError) -> None:
+        await self.send(ended=[verifier_pb2.DecodeEnded(handle=start.handle, error=error_to_pb(error))])
 
 
 class FakeVerifier(VerifierServicer):
@@ -58,26 +77,48 @@ class FakeVerifier(VerifierServicer):
         self, requests: AsyncIterator[verifier_pb2.DecodeRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         async with errors_as_status(context):
-            first = await anext(requests, None)
-            if first is None:  # the call was broken off before its first message
-                return
-            if self.full or self.open == self.slots:
-                raise Overloaded("all slots are in use")
-            start = first.start
-            self.starts.append(start)
-            self.open += 1
-            self.most = max(self.most, self.open)
-            self.durable[start.session_id] = len(start.tokens)
-            listener = asyncio.create_task(self._listen(start.session_id, requests))
+            stream = FakeStream(context)
+            beating = asyncio.create_task(self._beat(stream))
             try:
-                try:
-                    await context.write(verifier_pb2.DecodeResponse(started=verifier_pb2.DecodeStarted()))
-                    await self._run_script(start, context)
-                finally:
-                    self.open -= 1
-                await asyncio.wait({listener}, timeout=HALF_CLOSE_S)  # the router closes its side first
+                async for request in requests:
+                    self._receive(request, stream)
             finally:
-                listener.cancel()
+                for task in (beating, *stream.generations.values()):
+                    task.cancel()
+
+    async def _beat(self, stream: FakeStream) -> None:
+        while True:
+            await asyncio.sleep(0.3)
+            if not self.silent:
+                await stream.send(heartbeat=types_pb2.Heartbeat())
+
+    def _receive(self, request: verifier_pb2.DecodeRequest, stream: FakeStream) -> None:
+        if not request.ByteSize():
+            self.heartbeats += 1
+        if request.HasField("start"):
+            stream.begin(request.start, self._serve(request.start, stream))
+        for handle, durable in zip(request.acknowledged, request.durable, strict=True):
+            self.durable[stream.sessions[handle]] = durable
+            self.acknowledged.append(durable)
+        self.plans += [change.plan for change in request.plans]
+        for handle in request.cancelled:
+            stream.generations[handle].cancel()
+
+    async def _serve(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
+        if self.full or self.open == self.slots:
+            return await stream.fail(start, Overloaded("all slots are in use"))
+        self.starts.append(start)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        self.durable[start.session_id] = len(start.tokens)
+        try:
+            await stream.send(started=[verifier_pb2.DecodeStarted(handle=start.handle)])
+            await self._run_script(start, stream)
+        except OutriderError as error:
+            await stream.fail(start, error)
+        finally:
+            self.open -= 1
+        return None
 
     async def Warm(
         self, request: verifier_pb2.WarmRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -86,29 +127,15 @@ class FakeVerifier(VerifierServicer):
         self.reading()
         return verifier_pb2.WarmResponse(cached=len(request.tokens))
 
-    async def _listen(self, session_id: str, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
-        async for request in requests:
-            if request.WhichOneof("command") == "durable":
-                self.durable[session_id] = request.durable
-                self.acknowledged.append(request.durable)
-            elif request.WhichOneof("command") == "heartbeat":
-                self.heartbeats += 1
-            else:
-                self.plans.append(request.plan)
-
-    async def _run_script(self, start: verifier_pb2.DecodeStart, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         committed, stopped = len(start.tokens) - start.answer_position, False
-        digest, sent_at = start.digest, time.monotonic()
+        digest = start.digest
         while committed < start.contract.max_tokens and not stopped:
-            await self._rest(context)
+            await self._rest()
             if self.moves_after is not None and committed >= self.moves_after:
-                await context.write(verifier_pb2.DecodeResponse(moved=verifier_pb2.DecodeMoved()))
-                await asyncio.sleep(60)  # the router closes its side
+                raise Moved("this verifier is going down")
             if start.answer_position + committed >= self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
-                if not self.silent and time.monotonic() - sent_at > 0.3:
-                    await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
-                    sent_at = time.monotonic()
                 continue
             tokens: list[int] = []
             while len(tokens) < self.stride and committed + len(tokens) < start.contract.max_tokens and not stopped:
@@ -116,6 +143,7 @@ class FakeVerifier(VerifierServicer):
                 stopped = tokens[-1] in start.contract.stop_ids
             digest = extend(digest, tokens)
             commit = verifier_pb2.DecodeCommit(
+                handle=start.handle,
                 epoch=start.epoch,
                 position=start.answer_position + committed,
                 tokens=tokens,
@@ -134,23 +162,17 @@ class FakeVerifier(VerifierServicer):
                     drafted_rate=self.rates[1],
                 ),
             )
-            await context.write(verifier_pb2.DecodeResponse(commit=commit))
-            committed, sent_at = committed + len(tokens), time.monotonic()
+            await stream.send(commits=[commit])
+            committed += len(tokens)
             self.steps += 1
         if self.dies_at_the_end:
             raise Unavailable("dead")
         reason = types_pb2.FINISH_REASON_STOP if stopped else types_pb2.FINISH_REASON_LENGTH
-        await context.write(verifier_pb2.DecodeResponse(finished=verifier_pb2.DecodeFinished(reason=reason)))
+        await stream.send(ended=[verifier_pb2.DecodeEnded(handle=start.handle, reason=reason)])
 
-    async def _rest(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Until the next step, alive."""
-        left = self.pace_s
-        while left > 0.3:
-            await asyncio.sleep(0.3)
-            left -= 0.3
-            if not self.silent:
-                await context.write(verifier_pb2.DecodeResponse(heartbeat=types_pb2.Heartbeat()))
-        await asyncio.sleep(max(0.0, left))
+    async def _rest(self) -> None:
+        """Until the next step."""
+        await asyncio.sleep(self.pace_s)
 
 
 def _entry(start: verifier_pb2.DecodeStart, index: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,7 +13,7 @@ import pytest
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import verifier_pb2
 from router.sessions.maintenance import REFRESH_S
-from tests.router.fakes import FakeVerifier, announced
+from tests.router.fakes import FakeStream, FakeVerifier, announced
 from tests.router.rig import (
     ANSWER,
     MODEL,
@@ -139,12 +138,12 @@ class Confused(FakeVerifier):
         super().__init__(SCRIPT, stride=stride)
         self._changes = changes
 
-    async def _run_script(self, start: verifier_pb2.DecodeStart, context: Any) -> None:
+    async def _run_script(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         other = verifier_pb2.DecodeStart()
         other.CopyFrom(start)
         for name, value in self._changes.items():
             setattr(other, name, value)
-        await super()._run_script(other, context)
+        await super()._run_script(other, stream)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
+from outrider.rpc.status import CLASS_KEY, RETRY_KEY, code_of, error_from_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 from tests.e2e.mini_router import SPECULATE, described, ticket
-from tests.e2e.protocol.talk import WITHIN_S, Inbox, new_name, spoken
+from tests.e2e.protocol.talk import WITHIN_S, End, Inbox, new_name, spoken
 
 
 class RawDrafter:
@@ -181,18 +182,38 @@ async def start_of(verifier: str, **changes: Any) -> verifier_pb2.DecodeStart:
         "plan": plan_to_pb(SPECULATE),
         "window": 64,
         "lease_ms": 10_000,
+        "handle": 1,
     }
     return verifier_pb2.DecodeStart(**(fields | changes))
 
 
+class GenerationInbox(Inbox):
+    """What came on a Decode stream: "started", "commit", "finished" and "heartbeat". An error is the end."""
+
+    def put(self, frame: verifier_pb2.DecodeResponse) -> None:
+        for started in frame.started:
+            self.add("started", started)
+        for commit in frame.commits:
+            self.add("commit", commit)
+        for ended in frame.ended:
+            if ended.WhichOneof("how") == "reason":
+                self.add("finished", ended)
+            else:
+                error = error_from_pb(ended.error)
+                known = {CLASS_KEY: ended.error.kind, RETRY_KEY: str(ended.error.retry_after_ms)}
+                self.close(End(code_of(error), str(error), known))
+        if frame.HasField("heartbeat"):
+            self.add("heartbeat", frame.heartbeat)
+
+
 class RawRouter:
-    """A Decode call. Sends heartbeats by itself while `beats`, and nothing else."""
+    """A Decode stream with one generation. Sends heartbeats by itself while `beats`, and nothing else."""
 
     def __init__(self, start: verifier_pb2.DecodeStart | None) -> None:
         self.start = start or verifier_pb2.DecodeStart()
         self.durable = len(self.start.tokens)
         self.beats = True
-        self.inbox = Inbox("event")
+        self.inbox = GenerationInbox()
         self._outgoing: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
         if start is not None:
             self.send_frame(start=start)
@@ -210,10 +231,27 @@ class RawRouter:
     def reports(self) -> list[types_pb2.StepReport]:
         return [commit.report for commit in self.inbox.of("commit")]
 
-    def send_frame(self, **command: Any) -> None:
-        """Sends a DecodeRequest with this command, or an empty one."""
-        self.durable = max(self.durable, command.get("durable", 0))
-        self._outgoing.put_nowait(verifier_pb2.DecodeRequest(**command))
+    def send_frame(
+        self,
+        start: verifier_pb2.DecodeStart | None = None,
+        durable: int | None = None,
+        plan: types_pb2.Plan | None = None,
+        *,
+        cancel: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Sends a DecodeRequest about the generation, or an empty one; `fields`: of the message."""
+        handle = self.start.handle
+        request = verifier_pb2.DecodeRequest(start=start, **fields)
+        if durable is not None:
+            self.durable = max(self.durable, durable)
+            request.acknowledged.append(handle)
+            request.durable.append(durable)
+        if plan is not None:
+            request.plans.add(handle=handle, plan=plan)
+        if cancel:
+            request.cancelled.append(handle)
+        self._outgoing.put_nowait(request)
 
     def finish(self) -> None:
         """Closes its side."""
@@ -247,7 +285,7 @@ class RawRouter:
         self.send_frame(durable=len(self.start.tokens) + count)
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
-        heartbeat = verifier_pb2.DecodeRequest(heartbeat=types_pb2.Heartbeat())
+        heartbeat = verifier_pb2.DecodeRequest()
         every_s = (self.start.lease_ms or 400) / 4000
         call = VerifierStub(channel).Decode(spoken(self._outgoing, heartbeat, every_s, lambda: self.beats))
         try:

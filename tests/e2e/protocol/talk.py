@@ -37,7 +37,7 @@ def end_of(error: grpc.aio.AioRpcError) -> End:
 class Inbox:
     """What came, in order, until a test takes it by its kind; and how the call ended."""
 
-    def __init__(self, oneof: str) -> None:
+    def __init__(self, oneof: str = "") -> None:
         self.frames: list[tuple[str, Any]] = []  # kind and message
         self.last = 0.0  # when the last of all came, by the event loop's clock
         self._oneof = oneof
@@ -55,7 +55,10 @@ class Inbox:
 
     def put(self, frame: Any) -> None:
         kind = frame.WhichOneof(self._oneof) or ""
-        self.frames.append((kind, getattr(frame, kind, None)))
+        self.add(kind, getattr(frame, kind, None))
+
+    def add(self, kind: str, message: Any) -> None:
+        self.frames.append((kind, message))
         self.last = asyncio.get_running_loop().time()
         self._more.set()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -21,9 +22,6 @@ from tests.e2e.protocol.peers import calling, decoding, delta, drafting, idle, s
 from tests.e2e.protocol.talk import new_name
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-# The values of docs/protocol.md.
-HALF_CLOSE_S = 5.0
 
 DEEP = plan_to_pb(Plan(version=1, depth=64, width=4, nodes=64, wait_us=0))
 
@@ -49,7 +47,7 @@ async def test_the_sequence_from_start_to_the_end_of_the_call(verifier: str, tex
             assert commit.report.forward_us > 0
         assert router.tokens == text.whole[: len(text.prompt) + 6]
         await asyncio.sleep(0.3)
-        assert router.inbox.open  # until the router has closed its side
+        assert router.inbox.open  # for other generations
         router.finish()
         assert (await router.inbox.end()).code is grpc.StatusCode.OK
 
@@ -120,8 +118,9 @@ async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verif
         tokens = router.tokens
         began = time.monotonic()
         if how == "cancel":
-            router.send_frame(cancel=verifier_pb2.CancelDecode())
-            assert (await router.inbox.end()).code is grpc.StatusCode.OK
+            router.send_frame(cancel=True)
+            await idle(verifier)
+            assert router.inbox.open
         elif how == "close":
             router.finish()
             assert (await router.inbox.end()).code is grpc.StatusCode.OK
@@ -136,39 +135,77 @@ async def test_the_end_of_a_call_stops_it_within_the_step_and_the_kv_stays(verif
         assert (await router.inbox.take("started")).cached == len(tokens) - 1
 
 
-async def test_a_router_that_does_not_close_its_side_after_the_end_is_cut_off(verifier: str) -> None:
-    start = await start_of(verifier, contract=contract_to_pb(Contract(seed=1, max_tokens=1)), lease_ms=10_000)
-    async with calling(verifier, start) as router:
-        router.beats = False  # one that met the end would fail the call, in gRPC's words
-        await router.inbox.take("finished")
-        began = time.monotonic()
-        end = await router.inbox.end(within_s=HALF_CLOSE_S + 2)
-        assert HALF_CLOSE_S - 0.5 < time.monotonic() - began < HALF_CLOSE_S + 1
-        assert (end.code, "close its side" in end.details) == (grpc.StatusCode.UNAVAILABLE, True)
+async def test_generations_of_a_stream_come_in_one_message_and_end_alone(verifier: str, text: Text) -> None:
+    starts = [
+        await start_of(verifier, tokens=text.prompt, contract=text.contract, window=8, handle=handle)
+        for handle in (1, 2, 3)
+    ]
+    wrong = await start_of(verifier, tokens=[4096], handle=7)
+    async with calling(verifier) as router:
+        messages: list[verifier_pb2.DecodeResponse] = []
+        router.inbox.put = messages.append  # type: ignore[method-assign]
+        for start in (*starts, wrong):
+            router.send_frame(start)
+
+        async def until(handles: set[int], length: int) -> None:
+            async with asyncio.timeout(10):
+                while True:
+                    counts = Counter(commit.handle for message in messages for commit in message.commits)
+                    if all(counts[handle] == length for handle in handles):
+                        return
+                    await asyncio.sleep(0.01)
+
+        await until({1, 2, 3}, 8)
+        ends = [ended for message in messages for ended in message.ended]
+        assert [(ended.handle, ended.error.kind, ended.error.field) for ended in ends] == [
+            (7, "InvalidRequest", "tokens")
+        ]
+        router.send_frame(cancelled=[1, 99], acknowledged=[2, 3, 98], durable=[len(text.prompt) + 8] * 3)
+        await until({2, 3}, 16)
+        router.send_frame(acknowledged=[2], durable=[2**63])  # of one generation, which ends
+        router.send_frame(acknowledged=[3], durable=[len(text.prompt) + 16])
+        await until({3}, 24)
+        (ended,) = messages[-1].ended or [ended for message in messages for ended in message.ended][1:]
+        assert (ended.handle, ended.error.kind, ended.error.field) == (2, "InvalidRequest", "durable")
+        together = [len(message.commits) for message in messages if message.commits]
+        assert max(together) == 3
+        for handle in (1, 2, 3):
+            commits = [commit for message in messages for commit in message.commits if commit.handle == handle]
+            tokens = [token for commit in commits for token in commit.tokens]
+            assert tokens == text.answer[: len(tokens)]
+        assert router.inbox.open
+    await idle(verifier)
 
 
-async def test_commands_out_of_order_are_refused(verifier: str, text: Text) -> None:
+async def test_messages_that_are_no_generation_s_end_the_stream(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
-    for commands, details in (
-        (({"durable": 3},), "first message"),
-        (({"heartbeat": types_pb2.Heartbeat()},), "first message"),
-        (({},), "first message"),
-        (({"start": good}, {"start": good}), "'start' is not allowed"),
-        (({"start": good}, {}), "command"),
-        (({"start": good}, {"durable": len(text.prompt) + 2}), "durable"),
-        (({"start": good}, {"plan": types_pb2.Plan(version=9, depth=65)}), "plan.depth"),
+    nameless = await start_of(verifier, handle=0)
+    for messages, details in (
+        (({"start": good}, {"start": good}), "handle"),
+        (({"start": nameless},), "handle"),
+        (({"start": good}, {"acknowledged": [1, 2], "durable": [3]}), "durable"),
     ):
         async with calling(verifier) as router:
-            router.beats = False  # one that met the end would fail the call, in gRPC's words
-            for command in commands:
-                router.send_frame(**command)
+            for message in messages:
+                router.send_frame(**message)
             end = await router.inbox.end()
             assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
             assert end.metadata["outrider-error"] == "InvalidRequest"
-    async with calling(verifier) as router:
-        router.finish()
-        assert (await router.inbox.end()).code is grpc.StatusCode.INVALID_ARGUMENT
-    await idle(verifier)
+        await idle(verifier)
+
+
+async def test_a_generation_ends_by_what_is_malformed_of_it(verifier: str, text: Text) -> None:
+    good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
+    for message, details in (
+        ({"acknowledged": [1], "durable": [len(text.prompt) + 2]}, "durable"),
+        ({"plans": [verifier_pb2.PlanChange(handle=1, plan=types_pb2.Plan(version=9, depth=65))]}, "plan.depth"),
+    ):
+        async with calling(verifier, good) as router:
+            await router.inbox.take("started")
+            router.send_frame(**message)
+            end = await router.inbox.end()
+            assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
+        await idle(verifier)
 
 
 def absurd(**changes: Any) -> types_pb2.Contract:

@@ -1,4 +1,4 @@
-"""The router's end of a Decode call, against a verifier on real gRPC."""
+"""The router's end of a generation on a verifier, against a verifier on real gRPC."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outrider.rpc.server import serving
 from outrider.store.registry import Worker
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
 from router.sessions.verifier_client import DecodeStart, DecodeStream
+from router.sessions.verifier_link import VerifierLink
 from tests.router.fakes import FakeVerifier
 
 STEPS = 12  # of the event loop, by which a call's metadata have been sent
@@ -45,7 +46,8 @@ async def test_a_stream_that_is_cancelled_while_it_opens_ends_at_once(steps: int
     async with serving("127.0.0.1:0", register, drain_s=0.1) as address, grpc.aio.insecure_channel(address) as channel:
         await channel.channel_ready()
         worker = Worker("verifier-1", "verifier", address, "target", b"digest", 4096, 64, 1, 0, 0)
-        stream = DecodeStream(worker, channel, start("a"))
+        link = VerifierLink(worker, channel, lease_s=10.0)
+        stream = DecodeStream(worker, link, start("a"))
         opening = asyncio.create_task(stream.open())
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -53,3 +55,4 @@ async def test_a_stream_that_is_cancelled_while_it_opens_ends_at_once(steps: int
         async with asyncio.timeout(5.0):
             await asyncio.wait({opening})
         assert opening.cancelled()
+        await link.close()
