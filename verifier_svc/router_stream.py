@@ -17,7 +17,7 @@ from typing import Protocol
 from outrider.core.session.contract import Plan
 from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
 from outrider.rpc.codec import plan_from_pb, report_to_pb
-from outrider.rpc.liveness import HEARTBEAT_S
+from outrider.rpc.liveness import HEARTBEAT_S, SILENCE_S
 from outrider.rpc.status import error_to_pb
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.telemetry.logs import session_context
@@ -66,7 +66,8 @@ class RouterStream:
         """Serve until the router closes its side, or until all has ended and the verifier goes down. However this ends,
         all sessions are closed, and their KV stays.
 
-        Raises InvalidRequest for a message that is malformed beyond one generation.
+        Raises InvalidRequest for a message that is malformed beyond one generation, Unavailable when a router without
+        generations is silent.
         """
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self._wake.set())
@@ -92,11 +93,12 @@ class RouterStream:
         now = time.monotonic()
         if now - due > HEARTBEAT_S:  # this process itself stood still
             self._received = now
+        silent = now - self._received
         for generation in self._generations.values():
-            if now - self._received > generation.lease_s:
-                generation.fail(
-                    Unavailable(f"the router has been silent for {generation.lease_s:g} s; it is taken for dead")
-                )
+            if silent > generation.lease_s:
+                generation.fail(_dead(generation.lease_s))
+        if silent > SILENCE_S and not self._generations:
+            raise _dead(SILENCE_S)
 
     def _take(self) -> pb.DecodeResponse:
         """Return the next message: all that has not been sent yet, or a heartbeat."""
@@ -252,6 +254,10 @@ class _Caller:
 
     def time_remaining(self) -> None:
         return None  # the router keeps the deadline
+
+
+def _dead(silent_s: float) -> Unavailable:
+    return Unavailable(f"the router has been silent for {silent_s:g} s; it is taken for dead")
 
 
 def _why_closed(session: VerifierSession) -> OutriderError:

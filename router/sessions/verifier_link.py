@@ -135,8 +135,8 @@ class VerifierLink:
                 if (generation := self._generations.pop(ended.handle, None)) is not None:
                     generation.on_ended(ended)
             liveness.check_heartbeat(response.heartbeat, f"verifier {self._worker.worker_id}")
-            if (now := time.monotonic()) - idle_from >= liveness.HEARTBEAT_S:
-                idle_from = now
+            if response.HasField("heartbeat") or time.monotonic() - idle_from >= liveness.HEARTBEAT_S:
+                idle_from = time.monotonic()
                 for generation in self._generations.values():
                     generation.on_heartbeat()
 
@@ -145,7 +145,7 @@ class VerifierLink:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._lease_s / HEARTBEATS_PER_LEASE):
+                    async with asyncio.timeout(min(liveness.HEARTBEAT_S, self._lease_s / HEARTBEATS_PER_LEASE)):
                         await self._wake.wait()
                 self._wake.clear()
                 await self._call.write(self._take())

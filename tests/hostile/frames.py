@@ -17,7 +17,7 @@ tokens = st.one_of(st.integers(0, VOCABULARY - 1), st.integers(0, 2**32 - 1))
 floats = st.floats(width=32)
 
 
-def messages(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def messages(kind: Any, /, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Messages of a kind with any of its fields absent."""
     return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: kind(**chosen))
 

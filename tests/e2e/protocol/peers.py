@@ -15,7 +15,7 @@ from outrider.core.session.digest import EMPTY, extend
 from outrider.rpc.channels import LIVENESS, Options, open_channel
 from outrider.rpc.codec import contract_to_pb, plan_to_pb
 from outrider.rpc.liveness import HEARTBEAT_S
-from outrider.rpc.status import CLASS_KEY, RETRY_KEY, code_of, error_from_pb
+from outrider.rpc.status import CLASS_KEY, FIELD_KEY, RETRY_KEY, code_of, error_from_pb
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.drafter_pb2_grpc import TreeSinkStub
@@ -200,7 +200,11 @@ class GenerationInbox(Inbox):
                 self.add("finished", ended)
             else:
                 error = error_from_pb(ended.error)
-                known = {CLASS_KEY: ended.error.kind, RETRY_KEY: str(ended.error.retry_after_ms)}
+                known = {
+                    CLASS_KEY: ended.error.kind,
+                    FIELD_KEY: ended.error.field,
+                    RETRY_KEY: str(ended.error.retry_after_ms),
+                }
                 self.close(End(code_of(error), str(error), known))
         if frame.HasField("heartbeat"):
             self.add("heartbeat", frame.heartbeat)
@@ -238,11 +242,10 @@ class RawRouter:
         plan: types_pb2.Plan | None = None,
         *,
         cancel: bool = False,
-        **fields: Any,
     ) -> None:
-        """Sends a DecodeRequest about the generation, or an empty one; `fields`: of the message."""
+        """Sends a DecodeRequest about the generation, or an empty one."""
         handle = self.start.handle
-        request = verifier_pb2.DecodeRequest(start=start, **fields)
+        request = verifier_pb2.DecodeRequest(start=start)
         if durable is not None:
             self.durable = max(self.durable, durable)
             request.acknowledged.append(handle)
@@ -251,6 +254,10 @@ class RawRouter:
             request.plans.add(handle=handle, plan=plan)
         if cancel:
             request.cancelled.append(handle)
+        self.send(request)
+
+    def send(self, request: verifier_pb2.DecodeRequest) -> None:
+        """Sends a message."""
         self._outgoing.put_nowait(request)
 
     def finish(self) -> None:

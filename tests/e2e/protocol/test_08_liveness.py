@@ -12,7 +12,7 @@ from outrider.fleet.cluster import LocalCluster
 from outrider.rpc.channels import LIVENESS
 from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
-from router.sessions.verifier_client import HEARTBEATS_PER_LEASE
+from router.sessions.verifier_link import HEARTBEATS_PER_LEASE
 from tests.e2e.mini_router import attach, described
 from tests.e2e.protocol.conftest import Text
 from tests.e2e.protocol.peers import calling, decoding, drafting

@@ -160,10 +160,11 @@ async def test_generations_of_a_stream_come_in_one_message_and_end_alone(verifie
         assert [(ended.handle, ended.error.kind, ended.error.field) for ended in ends] == [
             (7, "InvalidRequest", "tokens")
         ]
-        router.send_frame(cancelled=[1, 99], acknowledged=[2, 3, 98], durable=[len(text.prompt) + 8] * 3)
+        durable = [len(text.prompt) + 8] * 3
+        router.send(verifier_pb2.DecodeRequest(cancelled=[1, 99], acknowledged=[2, 3, 98], durable=durable))
         await until({2, 3}, 16)
-        router.send_frame(acknowledged=[2], durable=[2**63])  # of one generation, which ends
-        router.send_frame(acknowledged=[3], durable=[len(text.prompt) + 16])
+        router.send(verifier_pb2.DecodeRequest(acknowledged=[2], durable=[2**63]))  # of one generation, which ends
+        router.send(verifier_pb2.DecodeRequest(acknowledged=[3], durable=[len(text.prompt) + 16]))
         await until({3}, 24)
         (ended,) = messages[-1].ended or [ended for message in messages for ended in message.ended][1:]
         assert (ended.handle, ended.error.kind, ended.error.field) == (2, "InvalidRequest", "durable")
@@ -180,14 +181,15 @@ async def test_generations_of_a_stream_come_in_one_message_and_end_alone(verifie
 async def test_messages_that_are_no_generation_s_end_the_stream(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
     nameless = await start_of(verifier, handle=0)
+    request = verifier_pb2.DecodeRequest
     for messages, details in (
-        (({"start": good}, {"start": good}), "handle"),
-        (({"start": nameless},), "handle"),
-        (({"start": good}, {"acknowledged": [1, 2], "durable": [3]}), "durable"),
+        ((request(start=good), request(start=good)), "handle"),
+        ((request(start=nameless),), "handle"),
+        ((request(start=good), request(acknowledged=[1, 2], durable=[3])), "durable"),
     ):
         async with calling(verifier) as router:
             for message in messages:
-                router.send_frame(**message)
+                router.send(message)
             end = await router.inbox.end()
             assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
             assert end.metadata["outrider-error"] == "InvalidRequest"
@@ -197,12 +199,12 @@ async def test_messages_that_are_no_generation_s_end_the_stream(verifier: str, t
 async def test_a_generation_ends_by_what_is_malformed_of_it(verifier: str, text: Text) -> None:
     good = await start_of(verifier, tokens=text.prompt, contract=text.contract, window=1)
     for message, details in (
-        ({"acknowledged": [1], "durable": [len(text.prompt) + 2]}, "durable"),
-        ({"plans": [verifier_pb2.PlanChange(handle=1, plan=types_pb2.Plan(version=9, depth=65))]}, "plan.depth"),
+        ({"durable": len(text.prompt) + 2}, "durable"),
+        ({"plan": types_pb2.Plan(version=9, depth=65)}, "plan.depth"),
     ):
         async with calling(verifier, good) as router:
             await router.inbox.take("started")
-            router.send_frame(**message)
+            router.send_frame(**message)  # type: ignore[arg-type]
             end = await router.inbox.end()
             assert (end.code, details in end.details) == (grpc.StatusCode.INVALID_ARGUMENT, True), end
         await idle(verifier)
