@@ -184,6 +184,7 @@ def _upstream_pool(config: DrafterConfig, worker_id: str, capacity: Capacity) ->
         tokenizer_digest=capacity.tokenizer_digest,
         vocabulary=capacity.vocabulary,
         public_sources=not config.learns and (config.store is None or config.store_public),
+        batches=True,
     )
     return UpstreamPool(hello, Tls.read(config.ca, config.cert, config.key), capacity.features)
 

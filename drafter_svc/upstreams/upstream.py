@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -30,6 +31,7 @@ from outrider.v1.drafter_pb2_grpc import TreeSinkStub
 log = logging.getLogger(__name__)
 
 OUTGOING_FRAMES = 4096  # that may be queued; an upstream that reads needs a handful
+BATCH_BYTES = 2**20  # of deltas in one message, from which on the rest waits for the next
 RETRY_S = 0.2  # between two attempts to reach an upstream
 MAX_RENEWALS = 16  # repeated subscriptions of an attachment within RENEWALS_S; one more ends it
 RENEWALS_S = 10.0
@@ -109,7 +111,9 @@ class Upstream:
         self._tls = tls
         self._features = wanted
         self._reason_logged = False  # whether it was logged that no session can be drafted for
-        self._outgoing: asyncio.Queue[pb.DraftUp] = asyncio.Queue(OUTGOING_FRAMES)
+        self._outgoing: deque[pb.DraftUp | pb.TreeDelta] = deque()
+        self._queued = asyncio.Event()  # set when a frame is queued
+        self._batches = False  # whether the upstream takes several deltas in one message
         self._overrun = asyncio.Event()  # set when more frames were to be sent than may be queued
         self._numbered: dict[int, Attachment] = {}  # by the number of the subscription
         self._numbers = 0
@@ -158,14 +162,12 @@ class Upstream:
         if attachment.traced is not None:
             delta = attachment.traced.trace_delta(delta, exhausted=exhausted)
         self._queue(
-            pb.DraftUp(
-                delta=delta_to_pb(
-                    delta,
-                    attachment=attachment.number,
-                    epoch=attachment.epoch,
-                    plan_version=plan_version,
-                    exhausted=exhausted,
-                )
+            delta_to_pb(
+                delta,
+                attachment=attachment.number,
+                epoch=attachment.epoch,
+                plan_version=plan_version,
+                exhausted=exhausted,
             )
         )
 
@@ -184,12 +186,13 @@ class Upstream:
             self._idle_since = time.monotonic()
             self._wanted.clear()
 
-    def _queue(self, frame: pb.DraftUp) -> None:
+    def _queue(self, frame: pb.DraftUp | pb.TreeDelta) -> None:
         if not self._open:
             return
-        try:
-            self._outgoing.put_nowait(frame)
-        except asyncio.QueueFull:
+        if len(self._outgoing) < OUTGOING_FRAMES:
+            self._outgoing.append(frame)
+            self._queued.set()
+        else:
             self._open = False  # no frame may be left out, so the stream must restart
             self._overrun.set()
 
@@ -233,8 +236,9 @@ class Upstream:
                 await asyncio.sleep(RETRY_S)
 
     async def _run_stream(self, channel: grpc.aio.Channel) -> None:
-        self._outgoing, self._overrun = asyncio.Queue(OUTGOING_FRAMES), asyncio.Event()
-        self._open = True
+        self._outgoing.clear()
+        self._overrun.clear()
+        self._open, self._batches = True, False
         self._queue(pb.DraftUp(hello=self._hello))
         for attachment in self.attachments.values():
             self._subscribe(attachment)
@@ -266,22 +270,45 @@ class Upstream:
                 await call.write(await self._next())
 
     async def _next(self) -> pb.DraftUp:
-        """Return the next frame, or a heartbeat when no other is queued in time."""
-        try:
-            async with asyncio.timeout(liveness.HEARTBEAT_S):
-                return await self._outgoing.get()
-        except TimeoutError:
-            return pb.DraftUp(heartbeat=self._listener.progress.heartbeat())
+        """Return the next message: a frame, deltas that are queued one after the other, or a heartbeat when nothing is
+        queued in time."""
+        if not self._outgoing:
+            self._queued.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(liveness.HEARTBEAT_S):
+                    await self._queued.wait()
+        deltas: list[pb.TreeDelta] = []
+        size = 0
+        while self._outgoing and size <= BATCH_BYTES and (self._batches or not deltas):
+            frame = self._outgoing[0]
+            if isinstance(frame, pb.TreeDelta):
+                deltas.append(frame)
+                size += frame.ByteSize()
+                self._outgoing.popleft()
+            elif deltas:
+                break
+            else:
+                self._outgoing.popleft()
+                return frame
+        if len(deltas) > 1:
+            return pb.DraftUp(deltas=deltas)
+        if deltas:
+            return pb.DraftUp(delta=deltas[0])
+        return pb.DraftUp(heartbeat=self._listener.progress.heartbeat())
 
     def _receive(self, frame: pb.DraftDown) -> None:
+        for commit in frame.commits:
+            self._receive_for_session("commit", commit)
         kind = frame.WhichOneof("frame")
         if kind == "heartbeat":
             liveness.check_heartbeat(frame.heartbeat, f"upstream {self.address}")
-        if kind == "welcome":
+        elif kind == "welcome":
+            self._batches = frame.welcome.batches
             self.refusals.welcomed()
-        if kind not in ("snapshot", "commit", "closed", "hints"):
-            return
-        message = getattr(frame, kind)
+        elif kind in ("snapshot", "commit", "closed", "hints"):
+            self._receive_for_session(kind, getattr(frame, kind))
+
+    def _receive_for_session(self, kind: str, message: Any) -> None:
         attachment = self._numbered.get(message.attachment)
         if attachment is None:
             self._count_refusal()  # sent before the subscription's end was received

@@ -15,6 +15,7 @@ from outrider.v1 import drafter_pb2 as pb
 from outrider.v1 import types_pb2
 
 CONTROL_FRAMES = 4096  # that may be queued; a drafter that reads needs a handful
+BATCH_BYTES = 2**20  # of commits in one message, from which on the rest waits for the next
 
 Parts = Iterator[pb.Snapshot]
 
@@ -37,6 +38,7 @@ class DraftOutbox:
 
     def __init__(self, drafter_id: str, heartbeat: Callable[[], types_pb2.Heartbeat]) -> None:
         self.drafter_id = drafter_id
+        self.batches = False  # whether the drafter takes several commits in one message
         self._heartbeat = heartbeat
         self._control: deque[pb.DraftDown] = deque()
         self._commits: dict[int, pb.Commit] = {}  # by attachment
@@ -139,10 +141,22 @@ class DraftOutbox:
                 return pb.DraftDown(heartbeat=self._heartbeat())
         return None
 
-    def _most_urgent(self) -> pb.DraftDown | None:
-        for attachment in self._commits:
+    def _next_commits(self) -> list[pb.Commit]:
+        commits: list[pb.Commit] = []
+        size = 0
+        for attachment, commit in self._commits.items():
             if attachment not in self._snapshots and attachment not in self._held:
-                return pb.DraftDown(commit=self._commits.pop(attachment))
+                commits.append(commit)
+                size += commit.ByteSize()
+                if not self.batches or size > BATCH_BYTES:
+                    break
+        for commit in commits:
+            del self._commits[commit.attachment]
+        return commits
+
+    def _most_urgent(self) -> pb.DraftDown | None:
+        if commits := self._next_commits():
+            return pb.DraftDown(commits=commits) if len(commits) > 1 else pb.DraftDown(commit=commits[0])
         if self._control:
             return self._control.popleft()
         for attachment in self._hints:

@@ -211,29 +211,36 @@ class DraftStreamServicer(TreeSinkServicer):
             )
         holder = holder_of(context, hello.drafter_id)
         stream = DraftStream(hello.drafter_id, self._host.progress.heartbeat, holder)
-        stream.public_sources = hello.public_sources
-        stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id)))
+        stream.public_sources, stream.batches = hello.public_sources, hello.batches
+        stream.queue_control(pb.DraftDown(welcome=pb.Welcome(upstream_id=self._worker_id, batches=True)))
         return stream
 
     async def _read(self, stream: DraftStream, frames: Requests) -> None:
         refused_in_a_row = 0
-        async for frame in frames:
-            refused = self.refused
-            match frame.WhichOneof("frame"):
-                case "delta":
-                    self._graft(stream, frame.delta)
-                case "subscribe":
-                    self._subscribe(stream, frame.subscribe)
-                case "unsubscribe":
-                    self._unsubscribe(stream, frame.unsubscribe)
-                case "heartbeat":
-                    liveness.check_heartbeat(frame.heartbeat, f"drafter {stream.drafter_id}")
-                case kind:
-                    raise InvalidRequest("frame", f"'{kind}' is not allowed here")
-            refused_in_a_row = refused_in_a_row + 1 if self.refused > refused else 0
-            if refused_in_a_row > MAX_REFUSED:
-                raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
+        async for message in frames:
+            for frame in message.deltas or (message,):
+                refused = self.refused
+                self._receive(stream, frame)
+                refused_in_a_row = refused_in_a_row + 1 if self.refused > refused else 0
+                if refused_in_a_row > MAX_REFUSED:
+                    raise Overloaded(f"more than {MAX_REFUSED} frames in a row were refused")
             stream.check()
+
+    def _receive(self, stream: DraftStream, frame: pb.DraftUp | pb.TreeDelta) -> None:
+        if isinstance(frame, pb.TreeDelta):
+            self._graft(stream, frame)
+            return
+        match frame.WhichOneof("frame"):
+            case "delta":
+                self._graft(stream, frame.delta)
+            case "subscribe":
+                self._subscribe(stream, frame.subscribe)
+            case "unsubscribe":
+                self._unsubscribe(stream, frame.unsubscribe)
+            case "heartbeat":
+                liveness.check_heartbeat(frame.heartbeat, f"drafter {stream.drafter_id}")
+            case kind:
+                raise InvalidRequest("frame", f"'{kind}' is not allowed here")
 
     async def _write(self, stream: DraftStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call has ended; the reader gets the error

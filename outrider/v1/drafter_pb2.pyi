@@ -8,30 +8,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftUp(_message.Message):
-    __slots__ = ("hello", "subscribe", "unsubscribe", "delta", "heartbeat")
+    __slots__ = ("hello", "subscribe", "unsubscribe", "delta", "heartbeat", "deltas")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     UNSUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     subscribe: Subscribe
     unsubscribe: Unsubscribe
     delta: TreeDelta
     heartbeat: _types_pb2.Heartbeat
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ...) -> None: ...
+    deltas: _containers.RepeatedCompositeFieldContainer[TreeDelta]
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., unsubscribe: _Optional[_Union[Unsubscribe, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TreeDelta, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary", "public_sources")
+    __slots__ = ("drafter_id", "tokenizer_digest", "vocabulary", "public_sources", "batches")
     DRAFTER_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     drafter_id: str
     tokenizer_digest: bytes
     vocabulary: int
     public_sources: bool
-    def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., public_sources: _Optional[bool] = ...) -> None: ...
+    batches: bool
+    def __init__(self, drafter_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary: _Optional[int] = ..., public_sources: _Optional[bool] = ..., batches: _Optional[bool] = ...) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("session_id", "epoch", "attachment", "ticket", "features")
@@ -98,20 +102,22 @@ class DrawnFrom(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftDown(_message.Message):
-    __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat", "hints")
+    __slots__ = ("welcome", "snapshot", "commit", "closed", "heartbeat", "hints", "commits")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     snapshot: Snapshot
     commit: Commit
     closed: Closed
     heartbeat: _types_pb2.Heartbeat
     hints: Hints
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    commits: _containers.RepeatedCompositeFieldContainer[Commit]
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., heartbeat: _Optional[_Union[_types_pb2.Heartbeat, _Mapping]] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ...) -> None: ...
 
 class Hints(_message.Message):
     __slots__ = ("attachment", "epoch", "root_position", "parents", "tokens", "edges")
@@ -130,10 +136,12 @@ class Hints(_message.Message):
     def __init__(self, attachment: _Optional[int] = ..., epoch: _Optional[int] = ..., root_position: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., edges: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("upstream_id",)
+    __slots__ = ("upstream_id", "batches")
     UPSTREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     upstream_id: str
-    def __init__(self, upstream_id: _Optional[str] = ...) -> None: ...
+    batches: bool
+    def __init__(self, upstream_id: _Optional[str] = ..., batches: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("attachment", "epoch", "position", "tokens", "last", "digest", "contract", "plan", "credit", "price", "time_price", "ahead", "answer_position", "features", "vocabulary", "unpadded_vocabulary")

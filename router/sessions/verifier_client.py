@@ -167,11 +167,11 @@ class DecodeStream:
             self._add(DecodeIdle())
 
     def _add(self, event: ReceivedCommit | DecodeEnd | DecodeIdle) -> None:
-        if self.opened:
+        if not self.opened:
+            self._fail(self._failure("did not begin with DecodeStarted"))
+        if self._error is None:  # nothing counts behind an error
             self._events.append(event)
             self._changed.set()
-        else:
-            self._fail(self._failure("did not begin with DecodeStarted"))
 
     def _fail(self, error: BaseException) -> None:
         """Raise an error to who waits for events. Of several errors the first one counts."""

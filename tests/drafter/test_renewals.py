@@ -69,8 +69,10 @@ async def test_a_session_that_is_no_use_again_and_again_ends_with_the_reason(
     assert not rig.upstream.attachments
     assert not rig.scheduler.members
     assert rig.upstream.refusals.attach_response(rig.attachment.key).refused.startswith(why)
-    frames = [rig.upstream._outgoing.get_nowait() for _ in range(rig.upstream._outgoing.qsize())]
-    assert [frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (MAX_RENEWALS + 1) + ["unsubscribe"]
+    frames = rig.upstream._outgoing
+    assert [isinstance(frame, pb.DraftUp) and frame.WhichOneof("frame") for frame in frames] == ["subscribe"] * (
+        MAX_RENEWALS + 1
+    ) + ["unsubscribe"]
     await rig.upstream.close()
 
 

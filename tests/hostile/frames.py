@@ -101,6 +101,7 @@ def draft_frames(tickets: st.SearchStrategy[bytes]) -> st.SearchStrategy[drafter
     )
     return st.one_of(
         deltas().map(lambda delta: drafter_pb2.DraftUp(delta=delta)),
+        st.lists(deltas(), max_size=3).map(lambda several: drafter_pb2.DraftUp(deltas=several)),
         subscribes.map(lambda subscribe: drafter_pb2.DraftUp(subscribe=subscribe)),
         messages(drafter_pb2.Unsubscribe, attachment=small).map(lambda frame: drafter_pb2.DraftUp(unsubscribe=frame)),
         heartbeats.map(lambda heartbeat: drafter_pb2.DraftUp(heartbeat=heartbeat)),
@@ -171,6 +172,7 @@ def upstream_frames(attachment: int, width: int) -> st.SearchStrategy[drafter_pb
         hints.map(lambda frame: drafter_pb2.DraftDown(hints=frame)),
         snapshots.map(lambda frame: drafter_pb2.DraftDown(snapshot=frame)),
         commits.map(lambda frame: drafter_pb2.DraftDown(commit=frame)),
+        st.lists(commits, max_size=3).map(lambda frames: drafter_pb2.DraftDown(commits=frames)),
         messages(drafter_pb2.Closed, attachment=small, reason=names).map(
             lambda frame: drafter_pb2.DraftDown(closed=frame)
         ),

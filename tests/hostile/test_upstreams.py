@@ -177,7 +177,7 @@ async def test_what_an_upstream_does_not_read_is_bounded(monkeypatch: pytest.Mon
                 for number in range(4):  # of 64 kB each, which flow control holds back soon
                     one.attach(attachment := upstream.Attachment(f"s{number}", "", 1, b"t" * 2**16))
                     one.detach(attachment)
-                assert one._outgoing.qsize() <= 8
+                assert len(one._outgoing) <= 8
                 await asyncio.sleep(0.005)
         why = one.refusals.attach_response(kept.key)
         await one.close()

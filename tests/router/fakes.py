@@ -134,11 +134,12 @@ class FakeVerifier(VerifierServicer):
             await self._rest()
             if self.moves_after is not None and committed >= self.moves_after:
                 raise Moved("this verifier is going down")
-            if start.answer_position + committed >= self.durable[start.session_id] + start.window:
+            stride = min(self.stride, start.contract.max_tokens - committed)
+            if start.answer_position + committed + stride > self.durable[start.session_id] + start.window:
                 await asyncio.sleep(0.001)
                 continue
             tokens: list[int] = []
-            while len(tokens) < self.stride and committed + len(tokens) < start.contract.max_tokens and not stopped:
+            while len(tokens) < stride and not stopped:
                 tokens.append(self.script[(committed + len(tokens)) % len(self.script)])
                 stopped = tokens[-1] in start.contract.stop_ids
             digest = extend(digest, tokens)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from outrider.core.tree.committed_window import ALIAS_SPAN
+from outrider.draft_server import outbox
 from outrider.draft_server.draft_session import DraftStream
 from outrider.draft_server.outbox import CONTROL_FRAMES
 from outrider.errors import Overloaded
@@ -42,6 +43,39 @@ async def test_commits_go_before_control_frames_and_snapshots() -> None:
     outgoing.queue_control(pb.DraftDown(welcome=pb.Welcome()))
     outgoing.commit(commit(2, 10))
     assert await kinds(outgoing, 4) == ["commit", "welcome", "snapshot", "snapshot"]
+
+
+async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_takes_it() -> None:
+    outgoing = stream()
+    outgoing.batches = True
+    for attachment in (1, 2, 3, 4):
+        outgoing.commit(commit(attachment, 10))
+    outgoing.snapshot(2, lambda: parts(1))
+    outgoing.hold(3, held=True)
+    frame = await outgoing.next()
+    assert frame is not None
+    assert [one.attachment for one in frame.commits] == [1, 4]
+    outgoing.commit(commit(1, 11))
+    outgoing.hold(3, held=False)
+    frame = await outgoing.next()
+    assert frame is not None
+    assert [(one.attachment, one.position) for one in frame.commits] == [(3, 10), (1, 11)]
+    outgoing.commit(commit(1, 12))
+    assert await kinds(outgoing, 2) == ["commit", "snapshot"]  # one alone is a frame
+
+
+async def test_a_message_of_commits_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "BATCH_BYTES", 150)
+    outgoing = stream()
+    outgoing.batches = True
+    for attachment in range(1, 6):
+        outgoing.commit(commit(attachment, 10, 60))
+    counts = []
+    for _ in range(2):
+        frame = await outgoing.next()
+        assert frame is not None
+        counts.append(len(frame.commits))
+    assert counts == [3, 2]
 
 
 async def test_commits_of_one_session_coalesce() -> None:

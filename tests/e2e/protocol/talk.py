@@ -55,7 +55,11 @@ class Inbox:
 
     def put(self, frame: Any) -> None:
         kind = frame.WhichOneof(self._oneof) or ""
-        self.add(kind, getattr(frame, kind, None))
+        several = [*getattr(frame, "commits", ()), *getattr(frame, "deltas", ())]
+        for message in several:
+            self.add("commit" if frame.commits else "delta", message)
+        if not several:
+            self.add(kind, getattr(frame, kind, None))
 
     def add(self, kind: str, message: Any) -> None:
         self.frames.append((kind, message))

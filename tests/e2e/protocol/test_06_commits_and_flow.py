@@ -18,7 +18,7 @@ from outrider.v1 import types_pb2
 from outrider.v1.drafter_pb2_grpc import DrafterStub
 from tests.e2e.mini_router import SPECULATE, described
 from tests.e2e.protocol.conftest import Text
-from tests.e2e.protocol.peers import decoding, delta, drafting
+from tests.e2e.protocol.peers import decoding, delta, drafting, hello_to
 from tests.e2e.protocol.talk import new_name
 from tests.e2e.protocol.upstreams import Copy, Stream, upstream_of
 
@@ -47,6 +47,37 @@ async def test_a_commit_re_roots_and_what_lies_below_the_path_lives_on(verifier:
             report = await router.step()
             assert 0 < report.accepted == report.verified <= 3
         assert router.tokens == text.whole[: len(router.tokens)]
+
+
+async def test_deltas_and_commits_of_several_sessions_are_one_message_where_both_sides_take_it(
+    verifier: str, text: Text
+) -> None:
+    opening = {"tokens": text.prompt, "contract": text.contract, "plan": WIDE, "window": 4}
+    name = new_name("drafter")
+    async with (
+        decoding(verifier, **opening) as one,
+        decoding(verifier, **opening) as other,
+        decoding(verifier, **opening) as third,
+        drafting(verifier, name, greets=False) as drafter,
+    ):
+        drafter.send_frame(hello=await hello_to(verifier, name, batches=True))
+        assert (await drafter.inbox.take("welcome")).batches
+        for router in (one, other, third):
+            await router.full()
+            await drafter.attach(router.session)
+        fields = [
+            delta(text.whole, len(text.prompt) + 3, text.answer[4:24], attachment=attachment)["delta"]
+            for attachment in (1, 2, 3)
+        ]
+        fields[1].tokens[0] = 4096  # which ends this attachment alone
+        drafter.send_frame(deltas=fields)
+        assert (await drafter.inbox.take("closed", 2)).reason.startswith("malformed: tokens")
+        await drafter.received_all(one.session)
+        for router in (one, third):
+            assert (await router.step()).accepted > 0
+        for attachment in (1, 3):
+            await drafter.inbox.take("commit", attachment)
+        assert (await other.step()).accepted == 0
 
 
 async def test_a_drafter_sends_no_path_twice_and_goes_on_below_what_was_committed(drafter: str, text: Text) -> None:

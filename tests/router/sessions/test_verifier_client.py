@@ -9,10 +9,12 @@ import grpc.aio
 import pytest
 
 from outrider.core.session.contract import OFF, Contract
+from outrider.errors import Moved, Unavailable
 from outrider.rpc.server import serving
 from outrider.store.registry import Worker
+from outrider.v1 import types_pb2, verifier_pb2
 from outrider.v1.verifier_pb2_grpc import add_VerifierServicer_to_server
-from router.sessions.verifier_client import DecodeStart, DecodeStream
+from router.sessions.verifier_client import DecodeIdle, DecodeStart, DecodeStream, ReceivedCommit
 from router.sessions.verifier_link import VerifierLink
 from tests.router.fakes import FakeVerifier
 
@@ -56,3 +58,67 @@ async def test_a_stream_that_is_cancelled_while_it_opens_ends_at_once(steps: int
             await asyncio.wait({opening})
         assert opening.cancelled()
         await link.close()
+
+
+class QuietLink:
+    """A link on which nothing is sent."""
+
+    def begin(self, generation: DecodeStream, start: verifier_pb2.DecodeStart) -> int:
+        return 1
+
+    def end(self, handle: int) -> None:
+        pass
+
+
+async def opened() -> DecodeStream:
+    worker = Worker("verifier-1", "verifier", "127.0.0.1:1", "target", b"digest", 4096, 64, 1, 0, 0)
+    stream = DecodeStream(worker, QuietLink(), start("a"))  # type: ignore[arg-type]
+    opening = asyncio.create_task(stream.open())
+    await asyncio.sleep(0)
+    stream.on_started(verifier_pb2.DecodeStarted(handle=1))
+    await opening
+    return stream
+
+
+def commit(position: int, tokens: int, gaps: int) -> verifier_pb2.DecodeCommit:
+    return verifier_pb2.DecodeCommit(
+        handle=1, epoch=1, position=position, tokens=[5] * tokens, gaps=[0.5] * gaps, report=types_pb2.StepReport()
+    )
+
+
+async def test_nothing_counts_behind_a_malformed_commit_and_what_came_before_it_does() -> None:
+    stream = await opened()
+    stream.on_commit(commit(3, 1, 1))
+    stream.on_commit(commit(4, 2, 1))
+    stream.on_commit(commit(4, 1, 1))
+    stream.on_ended(verifier_pb2.DecodeEnded(handle=1, reason=types_pb2.FINISH_REASON_LENGTH))
+    stream.on_failure(Moved("too late"))
+    event = await stream.next()
+    assert isinstance(event, ReceivedCommit)
+    assert event.position == 3
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="sent 1 gaps for 2 tokens"):
+            await stream.next()
+
+
+async def test_a_verifier_that_sends_before_the_start_is_given_up() -> None:
+    worker = Worker("verifier-1", "verifier", "127.0.0.1:1", "target", b"digest", 4096, 64, 1, 0, 0)
+    stream = DecodeStream(worker, QuietLink(), start("a"))  # type: ignore[arg-type]
+    opening = asyncio.create_task(stream.open())
+    await asyncio.sleep(0)
+    stream.on_commit(commit(3, 1, 1))
+    with pytest.raises(Unavailable, match="did not begin with DecodeStarted"):
+        await opening
+
+
+async def test_an_idle_stream_shows_that_its_verifier_is_alive_once() -> None:
+    stream = await opened()
+    for _ in range(3):
+        stream.on_heartbeat()
+    assert isinstance(await stream.next(), DecodeIdle)
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stream.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
