@@ -64,6 +64,13 @@ async def test_commits_of_several_sessions_are_one_message_for_a_drafter_that_ta
     assert await kinds(outgoing, 2) == ["commit", "snapshot"]  # one alone is a frame
 
 
+async def test_a_drafter_that_does_not_take_it_gets_each_commit_alone() -> None:
+    outgoing = stream()
+    for attachment in (1, 2):
+        outgoing.commit(commit(attachment, 10))
+    assert await kinds(outgoing, 2) == ["commit", "commit"]
+
+
 async def test_a_message_of_commits_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "BATCH_BYTES", 150)
     outgoing = stream()
