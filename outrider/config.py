@@ -123,6 +123,8 @@ class RouterConfig(GrpcConfig):
     trust_traces: bool = False  # callers decide whether their requests are traced, in their own traces
     auth: Literal["off", "keys"] = "off"  # keys: clients need an API key, which names a tenant; off: one tenant
     drain_s: float = Field(default=5.0, ge=0)  # time that running calls have to end after a SIGTERM
+    share_port: bool = False  # let other routers listen on the same address: each takes a share of the connections
+    count: int = Field(default=1, ge=1, le=64)  # number of such routers on one address, in a cluster's file
 
     @property
     def calls(self) -> int:
@@ -251,6 +253,21 @@ class ClusterConfig(Section):
     gateway: GatewayConfig | None = None  # OpenAI's interface; None: no gateway
 
     @property
+    def routers(self) -> list[RouterConfig]:
+        """The routers, as many sections. Several share the first one's address; the pages of the others have the next
+        ports."""
+        router = self.with_certificate("router", self.router)
+        if router.count == 1:
+            return [router]
+        shared = router.model_copy(update={"count": 1, "share_port": True})
+        return [
+            shared.model_copy(
+                update={"metrics": _next_port(shared.metrics, at), "health": _next_port(shared.health, at)}
+            )
+            for at in range(router.count)
+        ]
+
+    @property
     def drafters(self) -> list[DrafterConfig]:
         """All drafters of all tiers, as many sections as drafters."""
         tiers = (worker.model_copy(update={"tier": tier}) for tier, some in self.tier.items() for worker in some)
@@ -288,6 +305,14 @@ class ClusterConfig(Section):
                     "that takes a model with the target's tokenizer, and no heads"
                 )
         return self
+
+
+def _next_port(address: Address | None, by: int) -> Address | None:
+    """Return an address with a port that is higher by so many; port 0 takes a free one anyway."""
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + by}" if int(port) else address
 
 
 def parse(kind: type[SectionT], values: dict[str, Any], source: str) -> SectionT:

@@ -132,6 +132,7 @@ async def _serve(
                         message_bytes=config.max_request_bytes + REQUEST_MARGIN,
                         calls=config.calls,
                         connections=config.max_connections,
+                        share_port=config.share_port,
                     ),
                     probes=config.health,
                 ) as address,

@@ -68,7 +68,10 @@ class Cluster(ABC, Generic[ServerT]):
                 for number, section in enumerate(config.verifier)
             ),
             *(("drafter", f"drafter-{number}", section) for number, section in enumerate(config.drafters)),
-            ("router", "router", config.with_certificate("router", config.router)),
+            *(
+                ("router", f"router-{number}" if number else "router", section)
+                for number, section in enumerate(config.routers)
+            ),
         ]
         if config.gateway is not None:
             sections.append(("gateway", "gateway", config.with_certificate("gateway", config.gateway)))
@@ -123,6 +126,11 @@ class Cluster(ABC, Generic[ServerT]):
         return self.redis_url if self._redis is None else self._redis.url_of(role)
 
     @property
+    def _further_routers(self) -> list[ServerT]:
+        """The routers that share the address of the first one."""
+        return [one for name, one in self.processes.items() if one.role == "router" and name != "router"]
+
+    @property
     def router_address(self) -> str:
         """ "host:port" for clients."""
         return self.processes["router"].address
@@ -134,7 +142,13 @@ class Cluster(ABC, Generic[ServerT]):
                 self._redis = self._own_redis(stack)
                 self.redis_url = self._redis.url
             stack.push_async_callback(self._stop)
-            await _all(self._start(process) for process in self.processes.values() if process.role != "gateway")
+            first = [
+                one for one in self.processes.values() if one.role != "gateway" and one not in self._further_routers
+            ]
+            await _all(self._start(process) for process in first)
+            for router in self._further_routers:
+                router.section = router.section.model_copy(update={"listen": self.router_address})
+            await _all(self._start(router) for router in self._further_routers)
             await self._await_workers()
             if gateway := self.processes.get("gateway"):
                 gateway.section = self._gateway_section(gateway.section)

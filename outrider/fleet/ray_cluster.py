@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.config import ClusterConfig, Section, WorkerConfig
-from outrider.errors import OutriderError, Unavailable
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.fleet.cluster import Cluster
 from outrider.fleet.process import GRACE_S, Process, Role, start_limit
 from outrider.fleet.ray_session import find_room, needs, node_address, on_ray, public
@@ -178,6 +178,11 @@ class RayCluster(Cluster[RayServer]):
 
     def __init__(self, config: ClusterConfig, address: str, **callbacks: Any) -> None:
         """`address`: of the Ray cluster, or "auto"; `callbacks` as for `Cluster`."""
+        if config.router.count > 1:
+            raise ConfigError(
+                "router.count: routers on several nodes have no address in common; start more with `outrider router`, "
+                "and give clients the addresses of all"
+            )
         self._address = address
         self._session = AsyncExitStack()
         super().__init__(config, **callbacks)

@@ -38,7 +38,6 @@ PING_STRIKES = 1000  # pings within half a second of another, without an answer 
 
 _SERVER: Options = (
     *LIVENESS,
-    ("grpc.so_reuseport", 0),  # two servers on one port would silently share its calls
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
@@ -58,11 +57,12 @@ _OF_ANYBODY: Options = (
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """What a server takes at most."""
+    """What a server takes at most, of its port as well."""
 
     message_bytes: int = MESSAGE_BYTES
     calls: int | None = None  # calls at the same time, of all connections; None: no limit
     connections: int = 4096  # connections at the same time
+    share_port: bool = False  # whether other servers may listen on the same address
 
 
 _PROBES = ServerLimits(message_bytes=1024, calls=256, connections=256)
@@ -108,7 +108,9 @@ async def serving(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     served = None if tls is None else ServedTls(tls)
-    address = _bind(server, listen, None if served is None else _credentials(served, mutual))
+    address = _bind(
+        server, listen, None if served is None else _credentials(served, mutual), share_port=limits.share_port
+    )
     async with plaintext_health(probes, health_servicer), _watched(served):
         await server.start()
         try:
@@ -153,6 +155,8 @@ async def plaintext_health(listen: str | None, health_servicer: Health) -> Async
 
 def _server(limits: ServerLimits, options: Options, judge: JudgedCalls | None = None) -> grpc.aio.Server:
     bounds: Options = (
+        # Servers that do not know of each other would silently share the calls of one port.
+        ("grpc.so_reuseport", int(limits.share_port)),
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_allowed_incoming_connections", limits.connections),
     )
@@ -201,11 +205,13 @@ def _credentials(served: ServedTls, mutual: bool) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(configuration(), configuration, mutual)
 
 
-def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None) -> str:
+def _bind(
+    server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredentials | None, *, share_port: bool = False
+) -> str:
     host, _, port = listen.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"listen: cannot bind {listen}; it must be HOST:PORT with a port up to 65535")
-    _check_bindable(listen, host.strip("[]"), int(port))
+    _check_bindable(listen, host.strip("[]"), int(port), share_port=share_port)
     try:
         bound = server.add_secure_port(listen, credentials) if credentials else server.add_insecure_port(listen)
     except RuntimeError:
@@ -215,16 +221,17 @@ def _bind(server: grpc.aio.Server, listen: str, credentials: grpc.ServerCredenti
     return f"{host}:{bound}"
 
 
-def _check_bindable(listen: str, host: str, port: int) -> None:
+def _check_bindable(listen: str, host: str, port: int, *, share_port: bool) -> None:
     """Bind the address with a plain socket, because gRPC logs its reasons instead of raising them."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if share_port else socket.SO_REUSEADDR, 1)
             trial.bind(target)
-            trial.listen(1)  # with SO_REUSEADDR only this fails if another process listens
+            if not share_port:
+                trial.listen(1)  # with SO_REUSEADDR only this fails if another process listens
     except OSError as error:
         raise ConfigError(
             f"listen: cannot bind {listen} ({error.strerror or error}); "

@@ -44,6 +44,7 @@ SECTIONS: dict[str, Section] = {
         max_request_bytes=77,
         max_calls=78,
         max_connections=79,
+        share_port=True,
         trust_traces=True,
         queue=11,
         queue_per_tenant=12,

@@ -33,7 +33,11 @@ class FakeStream:
 
     def begin(self, start: verifier_pb2.DecodeStart, work: Coroutine[Any, Any, None]) -> None:
         self.sessions[start.handle] = start.session_id
-        self.generations[start.handle] = asyncio.create_task(work)
+        self.generations[start.handle] = task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._forget(start.handle))
+
+    def _forget(self, handle: int) -> None:
+        del self.generations[handle], self.sessions[handle]
 
     async def send(self, **fields: Any) -> None:
         async with self._writing:
@@ -98,11 +102,13 @@ class FakeVerifier(VerifierServicer):
         if request.HasField("start"):
             stream.begin(request.start, self._serve(request.start, stream))
         for handle, durable in zip(request.acknowledged, request.durable, strict=True):
-            self.durable[stream.sessions[handle]] = durable
+            if handle in stream.sessions:
+                self.durable[stream.sessions[handle]] = durable
             self.acknowledged.append(durable)
         self.plans += [change.plan for change in request.plans]
         for handle in request.cancelled:
-            stream.generations[handle].cancel()
+            if handle in stream.generations:
+                stream.generations[handle].cancel()
 
     async def _serve(self, start: verifier_pb2.DecodeStart, stream: FakeStream) -> None:
         if self.full or self.open == self.slots:

@@ -187,6 +187,9 @@ def router(
         float | None, typer.Option(help="Seconds between equal messages of an answer. [default: as tokens come]")
     ] = None,
     auth: Annotated[str | None, typer.Option(help="off, or keys: callers need an API key. [default: off]")] = None,
+    share_port: Annotated[
+        bool | None, typer.Option(help="Let other routers listen on the same address, for a share of connections.")
+    ] = None,
     drain_s: Drain = None,
 ) -> None:
     """Serve clients: tokenize, place sessions, keep their state in Redis, control speculation."""
