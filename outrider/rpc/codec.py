@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ def _names(kind: type[Contract | Plan | StepReport]) -> tuple[str, ...]:
 
 
 _CONTRACT, _PLAN, _REPORT = _names(Contract), _names(Plan), _names(StepReport)
+_figures = attrgetter(*_REPORT)  # of a report's message, in the order of the fields
 
 
 def contract_to_pb(contract: Contract) -> types_pb2.Contract:
@@ -76,7 +78,7 @@ def report_from_pb(message: types_pb2.StepReport) -> StepReport:
     """Return the report. Raises InvalidRequest for a step that is deeper than a tree can be."""
     if max(message.accepted, message.verified_depth) > MAX_DELTA_NODES:
         raise InvalidRequest("report", f"accepts {message.accepted} nodes, at most {MAX_DELTA_NODES} can be")
-    return StepReport(**{name: getattr(message, name) for name in _REPORT})
+    return StepReport(*_figures(message))
 
 
 def delta_to_pb(
