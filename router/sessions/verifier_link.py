@@ -141,14 +141,19 @@ class VerifierLink:
                     generation.on_heartbeat()
 
     async def _write(self) -> None:
-        # An error means that the stream has ended; `_read` raises the reason.
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        heartbeat_s = min(liveness.HEARTBEAT_S, self._lease_s / HEARTBEATS_PER_LEASE)
+        try:
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(min(liveness.HEARTBEAT_S, self._lease_s / HEARTBEATS_PER_LEASE)):
+                    async with asyncio.timeout(heartbeat_s):
                         await self._wake.wait()
                 self._wake.clear()
                 await self._call.write(self._take())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the stream has ended; `_read` raises the reason
+        except Exception:
+            log.exception("nothing more is sent to verifier %s", self._worker.worker_id)
+            self._call.cancel()
 
     def _take(self) -> verifier_pb2.DecodeRequest:
         """Return the next message: one start, because it may be long, and all else that is to be sent."""
