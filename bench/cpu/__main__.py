@@ -2,6 +2,9 @@
 
 A cluster whose engines cost nothing serves 1, 8, 32 and 128 sessions, without speculation and with trees of eight
 nodes. So what is measured is all that the servers, the client and Redis do around the passes.
+
+With `--native` the passes are those of the compiled engine, over the target padded to a size; prompts are the held-out
+ones, drafts are as the default policy has them, and the table shows what share of a token's time the passes are.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.cpu.client import Callers, ClientFigures
 from bench.cpu.server import Script
 from bench.rows.processes import ROOT
+from outrider.cli.command import parse_count
 from outrider.cli.performance.samples import percentile
 from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, Section, VerifierConfig
+from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.fleet.children import Child
 from outrider.fleet.cluster import LocalCluster
 from outrider.fleet.process import Process, Role
@@ -88,6 +93,7 @@ class Options:
     seconds: float
     drafted: tuple[bool, ...]
     pass_ms: float
+    native: Path | None = None  # checkpoint of a target whose own passes run; None: scripted ones
 
 
 async def measure(options: Options, report: Callable[[str], None]) -> list[Measured]:
@@ -96,8 +102,8 @@ async def measure(options: Options, report: Callable[[str], None]) -> list[Measu
     for drafted in options.drafted:
         for sessions in options.sessions:
             report(f"{sessions} sessions, {'trees' if drafted else 'plain'}")
-            async with _cluster(sessions, drafted, options.pass_ms / 1e3) as cluster:
-                found.append(await _measure(cluster, sessions, options.seconds, drafted))
+            async with _cluster(options, sessions, drafted) as cluster:
+                found.append(await _measure(cluster, options, sessions, drafted))
     return found
 
 
@@ -109,35 +115,38 @@ class _Running:
 
 
 @asynccontextmanager
-async def _cluster(sessions: int, drafted: bool, pass_s: float) -> AsyncIterator[_Running]:
-    slots = sessions + SPARE_SLOTS
+async def _cluster(options: Options, sessions: int, drafted: bool) -> AsyncIterator[_Running]:
+    slots, native = sessions + SPARE_SLOTS, options.native
+    target = native or TARGET
+    rows = MAX_NODES if native else min(MAX_NODES, NODES * slots)
+    threads = (os.cpu_count() or 1) if native else 1
     with TemporaryDirectory() as folder, EmbeddedRedis() as redis:
         router = RouterConfig(
             listen="127.0.0.1:0",
-            models={"target": TARGET},
-            depth=DEPTH,
-            width=WIDTH,
-            nodes=NODES,
+            models={"target": target},
             max_sessions=slots,
         )
+        if not native:
+            router = router.model_copy(update={"depth": DEPTH, "width": WIDTH, "nodes": NODES})
         config = ClusterConfig(
             redis=RedisConfig(url=redis.url),
             router=router,
-            verifier=[VerifierConfig(model=TARGET, slots=slots, max_nodes=min(MAX_NODES, NODES * slots), threads=1)],
+            verifier=[VerifierConfig(model=target, slots=slots, max_nodes=rows, threads=threads)],
             drafter=[DrafterConfig(model=DRAFTER, slots=slots, threads=1)] if drafted else [],
         )
-        script = Script(ACCEPTANCE, pass_s, folder)
+        script = Script(ACCEPTANCE, options.pass_ms / 1e3, folder, native is not None)
         async with ScriptedCluster(config, script) as cluster:
             yield _Running(cluster, redis, Path(folder))
 
 
-async def _measure(running: _Running, sessions: int, seconds: float, drafted: bool) -> Measured:
+async def _measure(running: _Running, options: Options, sessions: int, drafted: bool) -> Measured:
     callers = Callers(
         running.cluster.router_address,
         sessions,
-        seconds,
-        "rounds" if drafted else "off",
+        options.seconds,
+        ("goodput" if options.native else "rounds") if drafted else "off",
         str(running.folder / "client.json"),
+        _held_out() if options.native else (),
     )
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.cpu.client", callers.to_json()),
@@ -177,6 +186,11 @@ async def _measure(running: _Running, sessions: int, seconds: float, drafted: bo
         (1e3 * percentile(between, 50), 1e3 * percentile(between, 99)),
         (percentile(figures.gaps_ms, 50), percentile(figures.gaps_ms, 99)),
     )
+
+
+def _held_out() -> tuple[str, ...]:
+    lines = (ROOT / "examples" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line)["prompt"] for line in lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +265,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement [default: 8]")
     parser.add_argument("--only", choices=("plain", "trees"), help="one of the two [default: both]")
     parser.add_argument("--pass-ms", type=float, default=0.0, help="that a pass of the target sleeps [default: 0]")
+    parser.add_argument("--native", metavar="PARAMETERS", help="real passes of the target, padded to so many, as 150M")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     drafted = {None: (False, True), "plain": (False,), "trees": (True,)}[arguments.only]
     options = Options(tuple(arguments.sessions), arguments.seconds, drafted, arguments.pass_ms)
-    found = asyncio.run(measure(options, lambda what: print(what, file=sys.stderr, flush=True)))
+    with TemporaryDirectory(prefix="outrider-bench-") as scratch:
+        if arguments.native:
+            options = replace(options, native=Path(scratch) / "target")
+            pad_checkpoint(TARGET, Path(scratch) / "target", parameters=parse_count(arguments.native))
+        found = asyncio.run(measure(options, lambda what: print(what, file=sys.stderr, flush=True)))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(measured) for measured in found], indent=1), encoding="utf-8")
     print(table(found))

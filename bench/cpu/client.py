@@ -32,6 +32,7 @@ class Callers:
     seconds: float
     speculation: PolicyName
     stages: str  # file for the time of each stage
+    prompts: tuple[str, ...] = ()  # texts; none: tokens that are made up
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""
@@ -84,9 +85,13 @@ async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts],
     """Request one answer after another, and count what arrives in `present[0]`."""
     while True:
         seed = next(seeds)
-        prompt = [FIRST_ID + (seed * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
+        made_up = [FIRST_ID + (seed * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
         stream = client.stream(
-            prompt, speculation=callers.speculation, max_tokens=ANSWER_TOKENS, seed=seed, ignore_eos=True
+            callers.prompts[seed % len(callers.prompts)] if callers.prompts else made_up,
+            speculation=callers.speculation,
+            max_tokens=ANSWER_TOKENS,
+            seed=seed,
+            ignore_eos=True,
         )
         last = None
         async for chunk in stream:

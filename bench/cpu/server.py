@@ -1,19 +1,26 @@
 """Runs one server of the benchmark's cluster: `python -m bench.cpu.server SCRIPT ROLE FLAGS...`.
 
-A verifier or drafter gets an engine that costs nothing in place of the checkpoint's; all else is as it is served.
+A verifier or drafter gets an engine that costs nothing in place of the checkpoint's, unless the script is native;
+the rest is as it is served.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.cpu.engine import ScriptedEngine
 from bench.cpu.stages import StageSampler
+from outrider.core.sampling.noise import Draw
+from outrider.engine.batch import Segment
 from outrider.engine.engine import Engine
+from outrider.engine.loading import load_engine
+from outrider.engine.logits import Logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,7 @@ class Script:
     acceptance: float  # share of positions at which the drafter's likeliest token is the target's
     pass_s: float  # that a pass of the target sleeps
     folder: str  # for a file `NAME.json` of each process
+    native: bool = False  # the checkpoint's own engine; only the time between its passes is measured
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""
@@ -36,21 +44,25 @@ def main() -> None:
 
 def serve(script: Script, name: str, arguments: list[str]) -> None:
     """Run `outrider ARGUMENTS`, of which the first is the role, until a signal."""
-    role, engines = arguments[0], list[ScriptedEngine]()
+    role, gaps = arguments[0], list[list[float]]()
 
-    def load(path: Path, *, slots: int, rows: int | None = None, **_: Any) -> Engine:
+    def load(path: Path, *, slots: int, rows: int | None = None, **others: Any) -> Engine:
+        if script.native:
+            own = load_engine(path, slots=slots, rows=rows, **others)
+            gaps.append(_timed(own))
+            return own
         drafts = role == "drafter"
         pass_s = 0.0 if drafts else script.pass_s
         engine = ScriptedEngine(
             path, slots=slots, rows=rows, acceptance=script.acceptance, drafts=drafts, pass_s=pass_s
         )
-        engines.append(engine)
+        gaps.append(engine.between)
         return engine
 
     def between() -> list[float]:
-        return [seconds for engine in engines for seconds in engine.between]
+        return [seconds for gap in gaps for seconds in gap]
 
-    StageSampler(role, Path(script.folder) / f"{name}.json", between).start()
+    StageSampler(role, Path(script.folder) / f"{name}.json", between, busy_threads=script.native).start()
 
     if role == "verifier":
         import verifier_svc.server as server
@@ -63,6 +75,22 @@ def serve(script: Script, name: str, arguments: list[str]) -> None:
     from outrider.cli.main import app
 
     app(arguments, prog_name="outrider")
+
+
+def _timed(engine: Engine) -> list[float]:
+    """Have an engine add the seconds from each pass to the next one to a list, and return the list."""
+    between, sample, ended = list[float](), engine.sample, time.perf_counter()
+
+    def timed(segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
+        nonlocal ended
+        between.append(time.perf_counter() - ended)
+        try:
+            return sample(segments, draws, best)
+        finally:
+            ended = time.perf_counter()
+
+    engine.sample = timed  # type: ignore[method-assign]
+    return between
 
 
 if __name__ == "__main__":

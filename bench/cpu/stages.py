@@ -61,9 +61,13 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
 class StageSampler:
     """Counts the samples of this process's main thread by stage, and writes them to a file at each SIGUSR2."""
 
-    def __init__(self, role: str, path: Path, between: Callable[[], Sequence[float]] = tuple) -> None:
-        """`between`: returns the seconds between one pass of the engine and the next, for each pass so far."""
+    def __init__(
+        self, role: str, path: Path, between: Callable[[], Sequence[float]] = tuple, *, busy_threads: bool = False
+    ) -> None:
+        """`between`: returns the seconds between one pass of the engine and the next, for each pass so far.
+        `busy_threads`: other threads use most of the processor, so most interrupts find the main thread waiting."""
         self._between = between
+        self._busy_threads = busy_threads
         self._stages = STAGES[role]
         self._path = path
         self._counts: Counter[str] = Counter()
@@ -76,6 +80,8 @@ class StageSampler:
         signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
 
     def _sample(self, number: int, frame: FrameType | None) -> None:
+        if self._busy_threads and frame is not None and frame.f_code.co_name == "select":
+            return
         while frame is not None:
             code = frame.f_code
             if code not in self._known:
