@@ -37,21 +37,6 @@ class Detokenizer:
             self._settled, self._settled_text = [], ""
         self._open: list[int] = []  # tokens whose text is still held back
 
-    def feed_all(self, tokens: Sequence[int]) -> str:
-        """Return the text that these tokens complete, as `feed` gives it for each of them, at the cost of one."""
-        shown = [token for token in tokens if token not in self._silent]
-        if len(shown) > 1 and len(self._open) + len(shown) < _LONGEST_HOLD:
-            opened = self._open + shown
-            text = self._decode(self._settled + opened)
-            if not text.endswith(REPLACEMENT):
-                piece = text[len(self._settled_text) :]
-                self._settled, self._open = shown[-1:], []  # enough, unless its character began before it
-                self._settled_text = self._decode(self._settled)
-                if REPLACEMENT in self._settled_text:
-                    self._settled, self._settled_text = opened, self._decode(opened)
-                return piece
-        return "".join(map(self.feed, shown))
-
     def feed(self, token: int) -> str:
         """Return the text that this token completes."""
         if token in self._silent:
@@ -77,13 +62,13 @@ class StopStrings:
     """Ends a text at the first stop string; holds back text that may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = stops
+        self._stops = stops
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """Return the text that can be emitted, and whether it ends there because a stop string is complete."""
         self._held += piece
-        found = [start for stop in self.stops if (start := self._held.find(stop)) >= 0]
+        found = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
         cut = min(found) if found else len(self._held) - self._undecided()
         text, self._held = self._held[:cut], self._held[cut:]
         return text, bool(found)
@@ -96,7 +81,7 @@ class StopStrings:
     def _undecided(self) -> int:
         """Return the length of the longest suffix of the held text that begins a stop string."""
         longest = 0
-        for stop in self.stops:
+        for stop in self._stops:
             start = self._held.find(stop[0], max(0, len(self._held) - len(stop) + 1))
             while start >= 0 and not stop.startswith(self._held[start:]):
                 start = self._held.find(stop[0], start + 1)
@@ -126,8 +111,6 @@ class AnswerText:
 
     def feed(self, tokens: Sequence[int]) -> TextPiece:
         """Add tokens up to the first that completes a stop string."""
-        if not self._unstopped and not self._stops.stops:
-            return TextPiece(self._detokenizer.feed_all(tokens), len(tokens), False)
         pieces: list[str] = []
         for count, token in enumerate(tokens, 1):
             piece, stopped = self._detokenizer.feed(token), False

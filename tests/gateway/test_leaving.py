@@ -38,8 +38,7 @@ async def test_a_client_that_leaves_several_answers_ends_them_all(redis_url: str
         await until(lambda: front.verifier.open == 0)
         for start in front.verifier.starts:
             assert await finished_reason(front.rig, start.session_id) == "cancelled"
-        await until(lambda: not ours())
-        assert front.metrics.running == 0
+        await until(lambda: not ours() and front.metrics.running == 0)
 
 
 async def _read(web: httpx.AsyncClient, asked: dict[str, Any]) -> None:

@@ -54,6 +54,15 @@ def test_any_chunking_gives_the_text_that_decoding_at_once_gives(ids: list[int],
     assert "".join(pieces) + answer.flush() == TOKENIZER.decode(ids)
 
 
+@given(st.lists(st.integers(0, 20), max_size=30), st.lists(st.integers(0, 30), max_size=8))
+def test_the_text_does_not_depend_on_the_commits_where_ids_have_no_text(ids: list[int], cuts: list[int]) -> None:
+    """As those of a padded vocabulary: what joins the words beside one is not what decoding at once puts there."""
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(16)}, unk_token="w0"))
+    one, all_ = (AnswerText(Detokenizer(words), ()) for _ in range(2))
+    each = "".join(one.feed([token]).text for token in ids)
+    assert "".join(all_.feed(chunk).text for chunk in _chunks(ids, cuts)) == each
+
+
 @given(st.text(max_size=30), st.text(min_size=1, max_size=30))
 def test_no_piece_splits_a_character(prompt: str, text: str) -> None:
     detokenizer = Detokenizer(TOKENIZER, TOKENIZER.encode(prompt).ids)
