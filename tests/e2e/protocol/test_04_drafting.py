@@ -81,6 +81,7 @@ async def test_a_drafter_keeps_one_stream_to_an_upstream_for_all_its_sessions(dr
                 tokenizer_digest=there.tokenizer_digest,
                 vocabulary=there.vocabulary,
                 public_sources=True,
+                batches=True,
             )
         ]
         assert (peer.subscribed.attachment, peer.subscribed.ticket) == (1, b"a ticket")
