@@ -27,6 +27,7 @@ from outrider.telemetry.tracing import trace_metadata
 from outrider.v1 import types_pb2, verifier_pb2
 from router.sessions.verifier_link import VerifierLink
 
+DEADLINE_SLACK_S = 0.05  # behind a deadline, at which gRPC ends the call of a client that is there: it gets that error
 ACKS_PER_WINDOW = 4  # each costs as much as a chunk to the client, and the verifier needs few
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class DecodeStream:
             self._handle = self._link.begin(self, _start_to_pb(self._start))
             if self._start.timeout_s is not None:
                 loop, error = asyncio.get_running_loop(), DeadlineExceeded("the generation's deadline has passed")
-                self._deadline = loop.call_later(self._start.timeout_s, self._fail, error)
+                self._deadline = loop.call_later(self._start.timeout_s + DEADLINE_SLACK_S, self._fail, error)
         await self._wait(lambda: self.opened)
 
     async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:

@@ -142,7 +142,7 @@ async def test_a_request_is_one_trace_through_all_processes(watched: Watched) ->
     trace, (figures, *_) = await watched.ask(str(TOKENS))
     steps, verified, accepted, session = figures.split()
     await watched.named(trace, "drafting", "drafter")
-    await watched.collector.until(lambda: _drafting(watched.collector.of(trace)) == 2)
+    await watched.collector.until(lambda: _drafting(watched.collector.of(trace)) >= 2)
     await asyncio.sleep(0.5)  # what is still on its way
     spans = watched.collector.of(trace)
     by_id = {span.identity: span for span in spans}
@@ -159,7 +159,7 @@ async def test_a_request_is_one_trace_through_all_processes(watched: Watched) ->
     assert there[f"{decode} > verifier:Decode"] == 1
     assert there[f"{decode} > verifier:Decode > verifier:verify"] == int(steps)
     assert there[f"{decode} > verifier:Decode > verifier:read"] <= 1
-    assert there[drafting] == 2
+    assert there[drafting] >= 2  # of each tier one, and one more whenever the plan begins to draft anew
     assert there[f"{drafting} > drafter:draft"] > 2
     assert len({span.instance for span in spans if span.name == "draft"}) == 2  # both tiers
     assert all(span.began <= span.ended for span in spans)
