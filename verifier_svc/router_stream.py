@@ -15,9 +15,9 @@ from functools import partial
 from typing import Protocol
 
 from outrider.core.session.contract import Plan
-from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded, Unavailable
+from outrider.errors import InternalError, InvalidRequest, Moved, OutriderError, Overloaded, Superseded
+from outrider.rpc import liveness
 from outrider.rpc.codec import plan_from_pb, report_to_pb
-from outrider.rpc.liveness import HEARTBEAT_S, SILENCE_S
 from outrider.rpc.status import error_to_pb
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.telemetry.logs import session_context
@@ -85,20 +85,20 @@ class RouterStream:
 
     async def _wait(self) -> None:
         """Wait until something is to be sent, at most until the next heartbeat. End generations of a silent router."""
-        due = time.monotonic() + HEARTBEAT_S
+        due = time.monotonic() + liveness.HEARTBEAT_S
         with suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT_S):
+            async with asyncio.timeout(liveness.HEARTBEAT_S):
                 await self._wake.wait()
         self._wake.clear()
         now = time.monotonic()
-        if now - due > HEARTBEAT_S:  # this process itself stood still
+        if now - due > liveness.HEARTBEAT_S:  # this process itself stood still
             self._received = now
         silent = now - self._received
         for generation in self._generations.values():
             if silent > generation.lease_s:
-                generation.fail(_dead(generation.lease_s))
-        if silent > SILENCE_S and not self._generations:
-            raise _dead(SILENCE_S)
+                generation.fail(liveness.silent("the router", generation.lease_s))
+        if silent > liveness.SILENCE_S and not self._generations:
+            raise liveness.silent("the router", liveness.SILENCE_S)
 
     def _take(self) -> pb.DecodeResponse:
         """Return the next message: all that has not been sent yet, or a heartbeat."""
@@ -254,10 +254,6 @@ class _Caller:
 
     def time_remaining(self) -> None:
         return None  # the router keeps the deadline
-
-
-def _dead(silent_s: float) -> Unavailable:
-    return Unavailable(f"the router has been silent for {silent_s:g} s; it is taken for dead")
 
 
 def _why_closed(session: VerifierSession) -> OutriderError:

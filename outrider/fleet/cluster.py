@@ -142,10 +142,8 @@ class Cluster(ABC, Generic[ServerT]):
                 self._redis = self._own_redis(stack)
                 self.redis_url = self._redis.url
             stack.push_async_callback(self._stop)
-            first = [
-                one for one in self.processes.values() if one.role != "gateway" and one not in self._further_routers
-            ]
-            await _all(self._start(process) for process in first)
+            later = {"gateway", *(router.name for router in self._further_routers)}
+            await _all(self._start(process) for name, process in self.processes.items() if name not in later)
             for router in self._further_routers:
                 router.section = router.section.model_copy(update={"listen": self.router_address})
             await _all(self._start(router) for router in self._further_routers)

@@ -65,10 +65,15 @@ async def monitored(
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise Unavailable(f"{peer} has been silent for {within_s:g} s; it is taken for dead") from None
+            raise silent(peer, within_s) from None
         if message is None:
             raise Unavailable(f"{peer} has sent bytes that are no message of this protocol")
         yield message
+
+
+def silent(peer: str, for_s: float) -> Unavailable:
+    """Return the error for a peer that has been silent for so many seconds."""
+    return Unavailable(f"{peer} has been silent for {for_s:g} s; it is taken for dead")
 
 
 def _expire(limit: asyncio.Timeout, due: float, within_s: float) -> None:

@@ -3,7 +3,7 @@
     outrider:session-events   channel: `ID WORKER` when a verifier begins to decode a session, `ID` and a space when the
                               session is closed
 
-Redis keeps no messages: who was not subscribed looks at the session's record.
+Redis keeps no messages: a router that was not subscribed reads the session's record.
 """
 
 from __future__ import annotations

@@ -83,7 +83,6 @@ class DecodeStream:
     def __init__(self, worker: Worker, link: VerifierLink, start: DecodeStart) -> None:
         self.worker = worker
         self.opened = False
-        self.over = False  # the verifier has ended the generation by its contract
         self.cached = 0  # tokens whose KV the verifier had when the stream opened
         self._link = link
         self._start = start
@@ -111,12 +110,10 @@ class DecodeStream:
     async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:
         """Return the next event. Raises Unavailable when the verifier failed, Moved when it is draining,
         DeadlineExceeded at the deadline."""
-        if not self._events:
-            await self._wait(lambda: bool(self._events))
+        await self._wait(lambda: bool(self._events))
         event = self._events.popleft()
         if self._resumed and isinstance(event, ReceivedCommit):
             self._log_resume_cost()
-        self.over = isinstance(event, DecodeEnd)
         return event
 
     def acknowledge(self, position: int) -> None:
@@ -175,7 +172,7 @@ class DecodeStream:
             self._changed.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an error to who waits for events. Of several errors the first one counts."""
+        """Have `open` and `next` raise an error once the events have been read. Of several the first one counts."""
         if self._error is None:
             self._error = error
             self._changed.set()

@@ -104,7 +104,7 @@ class Decoding:
 
     def __init__(self, worker: Worker, dial: Dial, start: DecodeStart) -> None:
         self.worker = worker
-        self.opened = self.over = False
+        self.opened = False
         self.cached = 0
         self._start = start
         self._durable = len(start.tokens)
@@ -123,7 +123,6 @@ class Decoding:
     async def next(self) -> ReceivedCommit | DecodeEnd | DecodeIdle:
         event = await self._read()
         assert isinstance(event, ReceivedCommit | DecodeEnd | DecodeIdle)
-        self.over = isinstance(event, DecodeEnd)
         if isinstance(event, ReceivedCommit) and event.epoch != self._start.epoch:
             raise Violation(f"epoch {event.epoch} on a stream of epoch {self._start.epoch}")
         return event
