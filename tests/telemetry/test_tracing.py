@@ -159,7 +159,8 @@ async def test_a_request_is_one_trace_through_all_processes(watched: Watched) ->
     assert there[f"{decode} > verifier:Decode"] == 1
     assert there[f"{decode} > verifier:Decode > verifier:verify"] == int(steps)
     assert there[f"{decode} > verifier:Decode > verifier:read"] <= 1
-    assert there[drafting] >= 2  # of each tier one, and one more whenever the plan begins to draft anew
+    # Of each tier one, and one more whenever the plan begins to draft anew, which attaches the drafter again.
+    assert 2 <= there[drafting] <= there[drafting.removesuffix(" > drafter:drafting")]
     assert there[f"{drafting} > drafter:draft"] > 2
     assert len({span.instance for span in spans if span.name == "draft"}) == 2  # both tiers
     assert all(span.began <= span.ended for span in spans)
@@ -244,8 +245,7 @@ async def test_a_call_that_ran_out_of_time_is_reported_as_such(watched: Watched)
     assert printed == ["DeadlineExceeded"]
     call = await watched.call(trace)
     ended = call.about["rpc.response.status_code"], call.about.get("gen_ai.response.finish_reasons")
-    # The router ends the generation at its deadline, and gRPC the call at the same moment.
-    assert ended in (("DEADLINE_EXCEEDED", None), ("DEADLINE_EXCEEDED", ["deadline"]), ("OK", ["deadline"]))
+    assert ended in (("DEADLINE_EXCEEDED", None), ("OK", ["deadline"]))
     assert call.error == (ended[0] != "OK")
 
 
