@@ -13,14 +13,17 @@ import grpc
 import grpc.aio
 
 from outrider.client._access import Access, Metadata
+from outrider.client._calls import AnswerStream, GeneratingCall, PlainCall, RoutedCall
 from outrider.errors import Cancelled, DeadlineExceeded, InvalidRequest, Moved, OutriderError, Unavailable
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import from_rpc_error, is_from_outrider
+from outrider.v1 import inference_pb2 as pb
 from outrider.v1 import inference_pb2_grpc
 
 CLOSED = "the client was closed"
 RETRIES = 2  # default number of retries of a generation that the router refuses for lack of capacity
 LONGEST_WAIT_S = 30.0  # longest pause requested by a router that the client waits for; beyond it the caller decides
+ANSWERS_PAUSE_S = 1.0  # before another stream of answers, when the last one has failed
 _PAUSES_S = (0.1, 0.3)  # before the retries of a unary call
 
 
@@ -38,6 +41,8 @@ class Router:
         self._access = access
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
+        self._answers: AnswerStream | None = None
+        self._refused_until = -math.inf  # monotonic time; the router does not take a stream of answers before
 
     @property
     def stub(self) -> Any:
@@ -74,6 +79,33 @@ class Router:
                 raise Cancelled(CLOSED) from None
             await asyncio.sleep(pause)
 
+    def generate(
+        self, request: pb.GenerateRequest | pb.ResumeRequest, timeout: float | None, metadata: Metadata
+    ) -> GeneratingCall:
+        """Make a call that generates. While several streams run, their events come together."""
+        stub = self.stub
+        method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
+        metadata = (*self.metadata, *metadata)
+        answers = self._answer_stream()
+        if answers is None:
+            request.ClearField("route")
+            return PlainCall(method(request, timeout=timeout, metadata=metadata), self.failure)
+        request.route.CopyFrom(answers.next_route())
+        return RoutedCall(method(request, timeout=timeout, metadata=metadata), self.failure, answers)
+
+    def _answer_stream(self) -> AnswerStream | None:
+        """Return the stream for the events of a further call; None while only one stream runs."""
+        if self._answers is None and len(self.endings) > 1 and time.monotonic() >= self._refused_until:
+            self._answers = AnswerStream(self.stub.Answers(metadata=self.metadata), self._on_answers_ended)
+        return self._answers
+
+    def _on_answers_ended(self, answers: AnswerStream, error: grpc.aio.AioRpcError | None) -> None:
+        if self._answers is answers:
+            self._answers = None
+        if error is not None:
+            unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED  # a router of an earlier version
+            self._refused_until = math.inf if unknown else time.monotonic() + ANSWERS_PAUSE_S
+
     async def listen(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """Yield the messages of a streaming call until it ends."""
         call = getattr(self.stub, method)(request, metadata=self.metadata)
@@ -109,6 +141,8 @@ class Router:
         """End the running streams, here and on the server, and disconnect."""
         await asyncio.gather(*(end(CLOSED) for end in self.endings))
         self._closed = True
+        if self._answers is not None:
+            self._answers.end()
         if self._channel is not None:
             await self._channel.close(None)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from outrider.client import _wire
+from outrider.client._calls import GeneratingCall
 from outrider.client._router import CLOSED, LONGEST_WAIT_S, Router, check_timeout, jittered, task_is_cancelled
 from outrider.client._types import Chunk, Generation
 from outrider.errors import Cancelled, InternalError, Moved, OutriderError, Overloaded, Unavailable
 from outrider.rpc.backoff import pause_s
-from outrider.rpc.status import is_from_outrider
 from outrider.telemetry.tracing import TRACER, mark_failed, trace_metadata
 from outrider.v1 import inference_pb2 as pb
 
@@ -48,8 +47,8 @@ class AsyncStream:
         self._moves = 0  # since the last chunk: calls that a router ended because it shuts down in order
         self._refusals = 0  # for lack of capacity
         self._resumes = 0
-        self._events: AsyncIterator[pb.GenerateResponse] | None = None  # of the running call
-        self._waiting: grpc.aio.UnaryStreamCall[object, pb.GenerateResponse] | asyncio.Task[None] | None = None
+        self._call: GeneratingCall | None = None  # the running one
+        self._waiting: GeneratingCall | asyncio.Task[None] | None = None
         self._started: pb.Started | None = None
         self._chunks: list[Chunk] = []
         self._result: Generation | None = None
@@ -124,15 +123,9 @@ class AsyncStream:
 
     async def _receive(self) -> Chunk | None:
         """Return the chunk of the next event, None for another event. Makes a new call if none runs."""
-        if self._events is None:
-            self._events = self._call()
-        try:
-            event = await anext(self._events, None)
-        except grpc.aio.AioRpcError as error:
-            known = self._router.failure(error)
-            if isinstance(known, Cancelled) and not is_from_outrider(error):  # gRPC's status when a router ends
-                known = Unavailable(f"the router broke the call off: {known}")
-            raise known from None
+        if self._call is None:
+            self._call = self._waiting = self._begin_call()
+        event = await self._call.next()
         self._router.was_reached = True
         if event is None:
             raise Unavailable("the router ended the stream without a result")
@@ -147,13 +140,13 @@ class AsyncStream:
                 self._result = self._finish(event.finished)
                 self._annotate_span(self._result)
                 self._settle()
-                with suppress(grpc.aio.AioRpcError):
-                    await anext(self._events, None)  # wait for the end of the call; no more events are needed
+                with suppress(OutriderError):
+                    await self._call.next()  # wait for the end of the call; no more events are needed
             case _:  # an event of a later version
                 pass
         return None
 
-    def _call(self) -> AsyncIterator[pb.GenerateResponse]:
+    def _begin_call(self) -> GeneratingCall:
         """Make a call that continues where the last one ended; before the first event, repeat the original request."""
         request = self._request  # its idempotency key prevents a second generation
         if self._started is not None:
@@ -164,13 +157,9 @@ class AsyncStream:
                 next_position=position,
                 text_offset=offset,
             )
-        stub = self._router.stub
-        method = stub.Resume if isinstance(request, pb.ResumeRequest) else stub.Generate
         self._calls += 1
         left = self._left()
-        metadata = (*self._router.metadata, *trace_metadata(self._span))
-        self._waiting = call = method(request, timeout=None if left is None else max(left, 0.0), metadata=metadata)
-        return aiter(call)
+        return self._router.generate(request, None if left is None else max(left, 0.0), trace_metadata(self._span))
 
     def _resume_point(self) -> tuple[int, int]:
         """Return the next position and text offset after the last chunk; before the first chunk, the request's."""
@@ -192,7 +181,7 @@ class AsyncStream:
 
     async def _pause(self, error: Unavailable | Overloaded) -> None:
         """Wait before the next call. Raises the error if another call cannot help or would come after the timeout."""
-        self._events = None
+        self._call = None
         if self._end_reason:
             raise Cancelled(self._end_reason)
         if isinstance(error, Overloaded):

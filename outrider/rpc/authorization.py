@@ -55,6 +55,10 @@ class JudgedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
         """Return the message of a call that has a single one. Raises InvalidRequest."""
         return await read_message(context, MESSAGE_S)
 
+    def decode(self, method: str, decode: Callable[[bytes], Any], message: bytes) -> Any:
+        """Return a message of a call that has many of them, decoded. Raises InvalidRequest."""
+        return decode(message)
+
     def _judged(self, handler: Any, method: str) -> Any:
         kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
         handle, decode = getattr(handler, kind), handler.request_deserializer
@@ -67,7 +71,8 @@ class JudgedCalls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
                 return await run(decode(await self.read(method, context)), context)  # the handler may drop the message
 
         wrap = getattr(grpc, f"stream_{_arity(handler.response_streaming)}_rpc_method_handler")
-        return wrap(judged, decode if handler.request_streaming else None, handler.response_serializer)
+        decoded = partial(self.decode, method, decode) if handler.request_streaming else None
+        return wrap(judged, decoded, handler.response_serializer)
 
 
 class JudgedByRole(JudgedCalls):

@@ -46,6 +46,11 @@ class InferenceStub:
                 request_serializer=outrider_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Answers = channel.stream_stream(
+                '/outrider.v1.Inference/Answers',
+                request_serializer=outrider_dot_v1_dot_inference__pb2.AnswersRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_inference__pb2.AnswersResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/outrider.v1.Inference/Cancel',
                 request_serializer=outrider_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -96,6 +101,14 @@ class InferenceServicer:
 
     def Resume(self, request, context):
         """Continues a generation whose call broke off, from a position on, through any router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Answers(self, request_iterator, context):
+        """Carries the events of many generations together: those whose Generate or Resume names this stream. For clients that
+        run several at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +175,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=outrider_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Answers': grpc.stream_stream_rpc_method_handler(
+                    servicer.Answers,
+                    request_deserializer=outrider_dot_v1_dot_inference__pb2.AnswersRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_inference__pb2.AnswersResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -254,6 +272,33 @@ class Inference:
             '/outrider.v1.Inference/Resume',
             outrider_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             outrider_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Answers(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.Inference/Answers',
+            outrider_dot_v1_dot_inference__pb2.AnswersRequest.SerializeToString,
+            outrider_dot_v1_dot_inference__pb2.AnswersResponse.FromString,
             options,
             channel_credentials,
             insecure,

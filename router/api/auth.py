@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from outrider.core.concurrency_limit import ConcurrencyLimit
@@ -131,6 +131,12 @@ class JudgedByKey(JudgedCalls):
         if len(message) > HEALTH_BYTES:
             raise InvalidRequest("message", f"has {len(message)} bytes, must have at most {HEALTH_BYTES}")
         return message
+
+    def decode(self, method: str, decode: Callable[[bytes], Any], message: bytes) -> Any:
+        """Return a message of a call that has many, if it is within the bounds of one. Raises InvalidRequest."""
+        if method.startswith(OUTRIDER_PREFIX):
+            check_message(method, message)
+        return decode(message)
 
 
 def _keyless_calls(kind: str, most: int) -> ConcurrencyLimit:

@@ -281,9 +281,10 @@ def ceilings(config: RouterConfig, depth: int = 0) -> Plan:
 
 
 def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
-    """Return a digest of the request's content, without its key and priority."""
+    """Return a digest of the request's content, without what does not change the response."""
     content = inference_pb2.GenerateRequest()
     content.CopyFrom(request)
     content.idempotency_key = ""
-    content.priority = inference_pb2.PRIORITY_UNSPECIFIED  # the priority does not change the response
+    content.priority = inference_pb2.PRIORITY_UNSPECIFIED
+    content.ClearField("route")
     return hashlib.sha256(content.SerializeToString(deterministic=True)).digest()

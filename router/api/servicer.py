@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc.aio
 
-from outrider.errors import Cancelled, Moved, NotFound, Superseded
+from outrider.errors import Moved, NotFound, Superseded
 from outrider.rpc.status import errors_as_status
 from outrider.rpc.tracing import ServedCall, server_span
 from outrider.store.sessions import SessionRecord
@@ -20,6 +20,7 @@ from outrider.store.tenant_storage import SESSION_BYTES, generation_bytes
 from outrider.telemetry.logs import session_context
 from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceServicer
+from router.api.answer_streams import NAME_BYTES, AnswerStreams, AnswerWriter
 from router.api.auth import caller_tenant
 from router.api.messages import PADDED_BYTES, event_to_pb, pad, session_to_pb
 from router.api.requests import GenerateParams, find_model, parse
@@ -50,6 +51,7 @@ class GenerateServicer(InferenceServicer):
         self._draining = False
         self._pending = PendingRequests()
         self._answers = AnswerLimit(router.config)
+        self._answer_streams = AnswerStreams()
         self.steps = StepStreams(router)
         self._outboxes: set[Outbox] = set()
         self._active_calls = 0  # running Generate and Resume calls
@@ -75,9 +77,14 @@ class GenerateServicer(InferenceServicer):
                 longest_context=self._router.worker_pool.longest_context,
             )
             metrics.on_parsed(params)
-            session_id = request.session_id
+            session_id, route = request.session_id, self._route(request.route)
             del request  # it may have megabytes, and what follows may wait for long
-            async with AsyncExitStack() as answering, self._outbox() as outbox, AsyncExitStack() as stack:
+            async with (
+                AsyncExitStack() as answering,
+                self._answer_streams.writer(tenant, route, context) as writer,
+                self._outbox() as outbox,
+                AsyncExitStack() as stack,
+            ):
                 pending = stack.enter_context(self._pending.register(tenant, session_id))
                 admitted = stack.enter_async_context(self._router.admission.slot(self._ticket(params, remaining)))
                 slot = await pending.wait_for(admitted)
@@ -88,13 +95,16 @@ class GenerateServicer(InferenceServicer):
                 opened = await session_open.begin(self._router, params, session, deadline)
                 opened.response.usage.add_wait(slot.since - arrived)
                 slot.spend(prompt=opened.response.start)
-                await self._run(opened, slot, outbox, context, metrics, pending)
+                await self._run(opened, slot, outbox, writer, metrics, pending)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context[Any, Any]) -> None:
         """Resume a generation, whichever router owned it."""
         async with self._measured(context, "Resume", "resume") as metrics, AsyncExitStack() as stack:
             tenant = caller_tenant()
             stack.enter_context(self._answers.hold(tenant))
+            writer = await stack.enter_async_context(
+                self._answer_streams.writer(tenant, self._route(request.route), context)
+            )
             outbox = await stack.enter_async_context(self._outbox())
             found = await session_open.find(
                 self._router,
@@ -116,7 +126,12 @@ class GenerateServicer(InferenceServicer):
             opened = await session_open.take(self._router, found)
             self._router.admission.rates.count_replayed(tenant, opened.response.position - opened.position)
             self._router.metrics.resumes += 1
-            await self._run(opened, slot, outbox, context, metrics)
+            await self._run(opened, slot, outbox, writer, metrics)
+
+    async def Answers(self, requests: AsyncIterator[pb.AnswersRequest], context: Context[Any, Any]) -> None:
+        """Carry the events of many generations together."""
+        async with errors_as_status(context):
+            await self._answer_streams.serve(caller_tenant(), requests, context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context[Any, Any]) -> pb.CancelResponse:
         """End a generation, wherever it runs."""
@@ -198,6 +213,15 @@ class GenerateServicer(InferenceServicer):
     async def _find_session(self, tenant: str, session_id: str) -> SessionRecord | None:
         return await session_open.open_record(self._router.sessions, tenant, session_id) if session_id else None
 
+    def _route(self, route: pb.AnswerRoute) -> tuple[bytes, int] | None:
+        """Return the stream and the handle that a call's events go to; None: they go on the call itself.
+
+        It is a copy, because a part of a request keeps all of it in memory. Padded messages go one by one.
+        """
+        if self._router.config.pad_stream_s is not None or len(route.stream) != NAME_BYTES:
+            return None
+        return bytes(route.stream), route.handle
+
     def _ticket(self, params: GenerateParams, remaining: float | None) -> AdmissionTicket:
         tokens = params.estimated_prompt_tokens + OUTPUT_WEIGHT * params.estimated_output_tokens
         return AdmissionTicket(params.model.name, params.tenant, params.priority, tokens, self._deadline_at(remaining))
@@ -242,7 +266,7 @@ class GenerateServicer(InferenceServicer):
         opened: OpenedGeneration,
         slot: AdmissionSlot | None,
         outbox: Outbox,
-        context: Context[Any, Any],
+        writer: AnswerWriter,
         metrics: RequestMetrics,
         pending: PendingRequest | None = None,
     ) -> None:
@@ -252,7 +276,7 @@ class GenerateServicer(InferenceServicer):
                 raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
             before.supersede(opened.token_log.epoch)
         paced = self._router.config.pad_stream_s is not None
-        outbox.begin(partial(_send, self._router.turns, context, opened, paced), opened.position, opened.text_offset)
+        outbox.begin(partial(_send, self._router.turns, writer, opened, paced), opened.position, opened.text_offset)
         generation = OwnedGeneration(self._router, opened, slot, outbox)
         metrics.on_started(generation)
         if self._draining:
@@ -301,7 +325,7 @@ class GenerateServicer(InferenceServicer):
 
 
 async def _send(
-    turns: LoopTurns, context: Context[Any, Any], opened: OpenedGeneration, paced: bool, event: Event | None
+    turns: LoopTurns, writer: AnswerWriter, opened: OpenedGeneration, paced: bool, event: Event | None
 ) -> None:
     """Send an event. The message of tokens from the log is made in a turn of the tenant, which ends before it is
     written: a client that does not read holds no turn."""
@@ -309,13 +333,7 @@ async def _send(
         message = await turns.run(opened.record.tenant, _message, opened, paced, event)
     else:
         message = _message(opened, paced, event)
-    try:
-        await context.write(message)
-    except (
-        grpc.aio.InternalError,
-        grpc.aio.UsageError,
-    ):  # the call ended during the write; that we are cancelled follows in a moment
-        raise Cancelled("the client has gone") from None
+    await writer.write(message)
 
 
 def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:
