@@ -108,7 +108,11 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
             async for event in self.broken_off(answer, events, fault, context):
                 yield event
 
+    async def Answers(self, requests, context):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as a router of an earlier version")
+
     def begin(self, request):
+        request.ClearField("route")  # this router knows no stream of answers
         for answer in self.answers:
             if answer.request.idempotency_key == request.idempotency_key:
                 assert answer.request == request

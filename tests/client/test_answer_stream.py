@@ -1,0 +1,190 @@
+"""A client with several generations: their events come on one stream, which nobody notices when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+import outrider
+from outrider.client import _calls, _router
+from outrider.errors import Cancelled, InternalError, Unavailable
+from router.api.answer_streams import WINDOW_BYTES
+from tests.client.conftest import ScriptedRouter
+from tests.router import fakes
+from tests.router.fakes import FakeVerifier, announced
+from tests.router.rig import MODEL, SCRIPT, running_router, until
+
+
+@asynccontextmanager
+async def client_of(redis_url: str, monkeypatch: pytest.MonkeyPatch, **verifying: Any) -> AsyncIterator[Any]:
+    """A client of a router whose verifier commits SCRIPT over and over."""
+    monkeypatch.setattr(fakes, "CONTEXT", 200_000)
+    verifier = FakeVerifier(SCRIPT, **verifying)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        await asyncio.sleep(0.5)  # until the router has looked
+        async with outrider.AsyncClient(rig.address) as client:
+            yield client
+
+
+def script(length: int) -> tuple[int, ...]:
+    return tuple(SCRIPT[index % len(SCRIPT)] for index in range(length))
+
+
+def answers_of(client: outrider.AsyncClient) -> Any:
+    return client._router._answers
+
+
+async def test_one_generation_at_a_time_needs_no_stream(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(redis_url, monkeypatch) as client:
+        for _ in range(2):
+            assert (await client.generate("a", max_tokens=20)).token_ids == script(20)
+            assert answers_of(client) is None
+
+
+async def test_several_share_a_stream_and_each_is_whole(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(redis_url, monkeypatch) as client:
+        running = [asyncio.create_task(client.generate("a", max_tokens=100, logprobs=2)) for _ in range(8)]
+        results = await asyncio.gather(*running)
+        assert answers_of(client) is not None
+        assert {result.token_ids for result in results} == {script(100)}
+        assert {result.resumes for result in results} == {0}
+        assert not answers_of(client)._calls
+
+
+async def test_a_long_answer_goes_on_past_the_window(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(redis_url, monkeypatch, stride=16) as client:
+        results = await asyncio.gather(*(client.generate("a", max_tokens=3_000, logprobs=20) for _ in range(3)))
+        assert {result.token_ids for result in results} == {script(3_000)}
+        assert {result.resumes for result in results} == {0}
+
+
+async def test_a_stream_that_nobody_reads_holds_up_no_other(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(redis_url, monkeypatch, stride=16) as client:
+        first = asyncio.create_task(client.generate("a", max_tokens=40_000))
+        await asyncio.sleep(0.1)
+        unread = client.stream("a", max_tokens=40_000, logprobs=20)
+        chunks = aiter(unread)
+        received = [*(await anext(chunks)).token_ids]
+        assert (await client.generate("a", max_tokens=2_000, logprobs=20)).token_ids == script(2_000)
+        call = unread._call
+        assert isinstance(call, _calls.RoutedCall)
+        await asyncio.sleep(0.3)
+        held = [event.ByteSize() for event in call._events]
+        assert sum(held) <= WINDOW_BYTES + max(held)
+        while len(received) < 2_000:  # then it is read after all
+            received += (await anext(chunks)).token_ids
+        assert tuple(received) == script(len(received))
+        await unread.cancel()
+        first.cancel()
+
+
+async def test_streams_go_on_when_the_stream_of_answers_breaks(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_router, "ANSWERS_PAUSE_S", 0.05)
+    async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
+        running = [asyncio.create_task(client.generate("a", max_tokens=150)) for _ in range(6)]
+        for _ in range(2):
+            await until(lambda: answers_of(client) is not None)
+            await asyncio.sleep(0.1)
+            answers_of(client)._call.cancel()
+            await until(lambda: answers_of(client) is None)
+        results = await asyncio.gather(*running)
+        assert {result.token_ids for result in results} == {script(150)}
+        assert max(result.resumes for result in results) >= 1
+
+
+async def test_leaving_a_stream_cancels_it_alone(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
+        staying = asyncio.create_task(client.generate("a", max_tokens=100))
+        await asyncio.sleep(0.05)
+        async with client.stream("a", max_tokens=10_000) as leaving:
+            await anext(aiter(leaving))
+            assert isinstance(leaving._call, _calls.RoutedCall)
+        session = await client.get_session(leaving.session_id)
+        assert session.finish_reason is outrider.FinishReason.CANCELLED
+        assert (await staying).token_ids == script(100)
+        assert not answers_of(client)._calls
+
+
+async def test_closing_the_client_ends_streams_and_their_stream(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(redis_url, monkeypatch, pace_s=0.005) as client:
+        running = [asyncio.create_task(client.generate("a", max_tokens=10_000)) for _ in range(3)]
+        await until(lambda: answers_of(client) is not None)
+        await asyncio.sleep(0.1)
+        await client.close()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert [type(result) for result in results] == [Cancelled] * 3
+
+
+async def test_a_stream_without_calls_is_closed_and_opened_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_calls, "IDLE_S", 0.1)
+    async with client_of(redis_url, monkeypatch) as client:
+        for _ in range(2):
+            results = await asyncio.gather(*(client.generate("a", max_tokens=50) for _ in range(3)))
+            assert {result.token_ids for result in results} == {script(50)}
+            assert {result.resumes for result in results} == {0}
+            used = answers_of(client)
+            assert used is not None
+            await until(lambda: answers_of(client) is None)
+            assert not used.running
+
+
+async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client:
+        for _ in range(2):
+            results = await asyncio.gather(*(client.generate("hello") for _ in range(4)))
+            assert len({result.text for result in results}) == 1
+            assert {result.resumes for result in results} == {0}
+            await until(lambda: answers_of(client) is None)
+        assert client._router._refused_until == float("inf")
+
+
+async def test_the_last_events_may_come_behind_the_end_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, stream = EndedCall(), SilentStream()
+    routed = _calls.RoutedCall(call, lambda error: InternalError(str(error)), stream)
+    await asyncio.sleep(0)
+    taking = asyncio.create_task(routed.next())
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    last = _calls.pb.GenerateResponse(finished=_calls.pb.Finished())
+    routed.receive(last)
+    assert await taking == last
+    assert await routed.next() is None
+
+    monkeypatch.setattr(_calls, "LATE_S", 0.05)
+    routed = _calls.RoutedCall(call, lambda error: InternalError(str(error)), stream)
+    with pytest.raises(Unavailable, match="did not come"):
+        await routed.next()
+
+
+class EndedCall:
+    """A call that has ended well and brought nothing itself."""
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        async def nothing() -> AsyncIterator[object]:
+            return
+            yield
+
+        return nothing()
+
+    def cancel(self) -> None:
+        pass
+
+
+class SilentStream:
+    """A stream of answers on which nothing has come yet."""
+
+    running = True
+
+    def add(self, call: object) -> int:
+        return 1
+
+    def remove(self, handle: int) -> None:
+        pass
