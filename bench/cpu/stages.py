@@ -47,10 +47,12 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("router/sessions/response.py", ""): "detokenize",
         ("router/sessions/outbox.py", ""): "send",
         ("router/api/servicer.py", ""): "send",
+        ("router/api/answer_streams.py", ""): "send",
         ("router/sessions/commit_pump.py", "_process_commits"): "learn",
         ("router/sessions/commit_pump.py", "_log_and_send"): "count",
     },
     "client": {
+        ("outrider/client/_calls.py", ""): "receive",
         ("outrider/client/_stream.py", ""): "receive",
         ("outrider/client/_wire.py", ""): "receive",
         ("outrider/cli/performance/samples.py", ""): "caller",

@@ -33,6 +33,8 @@ _DECODE_ERRORS = (  # raised by decoding bytes of other programs
     InvalidRequest,
 )
 
+REDIS_ERRORS = (RedisError, RedisClusterException, OSError)
+
 Client: TypeAlias = Redis | RedisCluster
 
 
@@ -123,12 +125,17 @@ def redis_errors(client: Client) -> Iterator[None]:
     failure: Unavailable | None = None
     try:
         yield
-    except (RedisError, RedisClusterException, OSError) as error:
-        failure = Unavailable(f"Redis at {address_of(client)} {_diagnosis(error)}")
+    except REDIS_ERRORS as error:
+        failure = unavailable(client, error)
     if task and task.cancelling() > before:
         raise asyncio.CancelledError
     if failure is not None:
         raise failure
+
+
+def unavailable(client: Client, error: Exception) -> Unavailable:
+    """Return what to raise for one of REDIS_ERRORS, with advice for the user."""
+    return Unavailable(f"Redis at {address_of(client)} {_diagnosis(error)}")
 
 
 def address_of(client: Client) -> str:

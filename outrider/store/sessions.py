@@ -25,7 +25,7 @@ from outrider.core.session.contract import OFF, Plan
 from outrider.core.session.digest import EMPTY
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
-from outrider.store.client import Client, decoding, load_object, redis_errors
+from outrider.store.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
 from outrider.store.group_commit import GroupCommit
 from outrider.store.leases import Lease, Leases
 from outrider.store.log_recovery import missing_entries, restored_record
@@ -278,10 +278,13 @@ class Sessions:
         """Return what a script replied after "ok"; raise its refusals as errors."""
         keys = [_record_key(session_id), _log_key(session_id)]
         args = [*self._times, *arguments]
-        with redis_errors(self._redis):
-            if script in _GROUPED:
+        if script in _GROUPED:
+            try:
                 reply = await self._group_commit.run(self._scripts[script], keys, args)
-            else:
+            except REDIS_ERRORS as error:
+                raise unavailable(self._redis, error) from None
+        else:
+            with redis_errors(self._redis):
                 reply = await self._scripts[script](keys=keys, args=args)
         match reply:
             case [b"ok", *values]:

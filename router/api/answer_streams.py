@@ -107,6 +107,16 @@ class AnswerWriter:
         ):  # the call ended during the write; that we are cancelled follows in a moment
             raise Cancelled("the client has gone") from None
 
+    @property
+    def ready(self) -> bool:
+        """Whether `write_now` may be called: the stream takes another event at once."""
+        return self._lane is not None and self._lane.ready
+
+    def write_now(self, message: pb.GenerateResponse) -> None:
+        """Write one message of several to a stream that is `ready`."""
+        assert self._lane is not None
+        self._lane.put(message)
+
     async def flush(self) -> None:
         """Wait until all events are on their way. Raises Unavailable."""
         if self._lane is not None:
@@ -202,7 +212,16 @@ class _Lane:
 
     async def write(self, message: pb.GenerateResponse) -> None:
         """Queue an event once less than a window is not taken. Raises Unavailable."""
-        await self._wait(lambda: self._put - self._taken < WINDOW_BYTES)
+        await self._wait(lambda: self.ready)
+        self.put(message)
+
+    @property
+    def ready(self) -> bool:
+        """Whether less than a window is not taken."""
+        return self._put - self._taken < WINDOW_BYTES and not self._failed
+
+    def put(self, message: pb.GenerateResponse) -> None:
+        """Queue an event."""
         self._put += message.ByteSize()
         self._stream.put(self, message)
 

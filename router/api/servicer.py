@@ -276,7 +276,12 @@ class GenerateServicer(InferenceServicer):
                 raise Superseded(f"session {before.session_id} was taken over under epoch {before.epoch}; do not retry")
             before.supersede(opened.token_log.epoch)
         paced = self._router.config.pad_stream_s is not None
-        outbox.begin(partial(_send, self._router.turns, writer, opened, paced), opened.position, opened.text_offset)
+        outbox.begin(
+            partial(_send, self._router.turns, writer, opened, paced),
+            opened.position,
+            opened.text_offset,
+            partial(_send_now, writer, opened),
+        )
         generation = OwnedGeneration(self._router, opened, slot, outbox)
         metrics.on_started(generation)
         if self._draining:
@@ -334,6 +339,14 @@ async def _send(
     else:
         message = _message(opened, paced, event)
     await writer.write(message)
+
+
+def _send_now(writer: AnswerWriter, opened: OpenedGeneration, event: Event) -> bool:
+    """Send new tokens, if the client's stream of answers takes them at once. Return whether it did."""
+    if not isinstance(event, ResponsePart) or event.replayed or not writer.ready:
+        return False
+    writer.write_now(_message(opened, False, event))
+    return True
 
 
 def _message(opened: OpenedGeneration, paced: bool, event: Event | None) -> pb.GenerateResponse:

@@ -47,6 +47,7 @@ class FinishedEvent:
 
 Event: TypeAlias = StartedEvent | ResponsePart | FinishedEvent
 Write: TypeAlias = Callable[[Event | None], Awaitable[None]]  # sends an event, or for None padding alone
+WriteNow: TypeAlias = Callable[[Event], bool]  # sends an event if that needs no wait; returns whether it did
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class Outbox:
         self._progress = 0.0  # monotonic time of the latest event that was sent
         self._entries: deque[_OutboxEntry] = deque()  # the first one is being written
         self._changed = asyncio.Event()
+        self._write_now: WriteNow = _never
         self._closed = False
         self._error: OutriderError | None = None
         self._cut_short: OutriderError | None = None
@@ -103,10 +105,12 @@ class Outbox:
         if error is None and not self.empty:
             raise self._error or self._cut_short or Unavailable(NOT_READ)
 
-    def begin(self, write: Write, position: int, text_offset: int) -> None:
+    def begin(self, write: Write, position: int, text_offset: int, write_now: WriteNow | None = None) -> None:
         """Start to send to a client that has everything before that position and text offset. `write` raises Cancelled
-        when its call has ended."""
+        when its call has ended. `write_now` is tried first for what is put while nothing waits: no task has to run."""
         self._written, self.end = position, (position, text_offset)
+        if write_now is not None and self._interval_s is None:
+            self._write_now = write_now
         self._writing = asyncio.create_task(self._deliver(write))
 
     def cut_short(self, why: OutriderError) -> None:
@@ -149,7 +153,10 @@ class Outbox:
         """Add an event."""
         if isinstance(event, ResponsePart):
             self.end = event.position + len(event.tokens), event.text_offset
-        self._queue((event,))
+        if self.empty and self._write_now(event):
+            self._count_written(event)
+        else:
+            self._queue((event,))
 
     def replay(self, parts: Iterable[ResponsePart], position: int, text_offset: int) -> None:
         """Add parts that lead to that position and text offset; they are made when they are sent."""
@@ -214,6 +221,9 @@ class Outbox:
 
     async def _write(self, write: Write, event: Event | None) -> None:
         await write(event)
+        self._count_written(event)
+
+    def _count_written(self, event: Event | None) -> None:
         self._progress = time.monotonic()
         if isinstance(event, ResponsePart):
             self._written = event.position + len(event.tokens)
@@ -227,6 +237,10 @@ class Outbox:
 
 def _nothing() -> None:
     pass
+
+
+def _never(event: Event) -> bool:
+    return False
 
 
 def _ignore(error: OutriderError) -> None:
