@@ -216,6 +216,15 @@ resume_requests = messages(
     inference_pb2.ResumeRequest, session_id=names, generation=unsigned, next_position=huge, text_offset=huge
 )
 
+answers_requests = st.one_of(small, small).flatmap(
+    lambda count: messages(
+        inference_pb2.AnswersRequest,
+        stream=st.one_of(st.just(b""), st.binary(max_size=20)),
+        handles=st.lists(small, min_size=count, max_size=count),
+        taken=st.lists(huge, max_size=6) if count == 6 else st.lists(huge, min_size=count, max_size=count),
+    )
+)
+
 reports = messages(
     types_pb2.StepReport,
     verified=unsigned,

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +331,30 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
         assert resident_bytes() - before < GROWTH
 
 
+@pytest.mark.parametrize("count", COUNTS)
+async def test_reports_of_a_client_on_its_stream_of_answers(redis_url: str, count: int) -> None:
+    async with (
+        watched(),
+        running_router(redis_url) as rig,
+        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest) as worker,
+    ):
+        await rig.registry.announce(worker, ttl_s=3600)
+        before = resident_bytes()
+        name = b"a stream's name."
+        request = inference_pb2.GenerateRequest(text="a", route=inference_pb2.AnswerRoute(stream=name, handle=1))
+
+        @fuzz(frames.answers_requests, count)
+        async def run(batch: list[inference_pb2.AnswersRequest]) -> None:
+            for first in range(0, BATCH, 8):
+                answers = rig.stub.Answers(iter([inference_pb2.AnswersRequest(stream=name), *batch[first : first + 8]]))
+                one, other = await asyncio.gather(converse(rig.stub.Generate(request)), converse(answers))
+                assert one in REFUSALS | {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+                assert other in REFUSALS | {grpc.StatusCode.OK}
+
+        await run
+        assert resident_bytes() - before < GROWTH
+
+
 class LyingVerifier(VerifierServicer):
     """Begins as it should, then sends a response of its script, and ends the call."""
 
@@ -387,11 +411,18 @@ class LyingRouter(InferenceServicer):
             await context.write(response)
         await context.abort(grpc.StatusCode.ABORTED, "no more lies")  # which the SDK does not try again
 
+    async def Answers(self, requests: Any, context: Any) -> None:
+        handles = iter(range(2 * len(self.script)))
+        for response in self.script:  # for calls that are there, and for others
+            answer = inference_pb2.Answer(handle=next(handles) % 4, response=response)
+            await context.write(inference_pb2.AnswersResponse(answers=[answer]))
+
     Resume = Generate  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_events_of_a_router(count: int) -> None:
+async def test_events_of_a_router(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.client._stream.FIRST_PAUSE_S", 0.001)
     liar = LyingRouter()
 
     def register(server: grpc.aio.Server) -> list[str]:
@@ -409,8 +440,9 @@ async def test_events_of_a_router(count: int) -> None:
         async def run(batch: list[inference_pb2.GenerateResponse]) -> None:
             for first in range(0, BATCH, 4):
                 liar.script = batch[first : first + 4]
-                with suppress(OutriderError):
-                    await client.generate("a", timeout=20)
+                both = [client.generate("a", timeout=20) for _ in range(2)]  # the second one opens a stream of answers
+                for result in await asyncio.gather(*both, return_exceptions=True):
+                    assert isinstance(result, OutriderError | outrider.Generation), result
 
         await run
         assert resident_bytes() - before < GROWTH

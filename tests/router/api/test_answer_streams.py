@@ -163,8 +163,9 @@ async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: 
         alone = rig.stub.Generate(ask(max_tokens=60))
         await until(lambda: len(answers.tokens(1)) > 5)
         answers.call.cancel()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await drain(call)
+        async with asyncio.timeout(3):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await drain(call)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         _, chunks, _ = await collect(alone)
         assert [token for chunk in chunks for token in chunk.token_ids] == script(60)
@@ -296,6 +297,35 @@ def test_a_message_is_full_at_a_mebibyte_and_leaves_no_event_behind() -> None:
     assert sent == [handle for handle in put if handle != 3]
     assert len(sizes) >= 2
     assert max(sizes) < MESSAGE_BYTES + 2 * event.ByteSize()
+
+
+async def test_a_tenant_cannot_name_a_stream_of_another() -> None:
+    streams = answer_streams.AnswerStreams()
+    ending = asyncio.Event()
+
+    async def requests() -> AsyncIterator[pb.AnswersRequest]:
+        yield pb.AnswersRequest(stream=NAME)
+        await ending.wait()
+
+    context: Any = CountingContext()
+    serving = asyncio.create_task(streams.serve("one", requests(), context))
+    await asyncio.sleep(0.01)
+    for tenant, written in (("another", 1), ("one", 0)):
+        context.calls = 0
+        async with streams.writer(tenant, (NAME, 1), context) as writer:
+            await writer.write(pb.GenerateResponse())
+            assert context.calls == written
+    ending.set()
+    await serving
+
+
+class CountingContext:
+    """A call's context that counts the messages which are written on the call."""
+
+    calls = 0
+
+    async def write(self, message: Any) -> None:
+        self.calls += isinstance(message, pb.GenerateResponse)
 
 
 async def test_a_lane_waits_for_credit_and_fails_with_its_stream() -> None:
