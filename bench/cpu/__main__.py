@@ -40,6 +40,7 @@ WRITTEN_S = 5.0  # timeout for a process to write its figures
 MAX_NODES = 256  # of one pass, which a verifier does not exceed
 PROMPT_CHARACTERS = 200  # of held-out prompts, so that little time goes into reading them
 SPARE_SLOTS = 8  # for sessions whose successors have begun
+PERIODS = 10  # of a soak
 
 
 class ScriptedProcess(Process):
@@ -84,6 +85,7 @@ class Measured:
     stages: dict[str, dict[str, float]]  # the same by process and stage
     between_ms: tuple[float, float]  # from one pass to the next: median and 99th percentile
     gap_ms: tuple[float, float]  # from one chunk of a session to its next: median and 99th percentile
+    resident_mb: dict[str, float]  # memory at the end, by process
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,17 @@ async def measure(options: Options, report: Callable[[str], None]) -> list[Measu
             report(f"{sessions} sessions, {'trees' if drafted else 'plain'}")
             async with _cluster(options, sessions, drafted) as cluster:
                 found.append(await _measure(cluster, options, sessions, drafted))
+    return found
+
+
+async def soak(options: Options, report: Callable[[str], None]) -> list[Measured]:
+    """Measure the most sessions with speculation in one cluster for all of the seconds, a period at a time."""
+    sessions, period = max(options.sessions), replace(options, seconds=options.seconds / PERIODS)
+    found = []
+    async with _cluster(options, sessions, drafted=True) as cluster:
+        for number in range(1, PERIODS + 1):
+            report(f"{sessions} sessions, trees: period {number} of {PERIODS}")
+            found.append(await _measure(cluster, period, sessions, drafted=True))
     return found
 
 
@@ -167,12 +180,13 @@ async def _measure(running: _Running, options: Options, sessions: int, drafted: 
         before = await _times(running, pids)
         printed = await client.stdout.readline()
         after = await _times(running, pids)
+        resident = {name: _resident_mb(pid) for name, pid in pids.items()}
         figures = ClientFigures(**json.loads(printed))
     finally:
         client.stdin.close()
         await client.wait()
     tokens = figures.tokens
-    between = after["verifier-0"].between[len(before["verifier-0"].between) :]
+    between = after["verifier-0"].between
 
     def us(name: str, stage: str) -> float:
         return 1e6 * (after[name].stages[stage] - before[name].stages.get(stage, 0.0)) / tokens
@@ -186,6 +200,7 @@ async def _measure(running: _Running, options: Options, sessions: int, drafted: 
         {name: {stage: us(name, stage) for stage in after[name].stages} for name in pids},
         (1e3 * percentile(between, 50), 1e3 * percentile(between, 99)),
         (percentile(figures.gaps_ms, 50), percentile(figures.gaps_ms, 99)),
+        resident,
     )
 
 
@@ -200,7 +215,7 @@ class _Times:
 
     cpu_s: float
     stages: dict[str, float]  # seconds
-    between: list[float]
+    between: list[float]  # seconds from one pass to the next, since the figures were written before
 
 
 async def _times(running: _Running, pids: Mapping[str, int]) -> dict[str, _Times]:
@@ -224,6 +239,21 @@ def _cpu_s(pid: int) -> float:
     """Return the processor time that a process has used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def soak_table(found: Sequence[Measured]) -> str:
+    """Return what may grow during a soak, a line for each period."""
+    names = list(found[0].resident_mb)
+    lines = ["tokens/s  gap of chunks, p50 and p99 ms  " + "".join(f"{name + ' MB':>15}" for name in names)]
+    for one in found:
+        gaps = f"{one.gap_ms[0]:>16.1f}{one.gap_ms[1]:>11.1f}  "
+        lines.append(f"{one.tokens_per_s:>8.0f}{gaps}" + "".join(f"{one.resident_mb[name]:>15.0f}" for name in names))
+    return "\n".join(lines)
 
 
 def table(found: Sequence[Measured]) -> str:
@@ -267,6 +297,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("plain", "trees"), help="one of the two [default: both]")
     parser.add_argument("--pass-ms", type=float, default=0.0, help="that a pass of the target sleeps [default: 0]")
     parser.add_argument("--native", metavar="PARAMETERS", help="real passes of the target, padded to so many, as 150M")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="the most sessions, with trees, in ten periods")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     drafted = {None: (False, True), "plain": (False,), "trees": (True,)}[arguments.only]
@@ -275,10 +306,13 @@ def main() -> None:
         if arguments.native:
             options = replace(options, native=Path(scratch) / "target")
             pad_checkpoint(TARGET, Path(scratch) / "target", parameters=parse_count(arguments.native))
-        found = asyncio.run(measure(options, lambda what: print(what, file=sys.stderr, flush=True)))
+        run = measure
+        if arguments.soak:
+            options, run = replace(options, seconds=60 * arguments.soak), soak
+        found = asyncio.run(run(options, lambda what: print(what, file=sys.stderr, flush=True)))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(measured) for measured in found], indent=1), encoding="utf-8")
-    print(table(found))
+    print(soak_table(found) if arguments.soak else table(found))
     print(last_line(found))
 
 

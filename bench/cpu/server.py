@@ -60,7 +60,10 @@ def serve(script: Script, name: str, arguments: list[str]) -> None:
         return engine
 
     def between() -> list[float]:
-        return [seconds for gap in gaps for seconds in gap]
+        found = [seconds for gap in gaps for seconds in gap]
+        for gap in gaps:
+            gap.clear()
+        return found
 
     StageSampler(role, Path(script.folder) / f"{name}.json", between, busy_threads=script.native).start()
 

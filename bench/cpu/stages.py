@@ -66,7 +66,7 @@ class StageSampler:
     def __init__(
         self, role: str, path: Path, between: Callable[[], Sequence[float]] = tuple, *, busy_threads: bool = False
     ) -> None:
-        """`between`: returns the seconds between one pass of the engine and the next, for each pass so far.
+        """`between`: returns the seconds between one pass of the engine and the next, for each since it was called.
         `busy_threads`: other threads use most of the processor, so most interrupts find the main thread waiting."""
         self._between = between
         self._busy_threads = busy_threads
