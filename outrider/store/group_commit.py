@@ -1,13 +1,22 @@
-"""Group commit: writes of several sessions at the same moment go to Redis in one round trip."""
+"""Group commit: writes of several sessions at the same moment go to Redis in one round trip.
+
+A server runs one script for many writes; the nodes of a cluster, where sessions lie apart, are sent them in a pipeline.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
+from redis.asyncio import RedisCluster
+from redis.exceptions import ResponseError
+
 from outrider.store.client import Client
+
+MAX_TOGETHER = 64  # calls of one script for many, which takes some 20 us of the server for each and lets in no other
 
 
 class Script(Protocol):
@@ -19,7 +28,26 @@ class Script(Protocol):
         """Run the script and return its reply; raises redis-py's errors."""
 
 
-@dataclass(frozen=True, slots=True)
+def script_for_many(source: str) -> str:
+    """Return the source of a script that does what `source` does for several pairs of keys. Its arguments are those of
+    each pair, their number in front of them; it replies with a list of replies.
+
+    An error for one pair ends it: earlier pairs are written then, later ones not.
+    """
+    return f"""local function one(KEYS, ARGV)
+{source}
+end
+local replies, at = {{}}, 1
+for pair = 1, #KEYS / 2 do
+  local count = tonumber(ARGV[at])
+  replies[pair] = one({{ KEYS[2 * pair - 1], KEYS[2 * pair] }}, {{ unpack(ARGV, at + 1, at + count) }})
+  at = at + 1 + count
+end
+return replies
+"""
+
+
+@dataclass(slots=True)
 class _Call:
     script: Script
     keys: Sequence[str]
@@ -35,8 +63,12 @@ class GroupCommit:
     reply.
     """
 
-    def __init__(self, redis: Client) -> None:
+    def __init__(self, redis: Client, script: Script | None = None, for_many: Script | None = None) -> None:
+        """`for_many` is `script` by `script_for_many`, which several calls of it are sent as; to run a call of it once
+        more has to be harmless."""
         self._redis = redis
+        self._script = script
+        self._for_many = None if isinstance(redis, RedisCluster) else for_many
         self._waiting: list[_Call] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -54,12 +86,29 @@ class GroupCommit:
             while self._waiting:
                 calls = [call for call in self._waiting if not call.reply.done()]
                 self._waiting = []
-                if len(calls) > 1:
-                    await self._send_many(calls)
-                elif calls:
+                if len(calls) == 1:
                     await _send_one(calls[0])
+                elif self._for_many is None or any(call.script is not self._script for call in calls):
+                    await self._send_many(calls)
+                else:
+                    for first in range(0, len(calls), MAX_TOGETHER):
+                        await self._send_as_one(self._for_many, calls[first : first + MAX_TOGETHER])
         finally:
             self._sending = None
+
+    async def _send_as_one(self, script: Script, calls: Sequence[_Call]) -> None:
+        keys = [key for call in calls for key in call.keys]
+        args = chain.from_iterable((len(call.args), *call.args) for call in calls)
+        try:
+            replies = await script(keys=keys, args=list(args))
+        except ResponseError:  # of one of them, which then gets its own
+            await asyncio.gather(*map(_send_one, calls))
+        except Exception as error:
+            for call in calls:
+                _fail(call, error)
+        else:
+            for call, reply in zip(calls, replies, strict=True):
+                _succeed(call, reply)
 
     async def _send_many(self, calls: Sequence[_Call]) -> None:
         try:
@@ -77,8 +126,8 @@ class GroupCommit:
         for call, reply in zip(calls, replies, strict=True):
             if isinstance(reply, Exception):
                 again.append(call)
-            elif not call.reply.done():
-                call.reply.set_result(reply)
+            else:
+                _succeed(call, reply)
         await asyncio.gather(*map(_send_one, again))
 
 
@@ -88,8 +137,12 @@ async def _send_one(call: _Call) -> None:
     except Exception as error:
         _fail(call, error)
     else:
-        if not call.reply.done():
-            call.reply.set_result(reply)
+        _succeed(call, reply)
+
+
+def _succeed(call: _Call, reply: Any) -> None:
+    if not call.reply.done():
+        call.reply.set_result(reply)
 
 
 def _fail(call: _Call, error: Exception) -> None:

@@ -26,7 +26,7 @@ from outrider.core.session.digest import EMPTY
 from outrider.errors import Busy, Conflict, InternalError, InvalidRequest, NotFound, Superseded, Unavailable
 from outrider.offload import offload_if_long
 from outrider.store.client import REDIS_ERRORS, Client, decoding, load_object, redis_errors, unavailable
-from outrider.store.group_commit import GroupCommit
+from outrider.store.group_commit import GroupCommit, script_for_many
 from outrider.store.leases import Lease, Leases
 from outrider.store.log_recovery import missing_entries, restored_record
 from outrider.store.records import (
@@ -69,7 +69,8 @@ class Sessions:
         self._tombstone_ms = round(max(2 * lease_s, _TOMBSTONE_S) * 1000)
         prelude = _source("prelude")
         self._scripts = {name: redis.register_script(prelude + _source(name)) for name in _SCRIPTS}
-        self._group_commit = GroupCommit(redis)
+        appends = redis.register_script(script_for_many(prelude + _source("append")))
+        self._group_commit = GroupCommit(redis, self._scripts["append"], appends)
         self.leases = Leases(redis)
 
     async def create(self, session_id: str, tenant: str, model: str, tokenizer_digest: bytes) -> bool:

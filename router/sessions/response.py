@@ -92,7 +92,7 @@ class Response:
         self._contract = contract
         self._stride = 0 if contract.logprobs is None else stride(contract.logprobs)
         self._text = text
-        self._complete_text = ""
+        self.text_offset = 0  # characters of the response that are complete
         self._last: int | None = None  # the response's last token
 
     @property
@@ -114,7 +114,7 @@ class Response:
         self.usage.observe(commit.report, count)
         logprobs = commit.logprobs[: count * self._stride]
         return ResponsePart(
-            commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, len(self._complete_text)
+            commit.position, commit.tokens[:count], commit.gaps[:count], logprobs, text, self.text_offset
         )
 
     async def replay(self, tokens: Sequence[int], logprobs: bytes, turns: LoopTurns, tenant: str) -> list[ResponsePart]:
@@ -139,16 +139,11 @@ class Response:
         if text_offset > self.text_offset:
             raise InvalidRequest("text_offset", f"is {text_offset}, must be at most {self.text_offset}")
 
-    @property
-    def text_offset(self) -> int:
-        """Characters of the response that are complete."""
-        return len(self._complete_text)
-
     def flush(self) -> ResponsePart:
         """Return the text that was held back, once no more tokens come; empty after a stop string."""
         text = "" if self.stopped else self._text.flush()
-        self._complete_text += text
-        return ResponsePart(self.position, (), (), b"", text, len(self._complete_text))
+        self.text_offset += len(text)
+        return ResponsePart(self.position, (), (), b"", text, self.text_offset)
 
     def _feed(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Add tokens. Return the text that they complete, and how many of them belong to the response."""
@@ -156,7 +151,7 @@ class Response:
         count = piece.tokens
         self.digest = extend(self.digest, tokens[:count])
         self.position += count
-        self._complete_text += piece.text
+        self.text_offset += len(piece.text)
         self.stopped = piece.stopped
         self._last = tokens[count - 1] if count else self._last
         return piece.text, count
