@@ -23,7 +23,7 @@ from outrider.v1 import inference_pb2_grpc
 CLOSED = "the client was closed"
 RETRIES = 2  # default number of retries of a generation that the router refuses for lack of capacity
 LONGEST_WAIT_S = 30.0  # longest pause requested by a router that the client waits for; beyond it the caller decides
-ANSWERS_PAUSE_S = 1.0  # before another stream of answers, when the last one has failed
+ANSWERS_PAUSE_S = 1.0  # before another stream of answers, when the last one has failed or the router has none
 _PAUSES_S = (0.1, 0.3)  # before the retries of a unary call
 
 
@@ -42,7 +42,7 @@ class Router:
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
         self._answers: AnswerStream | None = None
-        self._refused_until = -math.inf  # monotonic time; the router does not take a stream of answers before
+        self._refused_until = 0.0  # monotonic time; no stream of answers is opened before
 
     @property
     def stub(self) -> Any:
@@ -103,8 +103,7 @@ class Router:
         if self._answers is answers:
             self._answers = None
         if error is not None:
-            unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED  # a router of an earlier version
-            self._refused_until = math.inf if unknown else time.monotonic() + ANSWERS_PAUSE_S
+            self._refused_until = time.monotonic() + ANSWERS_PAUSE_S
 
     async def listen(self, method: str, request: Any) -> AsyncGenerator[Any, None]:
         """Yield the messages of a streaming call until it ends."""

@@ -72,6 +72,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self.address = ""
+        self.streams = 0  # of answers, that were refused
         self.faults: Iterator[Fault] = iter(())  # of the calls to come, in order
         self.answers: list[Answer] = []
         self.requests: list[pb.GenerateRequest] = []
@@ -109,6 +110,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServicer):
                 yield event
 
     async def Answers(self, requests, context):
+        self.streams += 1
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as a router of an earlier version")
 
     def begin(self, request):

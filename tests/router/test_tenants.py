@@ -26,6 +26,7 @@ REQUESTS: dict[str, Any] = {
     "Watch": pb.WatchSessionRequest(session_id="nobody"),
     "ListModels": pb.ListModelsRequest(),
     "CheckKey": pb.CheckKeyRequest(),
+    "Answers": pb.AnswersRequest(),
 }
 
 Metadata = tuple[tuple[str, str], ...]
@@ -45,6 +46,7 @@ async def two_tenants(redis_url: str, verifier: FakeVerifier) -> AsyncIterator[t
 
 async def outcome(rig: Rig, method: str, request: Any, metadata: Metadata) -> tuple[Any, ...]:
     """All that a caller can observe: status, text and trailers, or the answer."""
+    request = iter([request]) if method == "Answers" else request
     call = getattr(rig.stub, method)(request, metadata=metadata)
     try:
         answer = await drain(call) if hasattr(call, "read") else await call
