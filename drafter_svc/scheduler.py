@@ -33,6 +33,7 @@ from outrider.engine.kv_slots import AcquiredSlot, KvSlots
 from outrider.engine.logits import Logits, logits_rows
 from outrider.engine.page_budget import PageBudget
 from outrider.rpc.liveness import WorkClock
+from outrider.telemetry.metrics import histogram
 
 READ_ON = 1024  # tokens of long texts that all sessions together read beside a pass; takes about two milliseconds
 EMA_WEIGHT = 0.1  # weight of the latest level in the average time of a level
@@ -93,6 +94,7 @@ class DraftScheduler:
         self._budget = PageBudget(engine, self.slots)
         self._engine = engine
         self._executor = Executor(engine)
+        self._forward_s = histogram("outrider.draft.forward")
         self._level_s = Ema(EMA_WEIGHT, mean=0.0)  # average time of a level, from the choice to the proposals
         self._level_nodes = level_nodes
         self._prefill_chunk = prefill_chunk
@@ -383,9 +385,11 @@ class DraftScheduler:
         """Runs the packed pass; prepares noise, fits scores and reads long texts meanwhile."""
         draws = [part.session.draw if self._engine.samples else None for part in parts]
         segments, prepare = [part.segment for part in parts], partial(self._prepare, parts, draws)
+        began = time.monotonic()
         self.progress.begin()
         logits = await self._executor.sample(segments, draws, prepare, CANDIDATES)
         self.progress.end()
+        self._forward_s.record(time.monotonic() - began)
         return logits
 
     def _prepare(self, parts: Sequence[LevelPart], draws: Sequence[Draw | None]) -> None:

@@ -159,6 +159,15 @@ METRICS = (
         ("position",),
     ),
     Metric("outrider.draft.passes", "counter", "{pass}", "drafter", "Forward passes of the draft model."),
+    Metric(
+        "outrider.draft.forward",
+        "histogram",
+        "s",
+        "drafter",
+        "Seconds of a forward pass of the draft model.",
+        (),
+        MILLISECONDS,
+    ),
     Metric("outrider.draft.nodes", "counter", "{token}", "drafter", "Sent nodes."),
     Metric(
         "outrider.draft.compared",
