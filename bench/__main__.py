@@ -11,12 +11,15 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 from rich.console import Console
 
+from bench.distance import OVERLAPS
+from bench.links import DEFAULT_LINKS, parse_link
 from bench.options import BenchOptions, BenchSuite, Drafts, parameters_of
 from bench.peers.checkouts import parse_peers
 from bench.peers.llama_cpp import build
 from bench.report.figures import BenchResults, last_line
 from bench.report.results import save
 from bench.report.tables import print_tables
+from bench.rows.pinning import split_cores
 from outrider.cli.command import INTERRUPTED, parse_count, reported
 from outrider.cli.performance.load import read_prompts
 from outrider.core.session.contract import LOSSY, RULES, SHARED_NOISE, RuleName
@@ -94,8 +97,21 @@ def main(
     ] = None,
     callers: Annotated[list[int] | None, typer.Option(min=1, help="Load suite. [default: 1, 2, 4, ... 32]")] = None,
     load_seconds: Annotated[float, typer.Option(min=1, help="Seconds of each measurement of the load suite.")] = 20.0,
-    round_trips: Annotated[
-        list[float] | None, typer.Option("--round-trip", min=0, help="ms. [default: 0, 5, 20, 50, 200]")
+    links: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--link",
+            help="Distance suite: a round trip in ms, jitter (0 to 30 ms), or narrow (1 Mbit/s). "
+            "[default: 0, 5, 20, 50, 200, jitter, narrow]",
+        ),
+    ] = None,
+    overlaps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--overlap",
+            help="Distance suite: a row in which drafters draft beside a pass always, never, or in rounds; measured "
+            "leaves it to the verifier. [default: measured]",
+        ),
     ] = None,
     peers: Annotated[
         list[str] | None,
@@ -148,8 +164,11 @@ def main(
             callers=tuple(callers or (1, 2, 4, 8, 16, 32)),
             load_s=load_seconds,
             ramp_s=load_seconds / 2,
-            round_trips_ms=tuple(round_trips or (0.0, 5.0, 20.0, 50.0, 200.0)),
+            links=tuple(dict.fromkeys(map(parse_link, links or DEFAULT_LINKS))),
+            overlaps=_chosen(overlaps or ("measured",), [*OVERLAPS], "--overlap"),
         )
+        if BenchSuite.DISTANCE in options.suites:
+            split_cores()  # refuses a machine that cannot pin
         options.cluster(models / "target")  # checks all keys now, not after minutes
     results = BenchResults()
     done = False

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+from bench.links import Link
 from outrider.config import ClusterConfig, DrafterConfig, RouterConfig, VerifierConfig, parse
 from outrider.core.session.contract import RuleName
 
@@ -57,7 +58,8 @@ class BenchOptions:
     callers: tuple[int, ...]  # suite load
     load_s: float
     ramp_s: float
-    round_trips_ms: tuple[float, ...]  # suite distance
+    links: tuple[Link, ...]  # suite distance
+    overlaps: tuple[str, ...]  # of its rows, by name
 
     def cluster(
         self, target: Path, *, slots: int = 2, via: str | None = None, drafts: Drafts = "model"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from bench.distance import run_distance as measure_distance
 from bench.engine.passes import measure_passes
 from bench.engine.roofline import Limit, measure
-from bench.faults import FaultProxy
 from bench.options import SEED, BenchOptions, padded
 from bench.peers.checkouts import llama_server_row
 from bench.peers.llama_cpp import llama_worker, rows_of_worker
@@ -152,38 +152,8 @@ async def run_load(options: BenchOptions, results: BenchResults, report: Report)
 
 
 async def run_distance(options: BenchOptions, results: BenchResults, report: Report) -> None:
-    """Measure a distant drafter: a proxy delays only the traffic between drafter and verifier."""
-    prompts = _encoded(options, options.short)
-    for target in options.targets:
-        name = f"distance, {target / 1e6:.0f}M"
-        report(f"{name}: padding the target")
-        async with padded(options, target) as folder, FaultProxy("") as proxy:
-            report(f"{name}: starting the cluster")
-            async with running(options.cluster(folder, via=proxy.address)) as cluster:
-                proxy.target = cluster.verifier_address  # set before the first connection
-                distributed = ClusterRow("distributed", cluster, None)
-                rows = [ClusterRow("plain", cluster, "off"), distributed]
-                trips = list(options.round_trips_ms)
-                for repetition in range(options.repetitions):
-                    for trip in trips:
-                        proxy.delay_s = trip / 2000
-                        proxy.cut()  # the verifier forgets what it learned about the old link
-                        for temperature in options.temperatures:
-                            await distributed.generate(BenchRequest(prompts[0][1], temperature, SEED, LEARNING_TOKENS))
-                        for number, (prompt, tokens) in enumerate(prompts):
-                            for temperature in options.temperatures:
-                                request = BenchRequest(tokens, temperature, SEED + number, options.max_tokens)
-                                for row in rows:
-                                    report(
-                                        f"{name}: repetition {repetition + 1} of {options.repetitions}, round trip "
-                                        f"{trip:g} ms, {prompt}, temperature {temperature:g}: {row.name}"
-                                    )
-                                    sample = await row.generate(request)
-                                    results.far.append(
-                                        Measurement(target, row.name, prompt, repetition, temperature, sample, trip)
-                                    )
-                                rows.reverse()
-                    trips = trips[1:] + trips[:1]
+    """Measure a distant drafter, over several links."""
+    await measure_distance(options, results, _encoded(options, options.short), report)
 
 
 async def run_tiers(options: BenchOptions, results: BenchResults, report: Report) -> None:

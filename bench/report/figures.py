@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from bench.engine.passes import PassTime
 from bench.engine.roofline import Limit
 from bench.peers.llama_cpp import CHAINS
+from bench.rows.engine_time import IdleShares
 from outrider.cli.performance.samples import Sample, bytes_per_token, paired_ratio
 
 NOT_MEASURED = "-"
@@ -24,7 +25,8 @@ class Measurement:
     repetition: int
     temperature: float
     sample: Sample
-    round_trip_ms: float | None = None  # between drafter and verifier, if a proxy adds delay
+    link: str = ""  # between drafter and verifier, in the suite distance
+    idle: IdleShares | None = None  # of verifier and drafter, from the request to its end, in the suite distance
 
     @property
     def key(self) -> tuple[int, float, str, int]:
@@ -118,14 +120,12 @@ def over_best(takes: Sequence[Measurement], over: str, rows: Iterable[str]) -> f
     return min(found, default=None)
 
 
-def of_shortest(takes: Sequence[Measurement], round_trip_ms: float) -> float | None:
-    """Return the median, over pairs, of the speed at a round trip over that at the shortest one."""
-    trips = [take.round_trip_ms for take in takes if take.round_trip_ms is not None]
-    speeds = {
-        trip: {take.key: take.sample.tokens_per_s for take in takes if take.round_trip_ms == trip}
-        for trip in (round_trip_ms, min(trips, default=round_trip_ms))
-    }
-    return paired_ratio(speeds[round_trip_ms], speeds[min(trips, default=round_trip_ms)])
+def of_first_link(takes: Sequence[Measurement], link: str) -> float | None:
+    """Return the median, over pairs, of the speed over a link to that over the first link; None without a pair."""
+    over, first = (
+        {take.key: take.sample.tokens_per_s for take in takes if take.link == name} for name in (link, takes[0].link)
+    )
+    return paired_ratio(over, first)
 
 
 def last_line(results: BenchResults) -> str:

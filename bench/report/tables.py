@@ -11,7 +11,7 @@ from rich.table import Table
 
 from bench.engine.passes import LLAMA_CPP, PassTime
 from bench.peers.llama_worker import PASS_CONTEXT
-from bench.report.figures import BenchResults, Measurement, RowMemory, of_shortest, ratio, shown
+from bench.report.figures import BenchResults, Measurement, RowMemory, of_first_link, ratio, shown
 from bench.tiers import beside
 from outrider.cli.performance.samples import acceptance_length, bytes_per_token, percentile, spread
 from outrider.cli.verification.compare import repeated_share
@@ -151,21 +151,29 @@ def _load(results: BenchResults) -> Table:
 
 def _distance(takes: Sequence[Measurement], target: int) -> Table:
     table = _table(
-        f"{target / 1e6:.0f}M, drafter and verifier apart", "round trip ms", "plain tok/s", "distributed tok/s",
-        "of the shortest", "x plain", "accept. length",
+        f"{target / 1e6:.0f}M, drafter and verifier apart", "\nT", "\nlink", "\noverlap", "\ntok/s",
+        "of the\nfirst link", "x\nplain", "accept.\nlength", "verifier\nidle", "drafter\nidle",
     )  # fmt: skip
-    apart = [take for take in takes if take.row == "distributed"]
-    for trip in sorted({take.round_trip_ms or 0.0 for take in takes}):
-        here = [take for take in takes if take.round_trip_ms == trip]
-        samples = [take.sample for take in here if take.row == "distributed"]
-        table.add_row(
-            f"{trip:g}",
-            shown(median(take.sample.tokens_per_s for take in here if take.row == "plain")),
-            shown(median(sample.tokens_per_s for sample in samples)),
-            shown(of_shortest(apart, trip), 2),
-            shown(ratio(here, "distributed", "plain"), 2),
-            shown(acceptance_length(samples), 2),
-        )
+    for temperature, link in sorted(
+        dict.fromkeys((take.temperature, take.link) for take in takes), key=lambda pair: pair[0]
+    ):
+        table.add_section()
+        for row in dict.fromkeys(take.row for take in takes):
+            apart = [take for take in takes if (take.temperature, take.row) == (temperature, row)]
+            here = [take for take in takes if (take.temperature, take.link) == (temperature, link)]
+            samples = [take.sample for take in here if take.row == row]
+            idle = [take.idle for take in here if take.row == row and take.idle is not None]
+            table.add_row(
+                f"{temperature:g}",
+                link,
+                row,
+                shown(median(sample.tokens_per_s for sample in samples)),
+                shown(of_first_link(apart, link), 2),
+                shown(ratio(here, row, "plain"), 2),
+                shown(acceptance_length(samples), 2),
+                f"{percentile((shares.verifier for shares in idle), 50):.0%}",
+                f"{percentile((shares.drafter for shares in idle), 50):.0%}",
+            )
     return table
 
 

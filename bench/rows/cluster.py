@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
+from bench.rows.engine_time import EngineTime
+from bench.rows.pinning import CoreSplit, PinnedCluster, pin
 from bench.rows.requests import BenchRequest
 from outrider.cli.performance.load import Speculation
 from outrider.cli.performance.samples import Sample, timed
@@ -18,12 +21,18 @@ from outrider.v1 import types_pb2
 from outrider.v1.verifier_pb2 import VerifierDescription
 from outrider.v1.verifier_pb2_grpc import VerifierStub
 
+_PAGE = re.compile(r": metrics at http://(\S+)/metrics$")
+
 
 class BenchCluster:
     """A running cluster and a client of its router."""
 
-    def __init__(self, local: LocalCluster, redis: EmbeddedRedis, client: AsyncClient) -> None:
+    def __init__(
+        self, local: LocalCluster, redis: EmbeddedRedis, client: AsyncClient, pages: Mapping[str, str]
+    ) -> None:
+        """`pages`: addresses of the metrics pages, by the servers' names."""
         self.client = client
+        self._pages = pages
         self._local = local
         self._redis = redis
 
@@ -47,14 +56,30 @@ class BenchCluster:
             described: VerifierDescription = await VerifierStub(channel).Describe(types_pb2.DescribeRequest())
             return described
 
+    async def engine_time(self) -> EngineTime:
+        """Return how long verifier and drafter have computed. Both need a metrics page."""
+        return await EngineTime.read(self._pages)
+
 
 @asynccontextmanager
-async def running(config: ClusterConfig) -> AsyncIterator[BenchCluster]:
-    """Start a cluster with a new Redis. Raises the errors of LocalCluster."""
+async def running(config: ClusterConfig, split: CoreSplit | None = None) -> AsyncIterator[BenchCluster]:
+    """Start a cluster with a new Redis, its processes pinned to the cores of `split`. Raises the errors of
+    LocalCluster."""
+    pages: dict[str, str] = {}
+
+    def note_page(name: str, line: str) -> None:
+        if found := _PAGE.search(line):
+            pages[name] = found[1]
+
     with EmbeddedRedis() as redis:
         config = config.model_copy(update={"redis": RedisConfig(url=redis.url)})
-        async with LocalCluster(config) as local, AsyncClient(local.router_address, tls=False) as client:
-            yield BenchCluster(local, redis, client)
+        if split is None:
+            cluster = LocalCluster(config, forward=note_page)
+        else:
+            pin(redis.pid, split.others)
+            cluster = PinnedCluster(config, split, note_page)
+        async with cluster as local, AsyncClient(local.router_address, tls=False) as client:
+            yield BenchCluster(local, redis, client, pages)
 
 
 class ClusterRow:

@@ -36,8 +36,10 @@ def bench(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[s
         (("--rule", "hopeful"), ("--rule: 'hopeful' must be one of target-match,", "block-verification")),
         (("--rule", "typical-acceptance"), ("--rule: 'typical-acceptance' must be one of",)),
         (("--drafts", "model"), ("--drafts: 'model' must be one of prompt-lookup, suffix, retrieval",)),
+        (("--link", "wide"), ("--link: 'wide' must be a round trip in milliseconds, or one of jitter, narrow",)),
+        (("--overlap", "ahead"), ("--overlap: 'ahead' must be one of measured, always, never, rounds",)),
     ],
-    ids=["peer", "key", "rule", "lossy rule", "drafter of another row"],
+    ids=["peer", "key", "rule", "lossy rule", "drafter of another row", "link", "overlap"],
 )
 def test_a_mistake_ends_it_before_anything_starts(arguments: tuple[str, ...], fragments: tuple[str, ...]) -> None:
     done = bench("--quick", *arguments)

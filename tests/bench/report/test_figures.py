@@ -8,7 +8,7 @@ import re
 import pytest
 
 from bench.engine.roofline import Limit
-from bench.report.figures import BenchResults, Measurement, StepProfile, last_line, of_shortest, over_best, ratio
+from bench.report.figures import BenchResults, Measurement, StepProfile, last_line, of_first_link, over_best, ratio
 from bench.rows.requests import BenchRequest, sample_from_json, sample_to_json
 from outrider.cli.performance.samples import (
     Sample,
@@ -92,11 +92,12 @@ def test_takes_are_paired_by_target_prompt_repetition_and_temperature() -> None:
     assert ratio(takes, "distributed", "assisted") is None
 
 
-def test_distance_is_judged_by_the_shortest_round_trip() -> None:
-    near = Measurement(150, "distributed", "a", 0, 0.0, steady(50.0), 0.0)
-    far = Measurement(150, "distributed", "a", 0, 0.0, steady(20.0), 50.0)
-    assert of_shortest([near, far], 50.0) == pytest.approx(0.4)
-    assert of_shortest([near, far], 0.0) == pytest.approx(1.0)
+def test_a_distance_is_judged_by_the_first_link() -> None:
+    near = Measurement(150, "measured", "a", 0, 0.0, steady(50.0), "0 ms")
+    far = Measurement(150, "measured", "a", 0, 0.0, steady(20.0), "50 ms")
+    assert of_first_link([near, far], "50 ms") == pytest.approx(0.4)
+    assert of_first_link([near, far], "0 ms") == pytest.approx(1.0)
+    assert of_first_link([near, far], "200 ms") is None
 
 
 def test_the_floor_is_reading_for_few_rows_and_multiplying_for_many() -> None:

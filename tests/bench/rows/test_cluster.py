@@ -44,7 +44,8 @@ OPTIONS = BenchOptions(
     callers=(),
     load_s=1.0,
     ramp_s=1.0,
-    round_trips_ms=(),
+    links=(),
+    overlaps=(),
 )
 
 

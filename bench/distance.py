@@ -1,0 +1,98 @@
+"""A drafter that is far from its verifier: a proxy is the link between them, and the verifier has a core of its own.
+
+So drafting while a pass runs takes no core from the pass, as on two machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench.faults import FaultProxy
+from bench.links import Link
+from bench.options import SEED, BenchOptions, padded
+from bench.report.figures import BenchResults, Measurement
+from bench.rows.cluster import ClusterRow, running
+from bench.rows.engine_time import PAGE
+from bench.rows.pinning import CoreSplit, pinned, split_cores
+from bench.rows.requests import BenchRequest
+
+PLAIN = "plain"
+# Keys of [router] by outrider.core.session.contract.Overlap: when drafters draft, beside the verifier's passes.
+OVERLAPS: dict[str, dict[str, Any]] = {
+    "measured": {},
+    "always": {"overlap": True},
+    "never": {"overlap": False},
+    "rounds": {"policy": "rounds", "depth": 4},
+}
+
+Prompts = Sequence[tuple[str, tuple[int, ...]]]
+
+
+async def run_distance(options: BenchOptions, results: BenchResults, prompts: Prompts, report: Any) -> None:
+    """Measure every row over every link once in each repetition; the order of links and rows rotates."""
+    split = split_cores()
+    for target in options.targets:
+        title = f"distance, {target / 1e6:.0f}M"
+        report(f"{title}: padding the target")
+        async with padded(options, target) as folder, AsyncExitStack() as stack:
+            report(f"{title}: starting the clusters")
+            clusters = [
+                await stack.enter_async_context(_distant(options_of(options, overlap), folder, overlap, split))
+                for overlap in options.overlaps
+            ]
+            rows = [ClusterRow(PLAIN, clusters[0][0].cluster, "off"), *(row for row, _ in clusters)]
+            stack.enter_context(pinned(split.others))
+            for repetition, link in _rotated(options):
+                turn = f"{title}: repetition {repetition + 1} of {options.repetitions}, {link.name}"
+                for row, proxy in clusters:
+                    link.apply(proxy)
+                    report(f"{turn}: {row.name} learns")
+                    for temperature in options.temperatures:
+                        await row.generate(BenchRequest(prompts[0][1], temperature, SEED, options.learning_tokens))
+                for (number, (prompt, tokens)), temperature in product(enumerate(prompts), options.temperatures):
+                    request = BenchRequest(tokens, temperature, SEED + number, options.max_tokens)
+                    for row in rows:
+                        report(f"{turn}, {prompt}, temperature {temperature:g}: {row.name}")
+                        before = await row.cluster.engine_time()
+                        sample = await row.generate(request)
+                        idle = (await row.cluster.engine_time()).idle_since(before)
+                        results.far.append(
+                            Measurement(target, row.name, prompt, repetition, temperature, sample, link.name, idle)
+                        )
+                    rows = rows[1:] + rows[:1]
+
+
+def options_of(options: BenchOptions, overlap: str) -> BenchOptions:
+    """Return the options of a row's cluster: how drafters overlap, one thread for the verifier, and metrics pages."""
+    return replace(
+        options,
+        router={**options.router, **OVERLAPS[overlap]},
+        verifier={**options.verifier, "threads": 1, **PAGE},
+        drafter={**options.drafter, **PAGE},
+    )
+
+
+@asynccontextmanager
+async def _distant(
+    options: BenchOptions, target: Path, name: str, split: CoreSplit
+) -> AsyncIterator[tuple[ClusterRow, FaultProxy]]:
+    """Start a cluster with a proxy between drafter and verifier. Yields its row, and the proxy."""
+    async with (
+        FaultProxy("", seed=SEED) as proxy,
+        running(options.cluster(target, via=proxy.address), split) as cluster,
+    ):
+        proxy.target = cluster.verifier_address  # set before the first connection
+        yield ClusterRow(name, cluster, None), proxy
+
+
+def _rotated(options: BenchOptions) -> Iterator[tuple[int, Link]]:
+    """Yield each repetition and link; each repetition begins with another link."""
+    for repetition in range(options.repetitions):
+        first = repetition % len(options.links)
+        for link in (*options.links[first:], *options.links[:first]):
+            yield repetition, link
