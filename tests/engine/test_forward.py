@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.engine.batch import Segment
+from outrider.engine.cpu.engine import CpuEngine
 from outrider.engine.eager.engine import NativeEngine
 from tests.engine.conftest import EngineClass, Pair
 from tests.engine.small_checkpoints import (
@@ -189,11 +190,12 @@ def test_a_token_with_bf16_weights_differs_from_transformers_by_rounding_only(en
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(
-    dtype: str, engine_class: EngineClass
-) -> None:
-    """Linears are bitwise invariant, a single row included; attention over one key is exact."""
-    engine = engine_class.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
+def test_a_row_without_context_gives_the_same_bits_in_passes_of_every_size(dtype: str) -> None:
+    """Linears are bitwise invariant, a single row included; attention over one key is exact.
+
+    Those of oneDNN are not: with Intel's AMX its bfloat16 rounds otherwise from 33 rows on.
+    """
+    engine = CpuEngine.load(MODELS / "drafter", dtype=dtype, slots=1, threads=1)  # type: ignore[arg-type]
     alone = engine.forward([prompt(0, np.array([65]))])
     for rows in (2, 3, 7, 8, 31, 33, 64, 130):
         tokens = np.arange(rows) * 3

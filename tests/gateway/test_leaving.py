@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.client import AsyncStream, Chunk
+from outrider.client import AsyncStream, Chunk, _calls
 from tests.gateway.conftest import fronted
 from tests.router import fakes
 from tests.router.fakes import FakeVerifier
@@ -26,6 +26,11 @@ def ours() -> list[str]:
     running = [task.get_coro() for task in asyncio.all_tasks()]
     files = [code.co_filename for coro in running if (code := getattr(coro, "cr_code", None))]
     return [file for file in files if Path(file).parent.name in ("gateway", "client") and "tests" not in file]
+
+
+@pytest.fixture(autouse=True)
+def closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_calls, "IDLE_S", 0.1)  # a stream of answers without calls is left open for a while
 
 
 @pytest.mark.parametrize("stream", [False, True])
