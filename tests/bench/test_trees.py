@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from bench.trees import __main__ as command
-from bench.trees import tables
+from bench.trees import ahead, tables
 from bench.trees.cells import OURS, Cell, Setting, cells_of, taken
 from bench.trees.expecting import ExpectedTree, followed, matched, rejected, traversed
 from bench.trees.figures import Estimate, last_line, verdicts
-from bench.trees.fitting import RankMeans
+from bench.trees.fitting import DrafterRates, RankMeans, TargetText
 from bench.trees.paths import PathRows, continued, load
 from outrider.core.acceptance import RandomSource, Rule, rule_of
 from outrider.core.sampling.sampler import Sampler
@@ -208,3 +208,32 @@ def test_heads_and_other_models_are_drafters_too(tmp_path: Path, monkeypatch: py
     missing = CliRunner().invoke(app, [*flags.split(), "--also", f"none={tmp_path / 'none'}", *folders])
     assert missing.exit_code == 2
     assert "missing" in missing.output
+
+
+def test_a_drafter_that_drafts_ahead_covers_the_new_root_after_two_levels_and_never_after_one() -> None:
+    rows = PathRows(load(MODELS / "target"))
+    contract = Contract(seed=7, max_tokens=64)
+    text = TargetText(tuple(continued(rows, [1, 2, 3], contract, 60)), 3)
+
+    def measured(rule: str, levels: int) -> ahead.Coverage:
+        tree = ahead.AheadTree(rows, DrafterRates(), text, contract, ahead.Drafting(rule, 8, 4))
+        return ahead.coverage(iter([tree]), levels, turns=rule == ahead.TURNS)
+
+    assert measured(ahead.TURNS, 2).length == pytest.approx(3.0, abs=0.1)
+    assert measured(ahead.AHEAD, 1).length == pytest.approx(1.0, abs=0.1)
+    for rule in (ahead.AHEAD, ahead.UNDECIDED, ahead.KNOWN):  # the drafter is the target: its best path is the target's
+        assert measured(rule, 2).covered == 1.0
+        assert measured(rule, 2).length == pytest.approx(2.0, abs=0.1)
+
+
+def test_the_last_level_expands_no_node_that_is_in_the_pass_where_undecided_ones_come_first() -> None:
+    rows = PathRows(load(MODELS / "drafter"))
+    contract = Contract(seed=7, max_tokens=64)
+    text = TargetText(tuple(continued(rows, [1, 2, 3], contract, 60)), 3)
+    for last in (False, True):
+        tree = ahead.AheadTree(rows, DrafterRates(), text, contract, ahead.Drafting(ahead.UNDECIDED, 8, 4))
+        tree.expand((), last=False)
+        verified = tree.verified()
+        assert verified
+        assert tree.expand(verified, last=last) is not last  # the pass holds all nodes but the root
+        assert any(node.expanded for node in verified) is not last

@@ -25,12 +25,13 @@ def grow(
     while nodes := construction.frontier(tree, terms):
         for node, scored in zip(nodes, score(nodes), strict=True):
             if tree.holds(node):
-                _name_nodes(tree, construction.propose(tree, node, scored[: construction.width(terms.plan)], terms))
-    _name_nodes(tree, construction.flush(tree, terms))
+                mark_sent(tree, construction.propose(tree, node, scored[: construction.width(terms.plan)], terms))
+    mark_sent(tree, construction.flush(tree, terms))
     sent = (node for _, node in tree.best_first(depth=terms.plan.depth, width=terms.plan.width) if node.names)
     return list(islice(sent, terms.plan.nodes))
 
 
-def _name_nodes(tree: TokenTree, nodes: Sequence[Node]) -> None:
+def mark_sent(tree: TokenTree, nodes: Sequence[Node]) -> None:
+    """Record nodes as sent under SENDER."""
     for node in nodes:
         tree.ids.name(node, SENDER, tree.ids.of(SENDER).last_id + 1)
