@@ -66,7 +66,7 @@ chaos: $(STAMP)
 chaos-quick: $(STAMP)
 	$(BIN)/python -m tests.chaos --quick $(ARGS)
 
-# All suites: about two hours on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
+# All suites: a hundred minutes on two cores. ARGS adds flags, for example ARGS='--suite rows --target 150M'.
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class _Call:
     script: Script
     keys: Sequence[str]
     args: Sequence[Any]
-    reply: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    reply: asyncio.Future[Any]
 
 
 class GroupCommit:
@@ -69,13 +69,16 @@ class GroupCommit:
         self._redis = redis
         self._script = script
         self._for_many = None if isinstance(redis, RedisCluster) else for_many
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: list[_Call] = []
         self._sending: asyncio.Task[None] | None = None
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """Run a script and return its reply. An error of Redis for one call is raised to its caller alone, a lost
         connection to all."""
-        call = _Call(script, keys, args)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # which takes a system call before Python 3.12
+        call = _Call(script, keys, args, self._loop.create_future())
         self._waiting.append(call)
         if self._sending is None:
             self._sending = asyncio.create_task(self._send())
