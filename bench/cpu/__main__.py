@@ -26,7 +26,15 @@ from bench.cpu.server import Script
 from bench.rows.processes import ROOT
 from outrider.cli.command import parse_count
 from outrider.cli.performance.samples import percentile
-from outrider.config import ClusterConfig, DrafterConfig, RedisConfig, RouterConfig, Section, VerifierConfig
+from outrider.config import (
+    ClusterConfig,
+    DrafterConfig,
+    GatewayConfig,
+    RedisConfig,
+    RouterConfig,
+    Section,
+    VerifierConfig,
+)
 from outrider.engine.checkpoints.padding import pad_checkpoint
 from outrider.fleet.children import Child
 from outrider.fleet.cluster import LocalCluster
@@ -97,6 +105,7 @@ class Options:
     drafted: tuple[bool, ...]
     pass_ms: float
     native: Path | None = None  # checkpoint of a target whose own passes run; None: scripted ones
+    gateway: bool = False  # the callers call a gateway over HTTP
 
 
 async def measure(options: Options, report: Callable[[str], None]) -> list[Measured]:
@@ -147,6 +156,7 @@ async def _cluster(options: Options, sessions: int, drafted: bool) -> AsyncItera
             router=router,
             verifier=[VerifierConfig(model=target, slots=slots, max_nodes=rows, threads=threads)],
             drafter=[DrafterConfig(model=DRAFTER, slots=slots, threads=1)] if drafted else [],
+            gateway=GatewayConfig(listen="127.0.0.1:0") if options.gateway else None,
         )
         script = Script(ACCEPTANCE, options.pass_ms / 1e3, folder, native is not None)
         async with ScriptedCluster(config, script) as cluster:
@@ -161,6 +171,7 @@ async def _measure(running: _Running, options: Options, sessions: int, drafted: 
         ("goodput" if options.native else "rounds") if drafted else "off",
         str(running.folder / "client.json"),
         _held_out() if options.native else (),
+        running.cluster.processes["gateway"].address if options.gateway else "",
     )
     client = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.cpu.client", callers.to_json()),
@@ -297,11 +308,15 @@ def main() -> None:
     parser.add_argument("--only", choices=("plain", "trees"), help="one of the two [default: both]")
     parser.add_argument("--pass-ms", type=float, default=0.0, help="that a pass of the target sleeps [default: 0]")
     parser.add_argument("--native", metavar="PARAMETERS", help="real passes of the target, padded to so many, as 150M")
+    parser.add_argument("--gateway", action="store_true", help="callers by HTTP, without speculation")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="the most sessions, with trees, in ten periods")
     parser.add_argument("--json", type=Path, help="file for the figures")
     arguments = parser.parse_args()
-    drafted = {None: (False, True), "plain": (False,), "trees": (True,)}[arguments.only]
-    options = Options(tuple(arguments.sessions), arguments.seconds, drafted, arguments.pass_ms)
+    only = "plain" if arguments.gateway else arguments.only
+    drafted = {None: (False, True), "plain": (False,), "trees": (True,)}[only]
+    options = Options(
+        tuple(arguments.sessions), arguments.seconds, drafted, arguments.pass_ms, gateway=arguments.gateway
+    )
     with TemporaryDirectory(prefix="outrider-bench-") as scratch:
         if arguments.native:
             options = replace(options, native=Path(scratch) / "target")

@@ -33,6 +33,7 @@ class Callers:
     speculation: PolicyName
     stages: str  # file for the time of each stage
     prompts: tuple[str, ...] = ()  # texts; none: tokens that are made up
+    gateway: str = ""  # HOST:PORT of a gateway to call over HTTP; "": they call the router with the SDK
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""
@@ -57,12 +58,26 @@ class _Counts:
     chunks: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds
 
+    def add(self, tokens: int, last: float | None) -> float:
+        """Count a chunk; `last`: when the one before it came. Return the present time."""
+        now = time.perf_counter()
+        self.tokens += tokens
+        self.chunks += 1
+        if last is not None:
+            self.gaps.append(now - last)
+        return now
+
 
 async def call(callers: Callers) -> None:
     """Run the callers, and print when the measurement begins and what it gave."""
     now, seeds = [_Counts()], count()
     async with AsyncClient(callers.router, tls=False) as client:
-        tasks = [asyncio.create_task(_caller(client, callers, now, seeds)) for _ in range(callers.sessions)]
+        tasks = [
+            asyncio.create_task(
+                _web_caller(callers, now, seeds) if callers.gateway else _caller(client, callers, now, seeds)
+            )
+            for _ in range(callers.sessions)
+        ]
         await asyncio.sleep(RAMP_S)
         counts = now[0] = _Counts()
         began = time.perf_counter()
@@ -85,7 +100,7 @@ async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts],
     """Request one answer after another, and count what arrives in `present[0]`."""
     while True:
         seed = next(seeds)
-        made_up = [FIRST_ID + (seed * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
+        made_up = _made_up(seed)
         stream = client.stream(
             callers.prompts[seed % len(callers.prompts)] if callers.prompts else made_up,
             speculation=callers.speculation,
@@ -95,12 +110,37 @@ async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts],
         )
         last = None
         async for chunk in stream:
-            now, counts = time.perf_counter(), present[0]
-            counts.tokens += len(chunk.token_ids)
-            counts.chunks += 1
-            if last is not None:
-                counts.gaps.append(now - last)
-            last = now
+            last = present[0].add(len(chunk.token_ids), last)
+
+
+async def _web_caller(callers: Callers, present: list[_Counts], seeds: count[int]) -> None:
+    """Request one answer after another from the gateway, over HTTP. Without speculation each event has a token."""
+    host, _, port = callers.gateway.rpartition(":")
+    while True:
+        seed = next(seeds)
+        asked = {
+            "model": "target",
+            "prompt": _made_up(seed),
+            "max_tokens": ANSWER_TOKENS,
+            "seed": seed,
+            "stream": True,
+            "outrider": {"speculation": callers.speculation, "ignore_eos": True},
+        }
+        body = json.dumps(asked)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(body)}\r\n"
+            writer.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n{body}".encode())
+            last = None
+            async for line in reader:
+                if line.startswith(b"data: {"):
+                    last = present[0].add(1, last)
+        finally:
+            writer.close()
+
+
+def _made_up(seed: int) -> list[int]:
+    return [FIRST_ID + (seed * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
 
 
 def main() -> None:

@@ -51,6 +51,14 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("router/sessions/commit_pump.py", "_process_commits"): "learn",
         ("router/sessions/commit_pump.py", "_log_and_send"): "count",
     },
+    "gateway": {
+        ("outrider/client/_calls.py", ""): "receive",
+        ("outrider/client/_stream.py", ""): "receive",
+        ("outrider/client/_wire.py", ""): "receive",
+        ("outrider/gateway/multiplex.py", ""): "merge",
+        ("outrider/gateway/serialize.py", ""): "serialize",
+        ("outrider/gateway/event_stream.py", ""): "send",
+    },
     "client": {
         ("outrider/client/_calls.py", ""): "receive",
         ("outrider/client/_stream.py", ""): "receive",

@@ -46,7 +46,7 @@ class PlainCall:
         try:
             event: pb.GenerateResponse | None = await anext(self._events, None)
         except grpc.aio.AioRpcError as error:
-            raise broken_off(error, self._failure) from None
+            raise _broken_off(error, self._failure) from None
         return event
 
     def cancel(self) -> None:
@@ -222,7 +222,7 @@ class AnswerStream:
             pass  # the reader finds out how the call has ended
 
 
-def broken_off(error: grpc.aio.AioRpcError, failure: Failure) -> OutriderError:
+def _broken_off(error: grpc.aio.AioRpcError, failure: Failure) -> OutriderError:
     """Return the error to raise for a call that has failed."""
     known = failure(error)
     if isinstance(known, Cancelled) and not is_from_outrider(error):  # gRPC's status when a router ends

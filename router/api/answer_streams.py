@@ -23,7 +23,7 @@ from outrider.v1 import inference_pb2 as pb
 WINDOW_BYTES = 2**16  # of a generation's messages that the client has not taken; one message may exceed it
 MESSAGE_BYTES = 2**20  # from so many bytes on, further events wait for the next message
 NAME_BYTES = 16  # of a stream's name
-MAX_STREAMS = 64  # of one tenant
+MAX_STREAMS = 256  # of one tenant
 MAX_HANDLES = 1024  # of one message
 READ_PAUSE_S = 0.01  # between two messages of a client; what it has to report goes into one
 FLUSH_S = 0.2  # time that the events in front of an error have to be written

@@ -73,3 +73,25 @@ def test_a_run_measures_every_process_and_its_stages_are_what_it_used(tmp_path: 
             used, stages = measured["us"][name], measured["stages"][name]
             assert sum(stages.values()) == pytest.approx(used, rel=0.25)
             assert sum(seconds > 0 for seconds in stages.values()) >= 3
+
+
+@pytest.mark.extended
+def test_callers_by_http_count_what_the_verifier_commits(tmp_path: Path) -> None:
+    saved = tmp_path / "figures.json"
+    command = [
+        sys.executable,
+        "-m",
+        "bench.cpu",
+        "--gateway",
+        "--sessions",
+        "2",
+        "--seconds",
+        "2",
+        "--json",
+        str(saved),
+    ]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    [measured] = json.loads(saved.read_text(encoding="utf-8"))
+    assert measured["us"]["gateway"] > 0
+    assert measured["stages"]["gateway"]["serialize"] > 0
+    assert measured["tokens_per_s"] > 50
