@@ -18,6 +18,9 @@ REPORT_BYTES = 2**15  # taken since the last report; the router sends at most tw
 REPORT_PAUSE_S = 0.01  # between two reports
 IDLE_S = 10.0  # a stream without calls is closed after so long
 LATE_S = 10.0  # how long the events of a call may come behind its end
+MAX_HELD = (
+    8  # events of a call that wait here, before gRPC's flow control holds back the rest of those on the call itself
+)
 
 Failure = Callable[[grpc.aio.AioRpcError], OutriderError]
 
@@ -64,6 +67,7 @@ class RoutedCall:
         self._handle = stream.add(self)
         self._events: deque[pb.GenerateResponse] = deque()
         self._changed = asyncio.Event()
+        self._room = asyncio.Event()  # an event has been taken
         self._on_stream = False  # the events come on the stream
         self._finished = False  # the last event has been taken
         self._ended = False  # the call has ended without an error
@@ -81,6 +85,7 @@ class RoutedCall:
                 return None
             await self._wait()
         event = self._events.popleft()
+        self._room.set()
         if self._on_stream:
             self._take(event)
         return event
@@ -105,6 +110,7 @@ class RoutedCall:
         """End with an error, behind the events that are here."""
         self._error = self._error or error
         self._changed.set()
+        self._room.set()
         self._call.cancel()
         self._stream.remove(self._handle)
 
@@ -123,7 +129,10 @@ class RoutedCall:
             while (event := await self._call.next()) is not None:
                 self._events.append(event)
                 self._changed.set()
-        except (OutriderError, asyncio.CancelledError) as error:
+                while len(self._events) >= MAX_HELD and self._error is None:
+                    self._room.clear()
+                    await self._room.wait()
+        except (Exception, asyncio.CancelledError) as error:
             self.fail(error)
             return
         self._ended = True

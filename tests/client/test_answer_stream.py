@@ -149,6 +149,22 @@ async def test_a_router_that_has_no_such_stream_is_not_called_for_one_again_at_o
         assert router.streams == 1
 
 
+async def test_of_events_on_the_call_itself_few_wait_for_a_reader(router: ScriptedRouter) -> None:
+    async with outrider.AsyncClient(router.address) as client, client.stream("endless") as first:
+        await anext(aiter(first))
+        async with client.stream("endless") as unread:
+            chunks = aiter(unread)
+            await anext(chunks)
+            call = unread._call
+            assert isinstance(call, _calls.RoutedCall)
+            await asyncio.sleep(0.3)  # in which a hundred more are sent
+            assert len(call._events) == _calls.MAX_HELD
+            for _ in range(300):  # which continue one another, or an error is raised
+                await anext(chunks)
+            await asyncio.sleep(0.1)
+        await until(call._reading.done)
+
+
 async def test_the_last_events_may_come_behind_the_end_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
     call, stream = EndedCall(), SilentStream()
     routed = _calls.RoutedCall(call, lambda error: InternalError(str(error)), stream)
