@@ -201,6 +201,9 @@ def wrong(field: str) -> tuple[str, str]:
 async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(stub: InferenceStub) -> None:
     running = stub.Generate(request(), timeout=TIMEOUT_S)
     session = (await running.read()).started.session_id
+    busy = await failed(stub.Generate(request(session=session)))  # at once: it has ended before long
+    running.cancel()
+    assert (busy.code, busy.metadata.get("outrider-error")) == (grpc.StatusCode.ALREADY_EXISTS, "Busy")
     started, _, _ = await answered(stub.Generate(request(max_tokens=1), timeout=TIMEOUT_S))
     over = started.session_id
     await answered(stub.Generate(request(session=over, max_tokens=1), timeout=TIMEOUT_S))
@@ -214,7 +217,6 @@ async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(
         (stub.Generate(request(key="k" * 129)), code.INVALID_ARGUMENT, *wrong("idempotency_key")),
         (stub.Generate(pb.GenerateRequest(text="x", model="gpt")), code.NOT_FOUND, "NotFound", ""),
         (stub.Generate(foreign), code.FAILED_PRECONDITION, "TokenizerMismatch", ""),
-        (stub.Generate(request(session=session)), code.ALREADY_EXISTS, "Busy", ""),
         (stub.Generate(request(session="nobody")), code.NOT_FOUND, "NotFound", ""),
         (stub.Resume(pb.ResumeRequest(session_id="nobody")), code.NOT_FOUND, "NotFound", ""),
         (stub.Resume(pb.ResumeRequest(session_id=over, generation=3)), code.NOT_FOUND, "NotFound", ""),
@@ -236,7 +238,6 @@ async def test_statuses_state_what_to_do_and_their_class_travels_in_the_trailer(
             kind,
             field,
         ), end
-    running.cancel()
 
 
 async def test_a_router_that_is_full_sends_when_to_come_back(stub: InferenceStub, cluster: LocalCluster) -> None:
