@@ -100,9 +100,8 @@ async def _caller(client: AsyncClient, callers: Callers, present: list[_Counts],
     """Request one answer after another, and count what arrives in `present[0]`."""
     while True:
         seed = next(seeds)
-        made_up = _made_up(seed)
         stream = client.stream(
-            callers.prompts[seed % len(callers.prompts)] if callers.prompts else made_up,
+            callers.prompts[seed % len(callers.prompts)] if callers.prompts else _made_up(seed),
             speculation=callers.speculation,
             max_tokens=ANSWER_TOKENS,
             seed=seed,

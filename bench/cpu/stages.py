@@ -18,6 +18,8 @@ INTERVAL_S = 0.002  # of processor time
 OTHER = "event loop, gRPC"
 THREADS = "other threads"
 
+_SDK = {(f"outrider/client/{file}.py", ""): "receive" for file in ("_calls", "_stream", "_wire")}
+
 # (end of a file's path, function, or "" for all of the file's functions) -> stage. The innermost one counts.
 STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
     "verifier": {
@@ -52,17 +54,13 @@ STAGES: Mapping[str, Mapping[tuple[str, str], str]] = {
         ("router/sessions/commit_pump.py", "_log_and_send"): "count",
     },
     "gateway": {
-        ("outrider/client/_calls.py", ""): "receive",
-        ("outrider/client/_stream.py", ""): "receive",
-        ("outrider/client/_wire.py", ""): "receive",
+        **_SDK,
         ("outrider/gateway/multiplex.py", ""): "merge",
         ("outrider/gateway/serialize.py", ""): "serialize",
         ("outrider/gateway/event_stream.py", ""): "send",
     },
     "client": {
-        ("outrider/client/_calls.py", ""): "receive",
-        ("outrider/client/_stream.py", ""): "receive",
-        ("outrider/client/_wire.py", ""): "receive",
+        **_SDK,
         ("outrider/cli/performance/samples.py", ""): "caller",
     },
 }

@@ -18,9 +18,7 @@ REPORT_BYTES = 2**15  # taken since the last report; the router sends at most tw
 REPORT_PAUSE_S = 0.01  # between two reports
 IDLE_S = 10.0  # a stream without calls is closed after so long
 LATE_S = 10.0  # how long the events of a call may come behind its end
-MAX_HELD = (
-    8  # events of a call that wait here, before gRPC's flow control holds back the rest of those on the call itself
-)
+MAX_HELD = 8  # events on a call itself that wait here; gRPC's flow control holds back the rest
 
 Failure = Callable[[grpc.aio.AioRpcError], OutriderError]
 

@@ -133,7 +133,7 @@ class _AnswerStream:
 
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}  # by handle
-        self._queue: deque[tuple[_Lane, pb.GenerateResponse]] = deque()
+        self._queue: deque[tuple[_Lane, pb.GenerateResponse, int]] = deque()  # with their bytes
         self._wake = asyncio.Event()
 
     async def run(
@@ -169,17 +169,18 @@ class _AnswerStream:
         """Free a handle; events of it that wait are not sent."""
         del self._lanes[lane.handle]
 
-    def put(self, lane: _Lane, message: pb.GenerateResponse) -> None:
-        """Queue an event."""
-        self._queue.append((lane, message))
+    def put(self, lane: _Lane, message: pb.GenerateResponse, size: int) -> None:
+        """Queue an event of so many bytes."""
+        self._queue.append((lane, message, size))
         self._wake.set()
 
     def _take(self) -> tuple[pb.AnswersResponse, set[_Lane]]:
         """Return the next message, and whose events are in it."""
         message, lanes, size = pb.AnswersResponse(), set(), 0
         while self._queue and size < MESSAGE_BYTES:
-            lane, response = self._queue.popleft()
-            size += lane.take(response)
+            lane, response, bytes_ = self._queue.popleft()
+            lane.take(bytes_)
+            size += bytes_
             if not lane.closed:
                 message.answers.add(handle=lane.handle, response=response)
                 lanes.add(lane)
@@ -222,18 +223,17 @@ class _Lane:
 
     def put(self, message: pb.GenerateResponse) -> None:
         """Queue an event."""
-        self._put += message.ByteSize()
-        self._stream.put(self, message)
+        size = message.ByteSize()
+        self._put += size
+        self._stream.put(self, message, size)
 
     async def flush(self) -> None:
         """Wait until all events have been handed to gRPC. Raises Unavailable."""
         await self._wait(lambda: self._written == self._put)
 
-    def take(self, message: pb.GenerateResponse) -> int:
-        """Count an event that leaves the queue. Return its bytes."""
-        size = message.ByteSize()
+    def take(self, size: int) -> None:
+        """Count an event of so many bytes that leaves the queue."""
         self._written += size
-        return size
 
     def acknowledge(self, taken: int) -> None:
         """Take over how much the client has taken. Raises InvalidRequest."""

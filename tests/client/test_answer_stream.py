@@ -15,23 +15,15 @@ from outrider.errors import Cancelled, InternalError, Unavailable
 from router.api.answer_streams import WINDOW_BYTES
 from tests.client.conftest import ScriptedRouter
 from tests.router import fakes
-from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import MODEL, SCRIPT, running_router, until
+from tests.router.rig import script, scripted_router, until
 
 
 @asynccontextmanager
 async def client_of(redis_url: str, monkeypatch: pytest.MonkeyPatch, **verifying: Any) -> AsyncIterator[Any]:
     """A client of a router whose verifier commits SCRIPT over and over."""
     monkeypatch.setattr(fakes, "CONTEXT", 200_000)
-    verifier = FakeVerifier(SCRIPT, **verifying)
-    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        await asyncio.sleep(0.5)  # until the router has looked
-        async with outrider.AsyncClient(rig.address) as client:
-            yield client
-
-
-def script(length: int) -> tuple[int, ...]:
-    return tuple(SCRIPT[index % len(SCRIPT)] for index in range(length))
+    async with scripted_router(redis_url, **verifying) as rig, outrider.AsyncClient(rig.address) as client:
+        yield client
 
 
 def answers_of(client: outrider.AsyncClient) -> Any:
@@ -41,7 +33,7 @@ def answers_of(client: outrider.AsyncClient) -> Any:
 async def test_one_generation_at_a_time_needs_no_stream(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with client_of(redis_url, monkeypatch) as client:
         for _ in range(2):
-            assert (await client.generate("a", max_tokens=20)).token_ids == script(20)
+            assert (await client.generate("a", max_tokens=20)).token_ids == tuple(script(20))
             assert answers_of(client) is None
 
 
@@ -50,7 +42,7 @@ async def test_several_share_a_stream_and_each_is_whole(redis_url: str, monkeypa
         running = [asyncio.create_task(client.generate("a", max_tokens=100, logprobs=2)) for _ in range(8)]
         results = await asyncio.gather(*running)
         assert answers_of(client) is not None
-        assert {result.token_ids for result in results} == {script(100)}
+        assert {result.token_ids for result in results} == {tuple(script(100))}
         assert {result.resumes for result in results} == {0}
         assert not answers_of(client)._calls
 
@@ -58,7 +50,7 @@ async def test_several_share_a_stream_and_each_is_whole(redis_url: str, monkeypa
 async def test_a_long_answer_goes_on_past_the_window(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with client_of(redis_url, monkeypatch, stride=16) as client:
         results = await asyncio.gather(*(client.generate("a", max_tokens=3_000, logprobs=20) for _ in range(3)))
-        assert {result.token_ids for result in results} == {script(3_000)}
+        assert {result.token_ids for result in results} == {tuple(script(3_000))}
         assert {result.resumes for result in results} == {0}
 
 
@@ -69,7 +61,7 @@ async def test_a_stream_that_nobody_reads_holds_up_no_other(redis_url: str, monk
         unread = client.stream("a", max_tokens=40_000, logprobs=20)
         chunks = aiter(unread)
         received = [*(await anext(chunks)).token_ids]
-        assert (await client.generate("a", max_tokens=2_000, logprobs=20)).token_ids == script(2_000)
+        assert (await client.generate("a", max_tokens=2_000, logprobs=20)).token_ids == tuple(script(2_000))
         call = unread._call
         assert isinstance(call, _calls.RoutedCall)
         await asyncio.sleep(0.3)
@@ -77,7 +69,7 @@ async def test_a_stream_that_nobody_reads_holds_up_no_other(redis_url: str, monk
         assert sum(held) <= WINDOW_BYTES + max(held)
         while len(received) < 2_000:  # then it is read after all
             received += (await anext(chunks)).token_ids
-        assert tuple(received) == script(len(received))
+        assert tuple(received) == tuple(script(len(received)))
         await unread.cancel()
         first.cancel()
 
@@ -92,7 +84,7 @@ async def test_streams_go_on_when_the_stream_of_answers_breaks(redis_url: str, m
             answers_of(client)._call.cancel()
             await until(lambda: answers_of(client) is None)
         results = await asyncio.gather(*running)
-        assert {result.token_ids for result in results} == {script(150)}
+        assert {result.token_ids for result in results} == {tuple(script(150))}
         assert max(result.resumes for result in results) >= 1
 
 
@@ -105,7 +97,7 @@ async def test_leaving_a_stream_cancels_it_alone(redis_url: str, monkeypatch: py
             assert isinstance(leaving._call, _calls.RoutedCall)
         session = await client.get_session(leaving.session_id)
         assert session.finish_reason is outrider.FinishReason.CANCELLED
-        assert (await staying).token_ids == script(100)
+        assert (await staying).token_ids == tuple(script(100))
         assert not answers_of(client)._calls
 
 
@@ -128,7 +120,7 @@ async def test_a_stream_without_calls_is_closed_and_opened_again(
     async with client_of(redis_url, monkeypatch) as client:
         for _ in range(2):
             results = await asyncio.gather(*(client.generate("a", max_tokens=50) for _ in range(3)))
-            assert {result.token_ids for result in results} == {script(50)}
+            assert {result.token_ids for result in results} == {tuple(script(50))}
             assert {result.resumes for result in results} == {0}
             used = answers_of(client)
             assert used is not None

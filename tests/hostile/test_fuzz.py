@@ -50,7 +50,7 @@ from tests.hostile.rig import (
     watched,
 )
 from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import MODEL, SCRIPT, running_router
+from tests.router.rig import MODEL, SCRIPT, Rig, running_router
 from verifier_svc.server import run as run_verifier
 
 BATCH = 40  # frames sent at a time, on one stream
@@ -310,8 +310,9 @@ async def test_frames_of_an_upstream(
                 await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-async def test_requests_of_a_client(redis_url: str, count: int) -> None:
+@asynccontextmanager
+async def fuzzed_router(redis_url: str) -> AsyncIterator[Rig]:
+    """A router with a verifier, which has grown little and has logged no error at the end."""
     async with (
         watched(),
         running_router(redis_url) as rig,
@@ -319,6 +320,13 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
     ):
         await rig.registry.announce(worker, ttl_s=3600)
         before = resident_bytes()
+        yield rig
+        assert resident_bytes() - before < GROWTH
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_requests_of_a_client(redis_url: str, count: int) -> None:
+    async with fuzzed_router(redis_url) as rig:
 
         @fuzz(st.one_of(frames.generate_requests, frames.resume_requests), count)
         async def run(batch: list[Any]) -> None:
@@ -328,18 +336,11 @@ async def test_requests_of_a_client(redis_url: str, count: int) -> None:
                 assert status in REFUSALS | {grpc.StatusCode.OK}, (status, request)
 
         await run
-        assert resident_bytes() - before < GROWTH
 
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_reports_of_a_client_on_its_stream_of_answers(redis_url: str, count: int) -> None:
-    async with (
-        watched(),
-        running_router(redis_url) as rig,
-        announced(FakeVerifier(SCRIPT), rig.registry, MODEL.digest) as worker,
-    ):
-        await rig.registry.announce(worker, ttl_s=3600)
-        before = resident_bytes()
+    async with fuzzed_router(redis_url) as rig:
         name = b"a stream's name."
         request = inference_pb2.GenerateRequest(text="a", route=inference_pb2.AnswerRoute(stream=name, handle=1))
 
@@ -352,7 +353,6 @@ async def test_reports_of_a_client_on_its_stream_of_answers(redis_url: str, coun
                 assert other in REFUSALS | {grpc.StatusCode.OK}
 
         await run
-        assert resident_bytes() - before < GROWTH
 
 
 class LyingVerifier(VerifierServicer):

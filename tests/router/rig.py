@@ -26,6 +26,7 @@ from outrider.v1 import inference_pb2 as pb
 from outrider.v1.inference_pb2_grpc import InferenceStub
 from router.api.served_models import load_model
 from router.server import run
+from tests.router.fakes import FakeVerifier, announced
 
 FOLDER = Path(__file__).parents[2] / "models" / "target"
 MODEL = load_model("target", FOLDER)
@@ -110,6 +111,20 @@ async def running_router(redis_url: str, **options: Any) -> AsyncIterator[Rig]:
                 break
             await asyncio.sleep(0.01)
         assert _running or not _left()
+
+
+@asynccontextmanager
+async def scripted_router(redis_url: str, **verifying: Any) -> AsyncIterator[Rig]:
+    """A router that serves at once; its verifier, a FakeVerifier with these options, commits SCRIPT over and over."""
+    verifier = FakeVerifier(SCRIPT, **verifying)
+    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
+        await asyncio.sleep(0.5)  # until the router has looked
+        yield rig
+
+
+def script(length: int) -> list[int]:
+    """The first tokens of an answer of such a router."""
+    return [SCRIPT[index % len(SCRIPT)] for index in range(length)]
 
 
 def ask(prompt: str = "import os\n", **sampling: Any) -> pb.GenerateRequest:

@@ -18,8 +18,7 @@ from router.api import answer_streams
 from router.api.answer_streams import MAX_HANDLES, MAX_STREAMS, MESSAGE_BYTES, WINDOW_BYTES
 from router.sessions import outbox
 from tests.router import fakes
-from tests.router.fakes import FakeVerifier, announced
-from tests.router.rig import MODEL, SCRIPT, Rig, ask, collect, drain, running_router, until
+from tests.router.rig import Rig, ask, collect, drain, script, scripted_router, until
 
 NAME = b"sixteen bytes it"
 STREAM = "/outrider.v1.Inference/Answers"
@@ -68,14 +67,6 @@ class AnswersCall:
 
 
 @asynccontextmanager
-async def rig_of(redis_url: str, **verifying: Any) -> AsyncIterator[Rig]:
-    verifier = FakeVerifier(SCRIPT, **verifying)
-    async with running_router(redis_url) as rig, announced(verifier, rig.registry, MODEL.digest):
-        await asyncio.sleep(0.5)  # until the router has looked
-        yield rig
-
-
-@asynccontextmanager
 async def opened(rig: Rig) -> AsyncIterator[AnswersCall]:
     answers = AnswersCall(rig)
     await answers.open()
@@ -91,12 +82,8 @@ def routed(handle: int, name: bytes = NAME, **sampling: Any) -> pb.GenerateReque
     return request
 
 
-def script(length: int) -> list[int]:
-    return [SCRIPT[index % len(SCRIPT)] for index in range(length)]
-
-
 async def test_events_of_several_calls_come_in_one_message_and_each_answer_is_whole(redis_url: str) -> None:
-    async with rig_of(redis_url) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url) as rig, opened(rig) as answers:
         calls = [rig.stub.Generate(routed(handle, max_tokens=40)) for handle in range(1, 9)]
         assert [await drain(call) for call in calls] == [[]] * 8  # and all end well
         await until(lambda: all(map(answers.finished, range(1, 9))))
@@ -108,7 +95,7 @@ async def test_events_of_several_calls_come_in_one_message_and_each_answer_is_wh
 
 
 async def test_a_resumed_generation_comes_on_the_stream_too(redis_url: str) -> None:
-    async with rig_of(redis_url) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url) as rig, opened(rig) as answers:
         started, chunks, _ = await collect(rig.stub.Generate(ask(max_tokens=20)))
         route = pb.AnswerRoute(stream=NAME, handle=7)
         request = pb.ResumeRequest(
@@ -123,7 +110,7 @@ async def test_a_resumed_generation_comes_on_the_stream_too(redis_url: str) -> N
 
 
 async def test_a_call_that_is_not_taken_waits_alone_within_its_window(redis_url: str) -> None:
-    async with rig_of(redis_url, stride=16) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, stride=16) as rig, opened(rig) as answers:
         slow = rig.stub.Generate(routed(1, max_tokens=20_000, logprobs=20))
         fast = rig.stub.Generate(routed(2, max_tokens=4_000, logprobs=20))
 
@@ -148,7 +135,7 @@ async def test_a_client_that_takes_nothing_loses_its_slot_and_resumes(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "SLOW_CLIENT_S", 0.5)
-    async with rig_of(redis_url, stride=16) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, stride=16) as rig, opened(rig) as answers:
         call = rig.stub.Generate(routed(1, max_tokens=20_000, logprobs=20))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await drain(call)
@@ -158,7 +145,7 @@ async def test_a_client_that_takes_nothing_loses_its_slot_and_resumes(
 
 
 async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: str) -> None:
-    async with rig_of(redis_url, pace_s=0.01) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, pace_s=0.01) as rig, opened(rig) as answers:
         call = rig.stub.Generate(routed(1, max_tokens=2_000))
         alone = rig.stub.Generate(ask(max_tokens=60))
         await until(lambda: len(answers.tokens(1)) > 5)
@@ -177,7 +164,7 @@ async def test_a_stream_that_ends_ends_the_calls_whose_events_it_had(redis_url: 
     ids=["unknown", "handle 0", "no name", "handle in use"],
 )
 async def test_without_its_stream_a_call_is_sent_its_events_itself(redis_url: str, route: tuple[bytes, int]) -> None:
-    async with rig_of(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
         holder = rig.stub.Generate(routed(5, max_tokens=2_000))
         await until(lambda: bool(answers.tokens(5)))
         _, chunks, _ = await collect(rig.stub.Generate(routed(route[1], route[0], max_tokens=20)))
@@ -186,7 +173,7 @@ async def test_without_its_stream_a_call_is_sent_its_events_itself(redis_url: st
 
 
 async def test_a_broken_call_frees_its_handle_and_stops_its_events(redis_url: str) -> None:
-    async with rig_of(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, pace_s=0.005) as rig, opened(rig) as answers:
         call = rig.stub.Generate(routed(1, max_tokens=2_000))
         await until(lambda: len(answers.tokens(1)) > 5)
         call.cancel()
@@ -210,7 +197,7 @@ MALFORMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # first and sec
 
 
 async def test_a_malformed_message_ends_its_stream_with_the_field(redis_url: str) -> None:
-    async with rig_of(redis_url, pace_s=0.01) as rig:
+    async with scripted_router(redis_url, pace_s=0.01) as rig:
         for first, then, field in MALFORMED:
             answers = AnswersCall(rig)
             await answers.send(**first)
@@ -226,7 +213,7 @@ async def test_a_malformed_message_ends_its_stream_with_the_field(redis_url: str
 
 
 async def test_bytes_that_do_not_parse_end_the_stream(redis_url: str) -> None:
-    async with rig_of(redis_url) as rig, grpc.aio.insecure_channel(rig.address) as channel:
+    async with scripted_router(redis_url) as rig, grpc.aio.insecure_channel(rig.address) as channel:
         call: Any = channel.stream_stream(STREAM)()
         await call.write(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -235,7 +222,7 @@ async def test_bytes_that_do_not_parse_end_the_stream(redis_url: str) -> None:
 
 
 async def test_a_name_is_of_one_stream_and_a_tenant_has_so_many(redis_url: str) -> None:
-    async with rig_of(redis_url) as rig, opened(rig):
+    async with scripted_router(redis_url) as rig, opened(rig):
         second = AnswersCall(rig)
         await second.send(stream=NAME)
         error = await second.error()
@@ -250,7 +237,7 @@ async def test_a_name_is_of_one_stream_and_a_tenant_has_so_many(redis_url: str) 
 
 
 async def test_credit_for_calls_that_are_over_is_ignored(redis_url: str) -> None:
-    async with rig_of(redis_url) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url) as rig, opened(rig) as answers:
         assert await drain(rig.stub.Generate(routed(1, max_tokens=20))) == []
         await until(lambda: answers.finished(1))
         await answers.send(handles=[1, 99], taken=[answers.taken(1), 10**9])
@@ -259,7 +246,7 @@ async def test_credit_for_calls_that_are_over_is_ignored(redis_url: str) -> None
 
 
 async def test_a_flood_of_credit_is_read_slowly(redis_url: str) -> None:
-    async with rig_of(redis_url, pace_s=0.01) as rig, opened(rig) as answers:
+    async with scripted_router(redis_url, pace_s=0.01) as rig, opened(rig) as answers:
         call = rig.stub.Generate(routed(1, max_tokens=100_000))
         await until(lambda: bool(answers.tokens(1)))
         sent = 0
@@ -284,7 +271,7 @@ def test_a_message_is_full_at_a_mebibyte_and_leaves_no_event_behind() -> None:
     for number in range(30):
         lane = lanes[number % 3]
         assert lane is not None
-        stream.put(lane, event)
+        stream.put(lane, event, event.ByteSize())
         put.append(lane.handle)
     assert lanes[2] is not None
     lanes[2].close()
