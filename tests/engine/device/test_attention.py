@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.engine.device import attention
+from tests.engine.device.taped import DEVICE
 
 SLOTS, WIDTH, GROUP, KV_HEADS, DIM, CONTEXT, SPAN = 3, 4, 2, 2, 16, 40, 6
 
@@ -21,7 +22,7 @@ def arguments(seed: int) -> tuple[torch.Tensor, ...]:
     trees[0, :, 0] = True
     queries = torch.randn(SLOTS, WIDTH * GROUP, KV_HEADS, DIM, generator=random)
     keys, values = torch.randn(2, SLOTS, KV_HEADS, CONTEXT, DIM, generator=random)
-    return prefixes, trees, queries, keys, values
+    return tuple(it.to(DEVICE) for it in (prefixes, trees, queries, keys, values))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -31,7 +32,7 @@ def test_a_query_sees_its_prefix_and_its_path(seed: int) -> None:
     assert seen.shape == (SLOTS, 1, WIDTH * GROUP, CONTEXT)
     for slot in range(SLOTS):
         for query in range(WIDTH * GROUP):
-            path = trees[slot, query // GROUP].numpy()
+            path = trees[slot, query // GROUP].cpu().numpy()
             prefix = int(prefixes[slot])
             expected = np.zeros(CONTEXT, np.bool_)
             if path.any():
@@ -39,7 +40,7 @@ def test_a_query_sees_its_prefix_and_its_path(seed: int) -> None:
                 expected[prefix : prefix + SPAN] = path
             else:
                 expected[0] = True
-            assert np.array_equal(seen[slot, 0, query].numpy() == 0.0, expected)
+            assert np.array_equal(seen[slot, 0, query].cpu().numpy() == 0.0, expected)
 
 
 @pytest.mark.parametrize("way", [attention.products, attention.flexible])

@@ -24,7 +24,7 @@ from outrider.engine.device.kernels import CompiledKernels, Kernels
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
-from tests.engine.device.taped import Tapes, taped
+from tests.engine.device.taped import DEVICE, Tapes, taped
 from tests.engine.small_checkpoints import (
     MODELS,
     SHAPES,
@@ -41,7 +41,7 @@ Both = tuple[DeviceEngine, NativeEngine]
 
 
 def on_device(folder: Path, **changes: Any) -> DeviceEngine:
-    return DeviceEngine.load(folder, **{"device": "cpu", "dtype": "float32", "slots": SLOTS, **changes})
+    return DeviceEngine.load(folder, **{"device": DEVICE, "dtype": "float32", "slots": SLOTS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +355,7 @@ def test_costs_are_measured(both: Both) -> None:
         ({"device": "gpu"}, "device: is 'gpu'"),
         ({"device": "mps"}, "device: is 'mps'"),
         ({"dtype": "int8"}, "dtype: is int8"),
-        ({"numerics": "invariant"}, "numerics: invariant is not possible with device cpu"),
+        ({"numerics": "invariant"}, f"numerics: invariant is not possible with device {DEVICE}"),
     ],
 )
 def test_what_it_does_not_do_is_refused(changes: dict[str, Any], named: str) -> None:

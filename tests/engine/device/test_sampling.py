@@ -11,35 +11,36 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.device import sampling
 from tests.core.sampling.test_noise import VECTORS
+from tests.engine.device.taped import DEVICE
 
-CPU = torch.device("cpu")
+ON = torch.device(DEVICE)
 
 
 def keys_of(*keys: int) -> torch.Tensor:
-    return torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+    return torch.from_numpy(np.array(keys, np.uint64).view(np.int64)).to(ON)
 
 
 @pytest.mark.parametrize(("seed", "choice", "position", "token", "bits"), VECTORS)
 def test_bits_match_the_published_vectors(seed: int, choice: int, position: int, token: int, bits: int) -> None:
-    steps = sampling.noise_steps(token + 1, CPU)
+    steps = sampling.noise_steps(token + 1, ON)
     assert int(sampling.noise_bits(keys_of(noise_key(seed, choice, position)), steps)[0, token]) == bits
 
 
 def test_bits_are_the_cores_for_any_key() -> None:
     random = np.random.default_rng(1)
     keys = [0, 1, 2**63 - 1, 2**63, 2**64 - 1, *random.integers(0, 2**64, 40, np.uint64).tolist()]
-    found = sampling.noise_bits(keys_of(*keys), sampling.noise_steps(3000, CPU))
+    found = sampling.noise_bits(keys_of(*keys), sampling.noise_steps(3000, ON))
     for row, key in zip(found, keys, strict=True):
-        assert np.array_equal(row.numpy().view(np.uint64), noise_bits(key, 0, 3000))
+        assert np.array_equal(row.cpu().numpy().view(np.uint64), noise_bits(key, 0, 3000))
 
 
 def test_noise_is_the_cores_to_an_ulp() -> None:
     for position in range(20):
-        bits = sampling.noise_bits(keys_of(noise_key(5, 1, position)), sampling.noise_steps(4096, CPU))
-        ours, expected = sampling.gumbel(bits)[0].numpy(), gumbel_row(5, 1, position, 4096)
+        bits = sampling.noise_bits(keys_of(noise_key(5, 1, position)), sampling.noise_steps(4096, ON))
+        ours, expected = sampling.gumbel(bits)[0].cpu().numpy(), gumbel_row(5, 1, position, 4096)
         # The outer logarithm's argument may be an ulp off, which near 1 is more than an ulp of the result.
         assert (np.abs(ours - expected) <= 2 * np.spacing(np.maximum(np.abs(expected), 1.0))).all()
-    ends = sampling.gumbel(torch.tensor([0, 1, 2**32 - 1]))
+    ends = sampling.gumbel(torch.tensor([0, 1, 2**32 - 1], device=ON))
     assert torch.isfinite(ends).all()
 
 
@@ -60,12 +61,12 @@ def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> 
     contract = Contract(seed=4, choice=1, max_tokens=9, temperature=temperature)
     draw = Sampler(contract, vocabulary, [1], 0).draw
     assert draw is not None
-    keys = torch.from_numpy(noise_keys(np.array(draw.base, np.uint64), np.arange(1, rows + 1)).view(np.int64))
+    keys = torch.from_numpy(noise_keys(np.array(draw.base, np.uint64), np.arange(1, rows + 1)).view(np.int64)).to(ON)
     scores = sampling.scores(
-        torch.from_numpy(logits),
+        torch.from_numpy(logits).to(ON),
         keys,
-        torch.full((rows,), temperature, dtype=torch.float64),
-        sampling.noise_steps(vocabulary, CPU),
+        torch.full((rows,), temperature, dtype=torch.float64, device=ON),
+        sampling.noise_steps(vocabulary, ON),
     )
     tokens, values = sampling.best(scores, 2)
     sampler = Sampler(contract, vocabulary, [1], 0)
@@ -77,13 +78,15 @@ def test_choices_are_the_samplers_over_thousands_of_rows(temperature: float) -> 
 
 
 def test_the_lowest_id_wins_every_tie() -> None:
-    tokens, values = sampling.best(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]]).double(), 4)
+    tokens, values = sampling.best(
+        torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]], device=ON).double(), 4
+    )
     assert tokens.tolist() == [[1, 2, 4, 3], [0, 1, 2, 3]]
     assert values.tolist() == [[3.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]]
 
 
 def test_a_vocabulary_of_one_has_no_runner_up() -> None:
-    _, values = sampling.best(torch.zeros(1, 1).double(), 2)
+    _, values = sampling.best(torch.zeros(1, 1, device=ON).double(), 2)
     assert float(values[0, 0] - values[0, 1]) == np.inf
 
 

@@ -1,0 +1,159 @@
+"""Compares the device's engine with the CPU's in float32, kind by kind: `python -m bench.gpu_parity`.
+
+Both run the same passes over the reference target with random tokens: chunks of prompts, trees of several texts at once,
+moves of committed rows, copies between slots, and choices under shared noise. Prints the widest gap between their logits
+for each kind, in logits; float32 sums in another order differ by about 1e-5. Choices are compared on the same logits
+with the host's sampler, so they must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from outrider.cli.command import FAILURE, reported
+from outrider.core.sampling.noise import Draw, generation_base
+from outrider.core.sampling.sampler import Sampler
+from outrider.core.session.contract import Contract
+from outrider.engine.batch import Segment
+from outrider.engine.device import DeviceEngine
+from outrider.engine.device.engine import Compiling
+from outrider.engine.eager.engine import NativeEngine
+from outrider.engine.masks import tree_mask
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 1e-3  # of a gap between two logits
+SLOTS = 8
+SEED = 20261126
+
+
+class Parity:
+    """Both engines, and the widest gap of each kind of work."""
+
+    def __init__(self, model: Path, device: str, compiling: Compiling) -> None:
+        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS, compiling=compiling)
+        self.host = NativeEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
+        self.random = np.random.default_rng(SEED)
+        self.gaps: dict[str, float] = {}
+
+    def tokens(self, count: int) -> NDArray[np.int64]:
+        """Return random tokens."""
+        return self.random.integers(0, self.host.vocabulary, count)
+
+    def forward(self, kind: str, segments: Sequence[Segment]) -> None:
+        """Run a pass on both engines and note the gap between their logits."""
+        ours, expected = self.device.forward(segments), self.host.forward(segments)
+        gap = float(np.abs(ours - expected).max()) if expected.size else 0.0
+        self.gaps[kind] = max(self.gaps.get(kind, 0.0), gap if np.isfinite(gap) else np.inf)
+
+    def chain(self, slot: int, start: int, count: int, wanted: int | None = None) -> Segment:
+        """Return a segment of random tokens behind the first `start` rows."""
+        return Segment(slot, start, self.tokens(count), start + np.arange(count), None, wanted)
+
+    def tree(self, slot: int, start: int, nodes: int) -> Segment:
+        """Return a random tree below the row before `start`, whose nodes are rows from `start` on."""
+        parents = [int(self.random.integers(-1, node)) for node in range(nodes)]
+        depths = [0] * nodes
+        for node, parent in enumerate(parents):
+            depths[node] = 1 + (depths[parent] if parent >= 0 else 0)
+        mask = tree_mask(1, [parent + 1 for parent in parents])[1:, 1:]
+        return Segment(slot, start, self.tokens(nodes), start - 1 + np.array(depths), mask)
+
+
+def chunks(both: Parity) -> None:
+    """Prompts in chunks of many sizes, of one text and of several at once."""
+    for sizes in ([1, 2, 3, 60, 64, 65, 128], [300, 1, 200], [513]):
+        start = 0
+        for size in sizes:
+            both.forward("chunks", [both.chain(0, start, size)])
+            start += size
+    both.forward("chunks", [both.chain(slot, 0, count) for slot, count in ((3, 7), (1, 100), (6, 1), (2, 64))])
+
+
+def trees(both: Parity) -> None:
+    """Trees of several texts, whose lengths are very different, in one pass."""
+    lengths = [1, 5, 63, 64, 65, 300, 700, 900]
+    for slot, length in enumerate(lengths):
+        both.forward("chunks", [both.chain(slot, 0, length, 0)])
+    for _ in range(12):
+        chosen = sorted(both.random.permutation(SLOTS)[: int(both.random.integers(1, SLOTS + 1))].tolist())
+        sizes = both.random.integers(1, 25, len(chosen)).tolist()
+        both.forward("trees", [both.tree(slot, lengths[slot], size) for slot, size in zip(chosen, sizes, strict=True)])
+
+
+def moves(both: Parity) -> None:
+    """Rounds of a tree and the move of one of its paths."""
+    both.forward("chunks", [both.chain(4, 0, 50, 0)])
+    length = 50
+    for _ in range(20):
+        tree = both.tree(4, length, 12)
+        both.forward("moves", [tree])
+        seen = np.flatnonzero(tree.seen[int(both.random.integers(0, 12))])
+        for engine in (both.device, both.host):
+            engine.move(4, length + seen, length + np.arange(len(seen)))
+        length += len(seen)
+    both.forward("moves", [both.chain(4, length, 3)])
+
+
+def copies(both: Parity) -> None:
+    """Copies of the first rows of a slot to another one, with a move before and after."""
+    both.forward("chunks", [both.chain(0, 0, 200, 0)])
+    for rows in (1, 64, 199):
+        for engine in (both.device, both.host):
+            engine.move(0, np.array([3, 5]), np.array([5, 3]))
+            engine.copy(0, 7, rows)
+            engine.move(0, np.array([rows]), np.array([0]))
+        both.forward("copies", [both.chain(7, rows, 4), both.chain(0, 200, 2)])
+
+
+def choices(both: Parity) -> None:
+    """Tokens under shared noise; the gap is 0 or infinite."""
+    wrong = 0
+    for temperature in (0.0, 0.7, 1.0):
+        segments = [both.chain(slot, 0, 40) for slot in range(4)]
+        contracts = [Contract(seed=slot, max_tokens=9, temperature=temperature) for slot in range(4)]
+        draws = [Draw(generation_base(it.seed, it.choice), it.temperature) for it in contracts]
+        sampled = both.device.sample(segments, draws)
+        for row in range(4 * 40):
+            slot, position = divmod(row, 40)
+            sampler = Sampler(contracts[slot], both.host.vocabulary, [1] * (position + 1), 0)
+            chosen = sampled.choice(row)
+            wrong += chosen is None or chosen.token != sampler.choose(sampled.row(row)).token
+    both.gaps["choices"] = np.inf if wrong else 0.0
+
+
+KINDS: Sequence[Callable[[Parity], None]] = (chunks, trees, moves, copies, choices)
+
+
+def main(
+    device: Annotated[str, typer.Option()] = "cuda",
+    model: Annotated[Path, typer.Option(help="A checkpoint folder.")] = ROOT / "models" / "target",
+    compiling: Annotated[str, typer.Option(help="tuned, plain or off.")] = "off",
+    kinds: Annotated[list[str] | None, typer.Option("--kind", help="Of work; may be repeated. [default: all]")] = None,
+) -> None:
+    """Compare the engines. Ends with status 1 if a gap is too wide."""
+    with reported():
+        both = Parity(model, device, compiling)  # type: ignore[arg-type]
+        for kind in KINDS:
+            if not kinds or kind.__name__ in kinds:
+                kind(both)
+                print(f"parity: after {kind.__name__}: {shown(both)}", flush=True)
+    print(f"parity: device={device} compiling={compiling} {shown(both)}")
+    if max(both.gaps.values()) > LIMIT:
+        raise SystemExit(FAILURE)
+
+
+def shown(both: Parity) -> str:
+    """Return the widest gaps as figures for scripts."""
+    return " ".join(f"{kind}={gap:.2g}" for kind, gap in both.gaps.items())
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

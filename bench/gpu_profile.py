@@ -1,0 +1,111 @@
+"""Where a step's time goes on a device, kernel by kernel: `python -m bench.gpu_profile --shape 8b --texts 1`.
+
+The reference target at a known model's shape, as `bench.gpu` has it. Plain steps, and verifying steps of so many rows a
+text, are measured first and then traced: microseconds of each kernel in a step, the sum of all, and the time in which
+the device waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from bench.gpu import ROOT, SHAPES, GpuRun
+from outrider.core.sampling.noise import Draw
+from outrider.engine.batch import Segment
+from outrider.engine.masks import tree_mask
+
+if TYPE_CHECKING:
+    from outrider.engine.device import DeviceEngine
+
+STEPS = 12
+WARM_UPS = 3
+TOP = 16  # kernels shown
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.")] = "8b",
+    texts: Annotated[int, typer.Option(min=1)] = 1,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a text in a step. [default: 1, 8, 16]")] = None,
+    context: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
+    compiling: Annotated[str, typer.Option(help="tuned, plain or off.")] = "off",
+    best: Annotated[int, typer.Option(help="Candidates of a row, as a drafter needs them; 0: as a verifier.")] = 0,
+    device: Annotated[str, typer.Option()] = "cuda",
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+) -> None:
+    """Measure and trace steps."""
+    import torch
+
+    run = GpuRun(
+        device=device, dtype=dtype, compiling=compiling, temperatures=(1.0,), batches=(texts,), trees={},  # type: ignore[arg-type]
+        context=context, tokens=STEPS, repetitions=1, gpt_fast=None, models=ROOT / "models",
+        texts=Path(ROOT / "examples" / "held_out.jsonl"),
+    )  # fmt: skip
+    began = time.perf_counter()
+    engine = run._engine(run._weights("target", shape), texts)
+    print(
+        f"profile: loaded in {time.perf_counter() - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
+        flush=True,
+    )
+    for slot, prompt in enumerate(run._prompts(texts)):
+        for start in range(0, context, 256):
+            part = np.array(prompt[start : start + 256])
+            engine.forward([Segment(slot, start, part, start + np.arange(len(part)), None, 0)])
+    for count in rows or (1, 8, 16):
+        began = time.perf_counter()
+        step(engine, texts, count, context, best)
+        recorded = time.perf_counter() - began
+        for _ in range(WARM_UPS):
+            step(engine, texts, count, context, best)
+        times = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            step(engine, texts, count, context, best)
+            times.append(time.perf_counter() - began)
+        wall_ms = median(times) * 1e3
+        busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))  # type: ignore[misc]
+        print(
+            f"profile: shape={shape} texts={texts} rows={count} compiling={compiling} best={best} "
+            f"step_ms={wall_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
+        )
+        for name, (calls, spent_us) in kernels[:TOP]:
+            print(f"  {spent_us:9.1f} us {calls:6.1f} calls {spent_us / max(calls, 1e-9):8.2f} us each  {name[:90]}")
+
+
+def step(engine: DeviceEngine, texts: int, rows: int, context: int, best: int) -> None:
+    """Run a verifying step: a chain of two and a tree for each text, or one row."""
+    segments = []
+    for slot in range(texts):
+        mask = tree_mask(1, [node // 2 for node in range(rows - 1)]) if rows > 1 else None
+        at = np.arange(rows)
+        segments.append(Segment(slot, context - 1, at + 5, context - 1 + np.minimum(at, 6), mask))
+    engine.sample(segments, [Draw(slot, 1.0) for slot in range(texts)], best)
+
+
+def traced(torch: Any, work: Any) -> tuple[float, list[tuple[str, tuple[float, float]]]]:
+    """Return the milliseconds in which the device is busy in a step, and each kernel's calls and microseconds in it."""
+    activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else None
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(STEPS):
+            work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in profile.events():
+        if torch.cuda.is_available() == (event.device_type == torch.autograd.DeviceType.CUDA):
+            sums[event.name][0] += 1 / STEPS
+            sums[event.name][1] += event.time_range.elapsed_us() / STEPS
+    ordered = sorted(((name, (calls, spent)) for name, (calls, spent) in sums.items()), key=lambda it: -it[1][1])
+    return sum(spent for _, (_, spent) in ordered) / 1e3, ordered
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
