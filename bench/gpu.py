@@ -140,7 +140,6 @@ def main(
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="[default: 1]")] = None,
     device: Annotated[str | None, typer.Option(help="[default: cuda]")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"] | None, typer.Option(help="[default: bfloat16]")] = None,
-    compiling: Annotated[Literal["tuned", "plain", "off"], typer.Option(help="The layers, by torch.")] = "plain",
     drafters: Annotated[list[str] | None, typer.Option("--drafter", help="1b, tiny or reference.")] = None,
     growths: Annotated[
         list[str] | None, typer.Option("--tree", metavar="BATCH=DEPTH,BEAM,WIDTH,NODES", help="May be repeated.")
@@ -173,6 +172,8 @@ def main(
             _check("--drafter", drafter, [REFERENCE, *SHAPES])
         trees = {batch: RoundGrowth(*sizes) for batch, sizes in GROWTHS.items()} | _trees(growths or ())
         path = output or ROOT / "bench" / "results" / time.strftime("gpu-%Y%m%d-%H%M%S.json")
+        if output is None:
+            path.parent.mkdir(exist_ok=True)
         if not path.parent.is_dir():
             raise ConfigError(f"--json: {path.parent} is not a folder")
         if chosen == "cpu":
@@ -180,7 +181,6 @@ def main(
         run = GpuRun(
             device=chosen,
             dtype=dtype or "bfloat16",
-            compiling=compiling,
             temperatures=tuple(temperatures or (1.0,)),
             batches=tuple(batches or (1, 8, 32)),
             trees=trees,
@@ -213,7 +213,6 @@ class GpuRun:
 
     device: str
     dtype: Literal["bfloat16", "float32"]
-    compiling: Literal["tuned", "plain", "off"]
     temperatures: tuple[float, ...]
     batches: tuple[int, ...]
     trees: dict[int, RoundGrowth]
@@ -330,7 +329,6 @@ class GpuRun:
             device=self.device,
             dtype=self.dtype,
             slots=slots,
-            compiling=self.compiling,
         )
 
     def _prompts(self, texts: int) -> list[list[int]]:
@@ -356,7 +354,7 @@ class GpuRun:
             dtype=self.dtype,
             prompts=prompts,
             steps=self.tokens,
-            compiled=self.device != "cpu" and self.compiling != "off",
+            compiled=self.device != "cpu",
         )
         _free_memory()
         return seconds

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -51,38 +51,41 @@ def _profile(name: str, *arguments: str) -> Part:
     return Part(f"profile-{name}", ("-m", "bench.gpu_profile", *arguments), 150)
 
 
-def _gpu(shape: str, batch: int, compiling: str, *more: str) -> Part:
+def _gpu(shape: str, batch: int) -> Part:
     """Return the part that measures one shape with one number of texts."""
-    arguments = ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch), "--compiling", compiling, *more)
-    return Part(f"{shape}-{batch}-{compiling}", arguments, 400)
+    return Part(f"{shape}-{batch}", ("-m", "bench.gpu", "--shape", shape, "--batch", str(batch)), 300)
 
 
 PARTS = (
     Part("parity", ("-m", "bench.gpu_parity"), 120),
-    Part("tests", (*PYTEST, *TESTS), 240, {"OUTRIDER_TEST_DEVICE": "cuda"}),
+    Part("tests", (*PYTEST, *TESTS), 300, {"OUTRIDER_TEST_DEVICE": "cuda"}),
     Part(
         "sanitizer",
         ("-m", "bench.gpu_parity", "--kind", "moves", "--model", "models/drafter"),
         240,
         program=("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"),
     ),
-    Part("parity-compiled", ("-m", "bench.gpu_parity", "--compiling", "plain", "--kind", "trees"), 240),
     _profile("8b-1", "--rows", "1", "--rows", "16"),
-    _profile("8b-1-plain", "--rows", "1", "--rows", "16", "--compiling", "plain"),
     _profile("8b-32", "--texts", "32", "--rows", "1", "--rows", "4"),
-    _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "8"),
-    *(_gpu(shape, batch, "off") for shape in ("1b", "8b") for batch in (1, 8, 32)),
-    *(_gpu(shape, batch, "plain") for shape in ("1b", "8b") for batch in (1, 8, 32)),
+    _profile("1b-1-drafter", "--shape", "1b", "--rows", "1", "--rows", "4", "--best", "64"),
+    *(_gpu(shape, batch) for shape in ("1b", "8b") for batch in (1, 8, 32)),
 )
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of the results.")] = ROOT / "bench" / "results" / "gpu_day",
     parts: Annotated[list[str] | None, typer.Option("--part", help="May be repeated. [default: all]")] = None,
+    gpt_fast: Annotated[Path | None, typer.Option(help="A checkout of gpt-fast, measured beside plain steps.")] = None,
     within: Annotated[float, typer.Option(min=1, help="Seconds for all parts together.")] = 2700,
 ) -> None:
     """Run the parts that have not passed yet. Ends with status 1 if one fails."""
     known = {part.name: part for part in PARTS}
+    if gpt_fast is not None:
+        known |= {
+            name: replace(part, arguments=(*part.arguments, "--gpt-fast", str(gpt_fast)))
+            for name, part in known.items()
+            if part.arguments[:2] == ("-m", "bench.gpu") and "1" in part.arguments
+        }
     if unknown := sorted(set(parts or ()) - known.keys()):
         raise typer.BadParameter(f"{', '.join(unknown)}: must be one of {', '.join(known)}")
     output.mkdir(parents=True, exist_ok=True)
@@ -109,7 +112,7 @@ def run(part: Part, output: Path, ends: float) -> str:
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **part.environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))), "PYTHONUNBUFFERED": "1", **part.environment},
         )
         try:
             status = "passed" if process.wait(limit) == 0 else "failed"

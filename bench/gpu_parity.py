@@ -22,7 +22,6 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.device.engine import Compiling
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.masks import tree_mask
 
@@ -35,8 +34,8 @@ SEED = 20261126
 class Parity:
     """Both engines, and the widest gap of each kind of work."""
 
-    def __init__(self, model: Path, device: str, compiling: Compiling) -> None:
-        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS, compiling=compiling)
+    def __init__(self, model: Path, device: str) -> None:
+        self.device = DeviceEngine.load(model, device=device, dtype="float32", slots=SLOTS)
         self.host = NativeEngine.load(model, dtype="float32", slots=SLOTS, threads=1)
         self.random = np.random.default_rng(SEED)
         self.gaps: dict[str, float] = {}
@@ -133,17 +132,16 @@ KINDS: Sequence[Callable[[Parity], None]] = (chunks, trees, moves, copies, choic
 def main(
     device: Annotated[str, typer.Option()] = "cuda",
     model: Annotated[Path, typer.Option(help="A checkpoint folder.")] = ROOT / "models" / "target",
-    compiling: Annotated[str, typer.Option(help="tuned, plain or off.")] = "off",
     kinds: Annotated[list[str] | None, typer.Option("--kind", help="Of work; may be repeated. [default: all]")] = None,
 ) -> None:
     """Compare the engines. Ends with status 1 if a gap is too wide."""
     with reported():
-        both = Parity(model, device, compiling)  # type: ignore[arg-type]
+        both = Parity(model, device)
         for kind in KINDS:
             if not kinds or kind.__name__ in kinds:
                 kind(both)
                 print(f"parity: after {kind.__name__}: {shown(both)}", flush=True)
-    print(f"parity: device={device} compiling={compiling} {shown(both)}")
+    print(f"parity: device={device} {shown(both)}")
     if max(both.gaps.values()) > LIMIT:
         raise SystemExit(FAILURE)
 

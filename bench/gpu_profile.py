@@ -34,7 +34,6 @@ def main(
     texts: Annotated[int, typer.Option(min=1)] = 1,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a text in a step. [default: 1, 8, 16]")] = None,
     context: Annotated[int, typer.Option(min=16, help="Tokens of each text.")] = 512,
-    compiling: Annotated[str, typer.Option(help="tuned, plain or off.")] = "off",
     best: Annotated[int, typer.Option(help="Candidates of a row, as a drafter needs them; 0: as a verifier.")] = 0,
     device: Annotated[str, typer.Option()] = "cuda",
     dtype: Annotated[str, typer.Option()] = "bfloat16",
@@ -43,14 +42,14 @@ def main(
     import torch
 
     run = GpuRun(
-        device=device, dtype=dtype, compiling=compiling, temperatures=(1.0,), batches=(texts,), trees={},  # type: ignore[arg-type]
+        device=device, dtype=dtype, temperatures=(1.0,), batches=(texts,), trees={},  # type: ignore[arg-type]
         context=context, tokens=STEPS, repetitions=1, gpt_fast=None, models=ROOT / "models",
         texts=Path(ROOT / "examples" / "held_out.jsonl"),
     )  # fmt: skip
     began = time.perf_counter()
     engine = run._engine(run._weights("target", shape), texts)
     print(
-        f"profile: loaded in {time.perf_counter() - began:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
+        f"profile: loaded in {loaded:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
         flush=True,
     )
     for slot, prompt in enumerate(run._prompts(texts)):
@@ -71,7 +70,7 @@ def main(
         wall_ms = median(times) * 1e3
         busy_ms, kernels = traced(torch, lambda count=count: step(engine, texts, count, context, best))  # type: ignore[misc]
         print(
-            f"profile: shape={shape} texts={texts} rows={count} compiling={compiling} best={best} "
+            f"profile: shape={shape} texts={texts} rows={count} best={best} "
             f"step_ms={wall_ms:.3f} busy_ms={busy_ms:.3f} record_s={recorded:.1f}"
         )
         for name, (calls, spent_us) in kernels[:TOP]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 WARM_UPS = 3  # runs before a capture, which compile and choose kernels and allocate the workspaces of libraries
 
-MadeT = TypeVar("MadeT")
 Replay = Callable[[], None]
 
 
@@ -51,24 +49,3 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._capture_stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
-
-
-class RecentRecordings(Generic[MadeT]):
-    """A cache of recordings, each made at its first use; drops the least recently used ones."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._made: OrderedDict[Hashable, MadeT] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """Return the recording of a key, made by `make` at its first use."""
-        if key in self._made:
-            self._made.move_to_end(key)
-            return self._made[key]
-        while len(self._made) >= self._capacity:
-            self._made.popitem(last=False)
-        self._made[key] = made = make()
-        return made
-
-    def __len__(self) -> int:
-        return len(self._made)

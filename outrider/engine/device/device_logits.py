@@ -16,25 +16,26 @@ class DeviceLogits:
     """The logits of a pass in the order of its segments; see `Logits`. The parts of a pass are added one by one."""
 
     def __init__(self, vocabulary: int, outputs: Sequence[int]) -> None:
+        """`outputs`: of each segment."""
         self.vocabulary = vocabulary
-        self._outputs = outputs
-        self._first = [sum(outputs[:index]) for index in range(len(outputs))]
-        # Of each row: its part, its index there, and whether tokens were chosen for it.
-        self._places: list[tuple[int, int, bool]] = [(0, 0, False)] * sum(outputs)
+        stops = np.cumsum(outputs)
+        self.first: list[int] = (stops - outputs).tolist()  # row of each segment
+        rows = int(stops[-1])
+        self._part = np.zeros(rows, np.int64)  # of each row
+        self._at = np.zeros(rows, np.int64)  # its index there
+        self._chosen = np.zeros(rows, np.bool_)  # whether tokens were chosen for it
         self._logits: list[Tensor] = []
         self._choices: list[Tensor | None] = []
         self._fetched: list[NDArray[np.float64] | None] = []
 
-    def add(self, part: Sequence[int], drawn: Sequence[bool], logits: Tensor, choices: Tensor | None) -> None:
-        """Add the part with these segments. `drawn`: of each segment, whether its tokens were chosen.
+    def add(self, rows: NDArray[np.int64], chosen: NDArray[np.bool_], logits: Tensor, choices: Tensor | None) -> None:
+        """Add a part. `rows`: what its first rows are in the result; `chosen`: whether tokens were chosen for each.
 
         `logits`: [outputs, vocabulary]; `choices`: [outputs, 2 * candidates] float64, tokens and then their scores.
         """
-        row = 0
-        for index, chosen in zip(part, drawn, strict=True):
-            for at in range(self._outputs[index]):
-                self._places[self._first[index] + at] = len(self._logits), row, chosen and choices is not None
-                row += 1
+        self._part[rows] = len(self._logits)
+        self._at[rows] = np.arange(len(rows))
+        self._chosen[rows] = chosen & (choices is not None)
         self._logits.append(logits)
         self._choices.append(choices)
 
@@ -43,8 +44,7 @@ class DeviceLogits:
         self._fetched = [None if it is None else it.cpu().numpy() for it in self._choices]
 
     def row(self, index: int) -> NDArray[np.float32]:
-        part, at, _ = self._places[index]
-        row: NDArray[np.float32] = self._logits[part][at].cpu().numpy()
+        row: NDArray[np.float32] = self._logits[self._part[index]][self._at[index]].cpu().numpy()
         return row
 
     def choice(self, index: int) -> Choice | None:
@@ -52,11 +52,10 @@ class DeviceLogits:
         return None if best is None else Choice(int(best.tokens[0]), float(best.scores[0] - best.scores[1]))
 
     def best(self, index: int) -> BestTokens | None:
-        part, at, chosen = self._places[index]
-        choices = self._fetched[part] if chosen else None
+        choices = self._fetched[self._part[index]] if self._chosen[index] else None
         if choices is None:
             return None
-        tokens, scores = np.split(choices[at], 2)
+        tokens, scores = np.split(choices[self._at[index]], 2)
         return BestTokens(tokens.astype(np.int64), scores)
 
     def all(self) -> NDArray[np.float32]:
@@ -65,6 +64,5 @@ class DeviceLogits:
             return np.empty((0, self.vocabulary), np.float32)
         parts = [logits.cpu().numpy() for logits in self._logits]
         if len(parts) == 1:
-            order = [at for _, at, _ in self._places]
-            return parts[0][: len(order)] if order == list(range(len(order))) else parts[0][order]
-        return np.stack([parts[part][at] for part, at, _ in self._places])
+            return parts[0][: len(self._at)]  # a part's rows are in the order of the result
+        return np.stack([parts[part][at] for part, at in zip(self._part, self._at, strict=True)])

@@ -1,19 +1,22 @@
 """The engine on an accelerator, for the Llama family. The host waits only for the few numbers that a step needs.
 
-A pass runs at one of a few sizes (`buckets`). One copy brings all of its inputs to the device (`input_buffers`). The
-rest is recorded the first time, and replayed as one call (`cuda_graphs`): the layers (`layers`), the attention that is
-fastest at that size (`attention`, `kernels`), the head for the rows that want logits, and the choice of tokens under
-shared noise (`sampling`). Only the chosen tokens return to the host. Logits stay on the device until a row is used, by
-contracts with filters or penalties and by drafters.
+A pass takes the rows of all segments, one behind another, and runs at one of a few numbers of rows (`packing`). One copy
+brings all of its inputs to the device (`input_buffers`). The rest is recorded once for each number of rows, and replayed
+as one call (`cuda_graphs`): moves of committed cache rows, the layers with their attention (`tree_attention`), and in a
+second recording, by the number of rows that want logits, the head and the choice of tokens under shared noise. Only the
+chosen tokens return to the host. Logits stay on the device until a row is used, by contracts with filters or penalties
+and by drafters.
 
-With `device="cpu"` the same code runs without recordings, which serves tests; for CPUs use `CpuEngine`.
+With `device="cpu"` the same code runs on operations of torch and without recordings, which serves tests; for CPUs use
+`CpuEngine`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -21,19 +24,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
 from outrider.core.sampling.noise import Draw
 from outrider.engine.batch import Segment
 from outrider.engine.checkpoints.checkpoint import ModelConfig, Weights, read_config, read_tokenizer_digest
-from outrider.engine.device import layers
-from outrider.engine.device.attention import Attend, visible
-from outrider.engine.device.buckets import Bucket, bucket_of, group_segments
-from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, RecentRecordings, Recorder, Replay
+from outrider.engine.device.cuda_graphs import CudaGraphs, NoRecorder, Recorder, Replay
 from outrider.engine.device.device_logits import DeviceLogits
-from outrider.engine.device.input_buffers import InputBuffers, Inputs
-from outrider.engine.device.kernels import CompiledKernels, DeviceKernels, Kernels, can_compile
-from outrider.engine.device.sampling import best, noise_steps
+from outrider.engine.device.input_buffers import (
+    NO_OUTPUTS,
+    InputBuffers,
+    OutputInputs,
+    Outputs,
+    RowInputs,
+    moves_of,
+)
+from outrider.engine.device.kernels import Kernels, LayerForm, kernels_for
+from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed, round_up
+from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
 from outrider.engine.device.weights import ModelWeights, load_weights
 from outrider.engine.eager.weights import WeightSource
 from outrider.engine.engine import SCRATCH, Engine, Numerics, Traits, check_sizes
@@ -43,37 +51,41 @@ from outrider.engine.ranks.group import ALONE, TensorGroup
 from outrider.errors import ConfigError
 
 DeviceDtype = Literal["float32", "bfloat16"]
-Compiling = Literal["tuned", "plain", "off"]
 
-RECORDINGS = 96  # maximum of recordings in memory
-ROW_TILE = 8  # a mask's rows are multiples of so many numbers, which kernels need
+ROW_TILE = 8  # a slot's cache rows are a multiple of so many
+VERIFIED = 2  # candidates of a row for a verifier: the token, and the next best for the gap between the two
+WORKSPACE_BYTES = 2**30  # of a device's memory that recordings, libraries and intermediate results may take
 GREEDY = Draw(0, 0.0)
-
-
-@dataclass(slots=True)
-class _Recording:
-    """The buffers of a bucket and the recorded pass over them."""
-
-    bucket: Bucket
-    input_buffers: InputBuffers
-    logits: Tensor  # [outputs, vocabulary] float32
-    replay: Replay
-    choosers: dict[int, _Chooser] = field(default_factory=dict)  # by candidates
+_NO_MOVES = np.empty((3, 0), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chooser:
-    """The recorded choice of a bucket's tokens."""
+class _Layers:
+    """The recorded layers, for one number of rows."""
 
-    choices: Tensor  # [outputs, 2 * candidates] float64: tokens, then their scores
+    plan: AttentionPlan
     replay: Replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The recorded head and choice, for one number of outputs and of candidates."""
+
+    logits: Tensor  # [outputs, vocabulary] float32
+    choices: Tensor | None  # [outputs, 2 * candidates] float64: tokens, then their scores
+    replays: list[Replay]
+
+    def replay(self) -> None:
+        """Compute them."""
+        for replay in self.replays:
+            replay()
 
 
 class DeviceEngine(Engine):
     """A model on a device, or a rank's part of it.
 
     Weights, KV and outputs of linears are bfloat16 or float32; residual stream, norms, rotations and logits are
-    float32. A row's last bits depend on its pass's bucket. In a group of ranks only rank 0 has the logits.
+    float32. A row's last bits depend on its pass's number of rows. In a group of ranks only rank 0 has the logits.
     """
 
     def __init__(
@@ -89,11 +101,11 @@ class DeviceEngine(Engine):
         kernels: Kernels,
         recorder: Recorder,
     ) -> None:
-        """`config`: the shape of this rank's part."""
+        """`config`: the shape of this rank's part. Raises ConfigError if the device has too little memory for it."""
         dtype = weights.head.dtype
-        self._spare_row = rows  # the keys and values of padding go there
-        tiled = -(-(rows + 1) // ROW_TILE) * ROW_TILE
+        tiled = -(-(rows + 1) // ROW_TILE) * ROW_TILE  # one more row, for the keys and values of padding
         shape = (config.layers, 2, slots, config.kv_heads, tiled, config.head_dim)
+        _check_memory(device, shape, dtype)
         self._cache = torch.zeros(shape, dtype=dtype, device=device)
         super().__init__(
             Traits(
@@ -115,15 +127,21 @@ class DeviceEngine(Engine):
         )
         self.device = device
         self._config = config
-        self._form = layers.LayerForm(config.heads, config.kv_heads, config.head_dim, config.ffn, config.eps)
+        self._form = LayerForm(config.heads, config.kv_heads, config.head_dim, config.eps)
         self._weights = weights
         self._group = group
         self._kernels = kernels
         self._recorder = recorder
-        self._recordings: RecentRecordings[_Recording] = RecentRecordings(RECORDINGS)
         table = config.rope.table(self.positions, config.head_dim)
         self._cos, self._sin = (torch.from_numpy(part).to(device) for part in table)
-        self._steps = noise_steps(config.vocabulary, device)
+        plans = [self._plan(count) for count in ROWS]
+        self._attention = AttentionBuffers.of(plans, device)
+        self._inputs = InputBuffers(plans[-1], rows, device)
+        self._hidden = torch.zeros(MOST_ROWS, config.width, device=device)
+        self._layers: dict[int, _Layers] = {}  # by rows
+        self._logits = torch.zeros(OUTPUTS[-1], config.vocabulary, device=device)
+        self._heads: dict[tuple[int, int], _Head] = {}  # by outputs and candidates
+        self._gathers: dict[int, Replay] = {}  # by outputs, in a group of ranks
         self._moves: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
 
     @classmethod
@@ -139,13 +157,12 @@ class DeviceEngine(Engine):
         rows: int | None = None,
         numerics: Numerics = "fast",
         group: TensorGroup = ALONE,
-        compiling: Compiling = "plain",
         progress: Callable[[float], None] | None = None,
     ) -> DeviceEngine:
         """Load a checkpoint folder, or a rank's part of it; for the other parameters see `NativeEngine.load`.
 
-        `compiling`: whether torch compiles the layers, where it has a compiler, and whether it tries many kernels.
-        Raises CheckpointError, and ConfigError for a missing device or a type of weights that it does not support.
+        Raises CheckpointError, and ConfigError for a device that is missing, too small or without a compiler, and for a
+        type of weights that is not supported.
         """
         if numerics != "fast":
             raise ConfigError(f"numerics: {numerics} is not possible with device {device}; use fast, or device cpu")
@@ -162,7 +179,6 @@ class DeviceEngine(Engine):
             slots=slots,
             rows=rows,
             group=group,
-            compiling=compiling,
         )
         weights.finish()
         return engine
@@ -180,20 +196,14 @@ class DeviceEngine(Engine):
         slots: int,
         rows: int | None = None,
         group: TensorGroup = ALONE,
-        compiling: Compiling = "plain",
     ) -> DeviceEngine:
         """Make an engine over weights from any source."""
         check_sizes(slots, rows)
         torch_device = check_device(device)
         if dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"dtype: is {dtype}, must be float32 or bfloat16 with device {device}")
+        kernels = kernels_for(torch_device)
         kept = range(config.layers) if kept is None else kept
-        kernels: Kernels = Kernels()
-        recorder: Recorder = NoRecorder()
-        if torch_device.type == "cuda":
-            kernels, recorder = DeviceKernels(), CudaGraphs(torch_device)
-            if compiling != "off" and can_compile(torch_device):
-                kernels = CompiledKernels(fused_sums=group.shard.of == 1, tuned=compiling == "tuned")
         with torch.inference_mode():
             return cls(
                 group.shard.config(replace(config, layers=len(kept))),
@@ -204,14 +214,14 @@ class DeviceEngine(Engine):
                 rows=config.context + SCRATCH if rows is None else rows,
                 group=group,
                 kernels=kernels,
-                recorder=recorder,
+                recorder=CudaGraphs(torch_device) if torch_device.type == "cuda" else NoRecorder(),
             )
 
     def forward(self, segments: Sequence[Segment]) -> NDArray[np.float32]:
-        return self._pass(segments, [None] * len(segments), 0).all()
+        return self._run(segments, [None] * len(segments), 0).all()
 
     def sample(self, segments: Sequence[Segment], draws: Sequence[Draw | None], best: int = 0) -> Logits:
-        logits = self._pass(segments, draws, max(2, min(best, self.vocabulary)) if any(draws) else 0)
+        logits = self._run(segments, draws, max(VERIFIED, min(best, self.vocabulary)) if any(draws) else 0)
         logits.fetch()
         return logits
 
@@ -223,11 +233,167 @@ class DeviceEngine(Engine):
     def copy(self, source: int, target: int, rows: int) -> None:
         self.check_copy(source, target, rows)
         with torch.inference_mode(), self._current_device():
-            self._apply_moves()
+            for moves in self._take_moves():
+                self._move(moves)
             self._cache[:, :, target, :, :rows].copy_(self._cache[:, :, source, :, :rows])
 
-    def _apply_moves(self) -> None:
-        """Start all queued moves in order, those of different slots together. The host does not wait for them."""
+    @property
+    def rows_held(self) -> int:
+        """Cache rows of a slot, with the spare one and those of rounding up."""
+        return self._cache.shape[4]
+
+    def record(self, progress: Callable[[float], None] | None = None) -> None:
+        """Record passes of all numbers of rows, so that none is recorded later. Takes some seconds.
+
+        `progress` receives the part that is done, up to 1. All ranks of a group record at once.
+        """
+        with torch.inference_mode(), self._current_device():
+            for done, count in enumerate(ROWS, 1):
+                self._layers_for(count)
+                for candidates in (0, VERIFIED) if count in OUTPUTS else ():
+                    self._head_of(count, candidates)
+                if progress is not None:
+                    progress(done / len(ROWS))
+
+    def _run(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
+        """Run the passes of a call. `candidates`: tokens that are chosen for each row; 0: none."""
+        self.check_segments(segments)
+        result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
+        passes = packed(segments)
+        with torch.inference_mode(), self._current_device():
+            *earlier, moves = self._take_moves() or [_NO_MOVES]
+            for batch in earlier:
+                self._move(batch)
+            for number, parts in enumerate(passes, 1):
+                rows = [part.segment for part in parts]
+                layers = self._layers_for(round_up(sum(len(it.tokens) for it in rows), ROWS))
+                if moves.shape[1] > moves_of(layers.plan.rows):
+                    self._move(moves)
+                    moves = _NO_MOVES
+                runs = Outputs.of(parts, draws, result.first).divided(OUTPUTS[-1])
+                heads = [self._head_for(run, candidates) for run in runs]  # first: recording sends inputs of its own
+                self._inputs.send(layers.plan, rows, runs[0], moves)
+                layers.replay()
+                moves = _NO_MOVES
+                for index, (run, head) in enumerate(zip(runs, heads, strict=True)):
+                    if index:
+                        self._inputs.send_outputs(run)
+                    if head is not None:
+                        last = number == len(passes) and index == len(runs) - 1
+                        self._compute_head(head, run, result, last=last)
+        return result
+
+    def _compute_head(self, head: _Head, outputs: Outputs, result: DeviceLogits, *, last: bool) -> None:
+        """Compute logits, and choose tokens where there are draws. `last`: nothing of this call overwrites them."""
+        head.replay()
+        if self._group.shard.rank == 0:
+            logits, choices = head.logits, head.choices
+            if not last:
+                logits, choices = logits.clone(), None if choices is None else choices.clone()
+            result.add(outputs.places, outputs.drawn, logits, choices)
+
+    def _layers_for(self, count: int) -> _Layers:
+        """Return the layers at a number of rows, recorded over padding alone at their first use."""
+        if count not in self._layers:
+            plan = self._plan(count)
+            inputs = self._inputs.rows(plan)
+            self._inputs.send(plan, [], NO_OUTPUTS, _NO_MOVES)
+            self._layers[count] = _Layers(plan, self._recorder.record(lambda: self._compute_layers(plan, inputs)))
+        return self._layers[count]
+
+    def _head_for(self, outputs: Outputs, candidates: int) -> _Head | None:
+        """Return the head and the choice for some outputs, if there are any."""
+        if not len(outputs.rows):
+            return None
+        return self._head_of(round_up(len(outputs.rows), OUTPUTS), candidates if outputs.drawn.any() else 0)
+
+    def _head_of(self, count: int, candidates: int) -> _Head:
+        """Return the head and the choice at a number of outputs, recorded at their first use."""
+        if (count, candidates) not in self._heads:
+            inputs, logits = self._inputs.outputs(count), self._logits[:count]
+            choices = (
+                torch.zeros(count, 2 * candidates, dtype=torch.float64, device=self.device) if candidates else None
+            )
+            self._inputs.send_outputs(NO_OUTPUTS)
+
+            def choose(parts: Tensor) -> None:
+                unpadded = self._config.unpadded_vocabulary or self.vocabulary
+                self._kernels.choose(parts, logits, inputs.keys, inputs.temperatures, unpadded, choices)
+
+            if self._group.shard.of == 1:
+                replays = [self._recorder.record(lambda: choose(self._logit_parts(inputs)))]
+            else:  # all ranks record the sum, rank 0 alone what it chooses
+                replays = [self._gathering(count, inputs, logits)]
+                if self._group.shard.rank == 0:
+                    replays.append(self._recorder.record(lambda: choose(logits)))
+            self._heads[count, candidates] = _Head(logits, choices, replays)
+        return self._heads[count, candidates]
+
+    def _gathering(self, count: int, inputs: OutputInputs[Tensor], logits: Tensor) -> Replay:
+        """Return what brings the logits of all ranks to rank 0, recorded at its first use."""
+
+        def gather() -> None:
+            parts = self._logit_parts(inputs)
+            gathered = self._group.gather(parts.view(-1, count, parts.shape[1]).sum(0))
+            if gathered is not None:
+                logits.copy_(gathered[:, : self.vocabulary])
+
+        if count not in self._gathers:
+            self._gathers[count] = self._recorder.record(gather)
+        return self._gathers[count]
+
+    def _compute_layers(self, plan: AttentionPlan, inputs: RowInputs[Tensor]) -> None:
+        """Move cache rows, and compute the residual stream of all rows, with their keys and values."""
+        kernels, weights, form, add = self._kernels, self._weights, self._form, self._group.all_reduce
+        kind, last = weights.head.dtype, len(weights.layers) - 1
+        kernels.move(self._cache, *inputs.moves)
+        hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
+        normed = kernels.norm(hidden, weights.layers[0].attention_norm, form.eps, kind)
+        for index, layer in enumerate(weights.layers):
+            norms = None
+            if layer.query_norm is not None and layer.key_norm is not None:
+                norms = layer.query_norm, layer.key_norm
+            queries = kernels.rotate(
+                linear(normed, layer.qkv, layer.qkv_bias),
+                form,
+                self._cos,
+                self._sin,
+                inputs.positions,
+                self._cache[index],
+                inputs.written_slots,
+                inputs.written_rows,
+                norms,
+            )
+            attended = kernels.attend(
+                queries, *self._cache[index], inputs.tiles, inputs.trees, plan=plan, buffers=self._attention
+            )
+            out = add(linear(attended.view(plan.rows, -1), layer.output, layer.output_bias))
+            normed = kernels.norm(hidden, layer.ffn_norm, form.eps, kind, out)
+            units = kernels.gate(linear(normed, layer.gate_up, layer.gate_up_bias))
+            out = add(linear(units, layer.down, layer.down_bias))
+            if index < last:
+                normed = kernels.norm(hidden, weights.layers[index + 1].attention_norm, form.eps, kind, out)
+        torch.add(hidden, out, out=self._hidden[: plan.rows])
+
+    def _logit_parts(self, inputs: OutputInputs[Tensor]) -> Tensor:
+        """Return the logits of the rows that want them, in parts to be added; of this rank's ids."""
+        wanted = self._hidden.index_select(0, inputs.rows)
+        return self._kernels.head(wanted, self._weights.norm, self._form.eps, self._weights.head)
+
+    def _plan(self, count: int) -> AttentionPlan:
+        form = self._form
+        return AttentionPlan.of(
+            count,
+            heads=form.heads,
+            kv_heads=form.kv_heads,
+            dim=form.head_dim,
+            dtype=self._cache.dtype,
+            slots=self.slots,
+        )
+
+    def _take_moves(self) -> list[NDArray[np.int64]]:
+        """Return all queued moves in order, [3, moves] slots, sources, targets; those of different slots together."""
+        batches = []
         while self._moves:
             together: dict[int, tuple[int, NDArray[np.int64], NDArray[np.int64]]] = {}
             for move in self._moves:
@@ -238,139 +404,36 @@ class DeviceEngine(Engine):
             slots = np.concatenate([np.full(len(source), slot) for slot, source, _ in together.values()])
             sources = np.concatenate([source for _, source, _ in together.values()])
             targets = np.concatenate([target for _, _, target in together.values()])
-            slot, source, target = self._on_device(np.stack([slots, sources, targets]))
-            self._cache[:, :, slot, :, target] = self._cache[:, :, slot, :, source]
+            batches.append(np.stack([slots, sources, targets]))
+        return batches
 
-    def _on_device(self, numbers: NDArray[np.int64]) -> Tensor:
-        """Begin to copy numbers to the device."""
-        host = torch.from_numpy(numbers)
+    def _move(self, moves: NDArray[np.int64]) -> None:
+        """Move cache rows outside of a pass. The host does not wait for it."""
+        host = torch.from_numpy(moves)
         # torch keeps pinned memory until the copy has read it.
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-
-    def _pass(self, segments: Sequence[Segment], draws: Sequence[Draw | None], candidates: int) -> DeviceLogits:
-        """Run a pass. `candidates`: tokens that are chosen for each row; 0: none."""
-        self.check_segments(segments)
-        result = DeviceLogits(self.vocabulary, [segment.outputs for segment in segments])
-        with torch.inference_mode(), self._current_device():
-            self._apply_moves()
-            parts = group_segments(segments)
-            buckets = [bucket_of([segments[index] for index in part], self.slots, self.rows_held) for part in parts]
-            for number, (part, bucket) in enumerate(zip(parts, buckets, strict=True)):
-                recording = self._recordings.get(bucket, lambda bucket=bucket: self._prepare(bucket))  # type: ignore[misc]
-                part_draws = [draws[index] for index in part]
-                recording.input_buffers.send([segments[index] for index in part], part_draws)
-                recording.replay()
-                if not bucket.outputs or self._group.shard.rank:
-                    continue
-                logits, choices = recording.logits, None
-                if candidates and any(draw is not None for draw in part_draws):
-                    choices = self._choose(recording, candidates)
-                if bucket in buckets[number + 1 :]:  # a later part overwrites its buffers
-                    logits, choices = logits.clone(), None if choices is None else choices.clone()
-                result.add(part, [draw is not None for draw in part_draws], logits, choices)
-        return result
+        on_device = host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        self._kernels.move(self._cache, *on_device)
 
     def _current_device(self) -> AbstractContextManager[object]:
         """Make this engine's device the current one, which torch keeps for each thread."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    @property
-    def rows_held(self) -> int:
-        """Cache rows of a slot, with the spare one and those of rounding up."""
-        return self._cache.shape[4]
-
-    def _prepare(self, bucket: Bucket) -> _Recording:
-        """Make a bucket's buffers and record its first pass, over padding alone."""
-        input_buffers = InputBuffers(bucket, self._spare_row, self.device)
-        logits = torch.zeros(bucket.outputs, self.vocabulary, device=self.device)
-        input_buffers.clear()
-        inputs = input_buffers.inputs
-        attend = self._choose_attention(bucket, inputs)
-        replay = self._recorder.record(lambda: self._run(bucket, inputs, logits, attend))
-        return _Recording(bucket, input_buffers, logits, replay)
-
-    def _choose_attention(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Attend:
-        """Return the fastest attention for the sizes of a bucket."""
-        form = self._form
-        group = form.heads // form.kv_heads
-        queries = torch.zeros(
-            bucket.slots,
-            bucket.width * group,
-            form.kv_heads,
-            form.head_dim,
-            dtype=self._cache.dtype,
-            device=self.device,
-        )
-        keys, values = self._seen_rows(bucket, inputs, 0)
-        return self._kernels.attend(self._recorder, queries, keys, values, self._mask(bucket, inputs))
-
-    def _choose(self, recording: _Recording, candidates: int) -> Tensor:
-        """Choose tokens on the device: [outputs, 2 * candidates] float64, tokens and then their scores."""
-        if candidates not in recording.choosers:
-            choices = torch.zeros(recording.bucket.outputs, 2 * candidates, dtype=torch.float64, device=self.device)
-            inputs, logits = recording.input_buffers.inputs, recording.logits
-
-            def choose() -> None:
-                scores = self._kernels.scores(logits, inputs.keys, inputs.temperatures, self._steps)
-                tokens, values = best(scores, candidates)
-                choices[:, :candidates] = tokens.double()
-                choices[:, candidates:] = values
-
-            recording.choosers[candidates] = _Chooser(choices, self._recorder.record(choose))
-        chooser = recording.choosers[candidates]
-        chooser.replay()
-        return chooser.choices
-
-    def _run(self, bucket: Bucket, inputs: Inputs[Tensor], logits: Tensor, attend: Attend) -> None:
-        """Compute the pass. No shape depends on a value, and the host reads nothing."""
-        form, weights, kernels, add = self._form, self._weights, self._kernels, self._group.all_reduce
-        hidden = self._group.all_gather(embedding(inputs.tokens, weights.embedding)).float()
-        rotation = layers.Rotation(*(it.index_select(0, inputs.positions)[:, None] for it in (self._cos, self._sin)))
-        mask = self._mask(bucket, inputs)
-        queries, new = kernels.begin(weights.layers[0], form, hidden, rotation)
-        last = len(weights.layers) - 1
-        for index, layer in enumerate(weights.layers):
-            self._cache[index][:, inputs.written_slots, :, inputs.written_rows] = new
-            if index == last and not bucket.outputs:
-                return  # only the KV is wanted
-            attended = self._attend(bucket, inputs, index, queries, mask, attend)
-            if index < last:
-                following = weights.layers[index + 1]
-                hidden, queries, new = kernels.between(layer, following, form, hidden, attended, rotation, add)
-            else:
-                hidden = kernels.end(layer, form, hidden, attended, add)
-        wanted = layers.normed(hidden.index_select(0, inputs.outputs), weights.norm, form.eps)
-        gathered = self._group.gather(layers.head(wanted, weights.head))
-        if gathered is not None:
-            logits.copy_(gathered[:, : self.vocabulary])
-            logits[:, self._config.unpadded_vocabulary :].fill_(-torch.inf)
-
-    def _mask(self, bucket: Bucket, inputs: Inputs[Tensor]) -> Tensor:
-        group = self._form.heads // self._form.kv_heads
-        return visible(inputs.prefixes, inputs.trees.bool(), bucket.context, self._cache.dtype, group)
-
-    def _seen_rows(self, bucket: Bucket, inputs: Inputs[Tensor], layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that a layer reads: [slots, kv_heads, context, dim] each."""
-        if not bucket.gathered:
-            keys, values = self._cache[layer, :, : bucket.slots, :, : bucket.context]
-            return keys, values
-        keys, values = self._cache[layer, :, :, :, : bucket.context]
-        return keys.index_select(0, inputs.slots), values.index_select(0, inputs.slots)
-
-    def _attend(
-        self, bucket: Bucket, inputs: Inputs[Tensor], layer: int, queries: Tensor, mask: Tensor, attend: Attend
-    ) -> Tensor:
-        """Compute a layer's attention: queries [rows, heads, dim] -> [rows, heads * dim]."""
-        form = self._form
-        if not bucket.square:
-            queries = queries.index_select(0, inputs.row_of)
-        folded = queries.reshape(bucket.slots, -1, form.kv_heads, form.head_dim)
-        attended = attend(folded, *self._seen_rows(bucket, inputs, layer), mask)
-        attended = attended.reshape(bucket.slots * bucket.width, form.heads * form.head_dim)
-        return attended if bucket.square else attended.index_select(0, inputs.query_of)
-
     def _try(self, segment: Segment) -> None:
         self.sample([segment], [GREEDY])
+
+
+def _check_memory(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ConfigError when a cache of that shape does not fit into a device's free memory."""
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    needed, room = prod(shape) * dtype.itemsize, free - WORKSPACE_BYTES
+    if needed > room:
+        _, _, slots, _, rows, _ = shape
+        raise ConfigError(
+            f"slots: the KV of {slots} texts of {rows} tokens takes {needed / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB "
+            f"of {device} are free beside the weights; lower slots to {max(0, room) * slots // needed}, or the context"
+        )
 
 
 def check_device(name: str) -> torch.device:

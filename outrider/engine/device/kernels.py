@@ -1,114 +1,119 @@
-"""The functions of a pass, eager or compiled for a device, and the choice of the fastest attention."""
+"""The functions that a pass consists of beside its products: the interface of their two implementations."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+import os
+import shutil
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.engine.device import attention, layers, sampling
-from outrider.engine.device.attention import Attend
-from outrider.engine.device.cuda_graphs import Recorder
+from outrider.errors import ConfigError
 
-TRIALS = 16  # runs of a timed kernel in one recording
-ROUNDS = 4  # replays of that recording
-SHAPES = 256  # maximum of shapes that a function is compiled for
-# Products with one row become reductions, which read weights faster; the other options are those of max-autotune.
-# Outrider itself records graphs, over the complete pass.
-OPTIONS = {
-    "max_autotune": True,
-    "coordinate_descent_tuning": True,
-    "triton.cudagraphs": False,
-}
+if TYPE_CHECKING:
+    from outrider.engine.device.tree_attention import AttentionBuffers, AttentionPlan
+
+C_COMPILERS = ("cc", "gcc", "clang")  # Triton compiles a launcher for each kernel
 
 
-class Kernels:
-    """The eager functions, which run on all devices."""
+class LayerForm(NamedTuple):
+    """The sizes of all layers, of one rank."""
 
-    attends: Sequence[Attend] = (attention.fused,)
-    begin: Callable[..., Any] = staticmethod(layers.begin)
-    between: Callable[..., Any] = staticmethod(layers.between)
-    end: Callable[..., Any] = staticmethod(layers.end)
-    scores: Callable[..., Tensor] = staticmethod(sampling.scores)
-
-    def attend(self, recorder: Recorder, *arguments: Tensor) -> Attend:
-        """Return the fastest attention for arguments of these shapes: queries, keys, values, mask."""
-        if len(self.attends) == 1:
-            return self.attends[0]
-        times = [_seconds(partial(attend, *arguments), recorder) for attend in self.attends]
-        return self.attends[times.index(min(times))]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
 
 
-class DeviceKernels(Kernels):
-    """The functions on CUDA without a compiler, with two kinds of attention."""
+class Kernels(Protocol):
+    """The functions of a pass. No shape depends on a value, and the host reads nothing."""
 
-    attends: Sequence[Attend] = (attention.fused, attention.products)
+    def norm(
+        self, hidden: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, delta: Tensor | None = None
+    ) -> Tensor:
+        """Add `delta` to the residual stream in place, if there is one, and return its RMS norm (arXiv 1910.07467).
 
-
-class CompiledKernels(DeviceKernels):
-    """The functions compiled by torch, for each number of rows: this takes seconds when a pass first has so many rows.
-
-    Attention, which also depends on a pass's context, is compiled only when `tuned`: new contexts come as texts grow.
-    """
-
-    def __init__(self, *, fused_sums: bool, tuned: bool, backend: str = "inductor") -> None:
-        """`fused_sums`: sums include no other rank, so that one function contains them.
-
-        `tuned`: try many kernels for each product, which takes up to a minute for each number of rows, and compile
-        attention, seconds for each bucket. `backend`: torch's name for the compiler.
+        `hidden`, `delta`: [rows, width], the first float32; `weight`: [width] float32. Returns [rows, width] in `dtype`.
         """
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
-        torch._dynamo.config.accumulated_recompile_limit = max(
-            torch._dynamo.config.accumulated_recompile_limit, 8 * SHAPES
-        )
 
-        def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
-            made: Callable[..., Any] = torch.compile(
-                function, dynamic=False, fullgraph=True, backend=backend, options=options
-            )
-            return made
+    def rotate(
+        self,
+        new: Tensor,
+        form: LayerForm,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        rows: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Rotate queries and keys by RoPE, write keys and values to a layer's cache, return the queries.
 
-        options = OPTIONS if tuned and backend == "inductor" else None
-        self.begin = compiled(layers.begin, options)
-        if fused_sums:
-            self.between = compiled(layers.between, options)
-            self.end = compiled(layers.end, options)
-        self.scores = compiled(sampling.scores)
-        if tuned:
-            self.attends = (attention.fused, compiled(attention.products), compiled(attention.flexible))
+        `new`: [rows, (heads + 2 * kv_heads) * dim], the queries first; `cos`, `sin`: [positions, dim / 2] float32;
+        `cache`: [2, slots, kv_heads, rows held, dim]: row r goes to row rows[r] of slot slots[r]. `norms`: weights
+        [dim] of the norms of each query and key, where a model has them. Returns [rows, heads, dim].
+        """
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tiles: Tensor,
+        trees: Tensor,
+        *,
+        plan: AttentionPlan,
+        buffers: AttentionBuffers,
+    ) -> Tensor:
+        """Compute the attention of all rows; see `tree_attention`."""
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up: [rows, 2 * ffn] -> [rows, ffn]."""
+
+    def head(self, hidden: Tensor, weight: Tensor, eps: float, rows: Tensor) -> Tensor:
+        """Return the logits of the norm of [rows, width] float32, as one or two parts to add: [parts * rows, ids].
+
+        `weight`: [width] of the norm; `rows`: [ids, width], the head.
+        """
+
+    def choose(
+        self,
+        parts: Tensor,
+        logits: Tensor,
+        keys: Tensor,
+        temperatures: Tensor,
+        unpadded: int,
+        choices: Tensor | None,
+    ) -> None:
+        """Add the parts of the logits, and choose the best tokens of each row under shared noise.
+
+        `parts`: [parts * rows, at least vocabulary] float32; `logits`: [rows, vocabulary] float32, of which ids from
+        `unpadded` on become -inf; `keys`: [rows] int64; `temperatures`: [rows] float64, at 0 scores are logits.
+        `choices`: [rows, 2 * candidates] float64: the tokens, best first, then their scores log p + g up to a constant;
+        None: nothing is chosen. The lowest id wins a tie.
+        """
+
+    def move(self, cache: Tensor, slots: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy row sources[i] of slot slots[i] to row targets[i] in all layers; all are read before one is written.
+
+        `cache`: [layers, 2, slots, kv_heads, rows held, dim]; the others: [moves] int64.
+        """
 
 
-def can_compile(device: torch.device) -> bool:
-    """Return whether torch has a compiler for a device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+def kernels_for(device: torch.device) -> Kernels:
+    """Return the kernels of a device. Raises ConfigError where a CUDA device lacks what its kernels need."""
+    if device.type == "cpu":
+        from outrider.engine.device import torch_kernels
 
+        return torch_kernels
+    if find_spec("triton") is None:
+        raise ConfigError("device: cuda needs Triton, which comes with torch's builds for CUDA; install one of those")
+    compilers = [os.environ["CC"]] if "CC" in os.environ else C_COMPILERS
+    if not any(map(shutil.which, compilers)):
+        raise ConfigError(f"device: cuda needs a C compiler, and there is no {' or '.join(compilers)}; install gcc")
+    from outrider.engine.device import triton_kernels
 
-def _seconds(work: Callable[[], object], recorder: Recorder) -> float:
-    """Return the seconds of many runs, recorded together to exclude the host's part; infinite where `work` fails."""
-
-    def repeatedly() -> None:
-        for _ in range(TRIALS):
-            work()
-
-    try:
-        replay = recorder.record(repeatedly)
-        replay()
-    except Exception:  # a compiler may raise anything; another kernel is chosen then
-        return float("inf")
-    _synchronize()
-    began = time.perf_counter()
-    for _ in range(ROUNDS):
-        replay()
-    _synchronize()
-    return time.perf_counter() - began
-
-
-def _synchronize() -> None:
-    """Wait until the device has done all work."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return triton_kernels

@@ -40,7 +40,7 @@ def load_weights(
 
     `config`: that of the complete model. Raises CheckpointError.
     """
-    reader = WeightReader(source, config, shard, device=device, dtype=dtype)
+    reader = WeightReader(source, config, shard, group_first=False, device=device, dtype=dtype)
     embedding = reader.embedding()
     layers = tuple(reader.layer(index) for index in kept)
     head = embedding if config.tied and shard.of == 1 else reader.head()

@@ -22,11 +22,7 @@ class WeightSource(Protocol):
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer. Linears are [outputs, inputs].
-
-    Query heads are ordered group first, so that the queries which share a KV head are neighbours in one attention call
-    without a copy; `output` takes the same order.
-    """
+    """The weights of one layer. Linears are [outputs, inputs]; `output` takes query heads in the order of `qkv`."""
 
     attention_norm: Tensor  # [width]
     qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, width]
@@ -50,7 +46,8 @@ class WeightReader:
 
     `config`: that of the complete model. Tensors are copied to `device` in `dtype`, norms in float32; without a device
     they may be views of a file. `interleaved`: the two numbers that RoPE rotates are neighbours in queries and keys;
-    otherwise they are in two halves, as in the checkpoint.
+    otherwise they are in two halves, as in the checkpoint. `group_first`: query heads are ordered (group, KV head), so
+    that those which share a KV head are neighbours in one attention call without a copy; otherwise as in the checkpoint.
     """
 
     def __init__(
@@ -60,6 +57,7 @@ class WeightReader:
         shard: Shard,
         *,
         interleaved: bool = False,
+        group_first: bool = True,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,6 +66,7 @@ class WeightReader:
         self._shard = shard
         self._part = shard.config(config)
         self._interleaved = interleaved
+        self._reorders_heads = group_first
         self._device = device
         self._dtype = dtype
         self.parameters = 0  # read so far, on all ranks together
@@ -151,7 +150,9 @@ class WeightReader:
         return interleave(rows, self._config.head_dim) if self._interleaved else rows
 
     def _group_first(self, rows: Tensor) -> Tensor:
-        """Return rows in the order (group, kv head, dim), from the order (kv head, group, dim)."""
+        """Return rows in the order (group, kv head, dim), from the order (kv head, group, dim), where that is wanted."""
+        if not self._reorders_heads:
+            return rows
         part = self._part
         shaped = rows.reshape(part.kv_heads, part.group, part.head_dim, *rows.shape[1:])
         return shaped.transpose(0, 1).reshape(rows.shape)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,7 @@ from outrider.core.sampling.sampler import Sampler
 from outrider.core.session.contract import Contract
 from outrider.engine.batch import Segment
 from outrider.engine.device import DeviceEngine
-from outrider.engine.device.buckets import Bucket, bucket_of, group_segments
-from outrider.engine.device.cuda_graphs import NoRecorder, RecentRecordings
-from outrider.engine.device.engine import RECORDINGS
-from outrider.engine.device.kernels import CompiledKernels, Kernels
+from outrider.engine.device.packing import MOST_ROWS, OUTPUTS, ROWS, packed
 from outrider.engine.eager.engine import NativeEngine
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError
@@ -37,6 +34,7 @@ from tests.engine.small_checkpoints import (
 )
 
 SLOTS = 8
+ROWS_HELD = 400  # of a slot: on a CPU attention copies all of them for each row
 Both = tuple[DeviceEngine, NativeEngine]
 
 
@@ -46,8 +44,9 @@ def on_device(folder: Path, **changes: Any) -> DeviceEngine:
 
 @pytest.fixture(scope="module")
 def target() -> tuple[DeviceEngine, NativeEngine, Tapes]:
-    device = on_device(MODELS / "target")
-    return device, NativeEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1), taped(device)
+    device = on_device(MODELS / "target", rows=ROWS_HELD)
+    native = NativeEngine.load(MODELS / "target", dtype="float32", slots=SLOTS, threads=1, rows=ROWS_HELD)
+    return device, native, taped(device)
 
 
 @pytest.fixture
@@ -173,12 +172,13 @@ def test_what_buffers_held_before_is_never_seen(target: tuple[DeviceEngine, Nati
         kept = device._cache[:, :, 3, :, :33].clone()
         device._cache.copy_(torch.randn(device._cache.shape) * 1e3)
         device._cache[:, :, 3, :, :33] = kept
-        for recording in device._recordings._made.values():
-            recording.logits.fill_(torch.nan)
-            recording.input_buffers._device.fill_(255)
-            recording.input_buffers._host.fill_(255)
-            for chooser in recording.choosers.values():
-                chooser.choices.fill_(torch.nan)
+        for buffer in (device._inputs._device, device._inputs._host):
+            buffer.fill_(255)
+        for filled in (device._logits, device._hidden, device._attention.accumulators, device._attention.result):
+            filled.fill_(torch.nan)
+        for head in device._heads.values():
+            if head.choices is not None:
+                head.choices.fill_(torch.nan)
     assert_agree((device, native), segments)
 
 
@@ -194,15 +194,9 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
         device.sample(segments, [Draw(5, 0.5)] * 4)
 
     def places() -> list[int]:
-        found = [device._cache.data_ptr()]
-        for recording in device._recordings._made.values():
-            found += [
-                recording.logits.data_ptr(),
-                recording.input_buffers._device.data_ptr(),
-                recording.input_buffers._host.data_ptr(),
-            ]
-            found += [chooser.choices.data_ptr() for chooser in recording.choosers.values()]
-        return found
+        found = [device._cache, device._logits, device._hidden, device._inputs._device, device._inputs._host]
+        found += [head.choices for head in device._heads.values() if head.choices is not None]
+        return [it.data_ptr() for it in found]
 
     step()
     before, recorded, replays = places(), len(tapes.tapes), tapes.replays
@@ -214,54 +208,87 @@ def test_buffers_stay_where_they_are_and_recordings_are_made_once(
     tapes.check_that_the_host_reads_nothing()
 
 
-def test_the_least_recently_used_recording_is_let_go() -> None:
-    made: list[int] = []
-    recent: RecentRecordings[int] = RecentRecordings(2)
-
-    def get(key: int) -> int:
-        return recent.get(key, lambda: made.append(key) or key)  # type: ignore[func-returns-value]
-
-    assert [get(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
-    assert made == [1, 2, 3, 2]
-    assert len(recent) == 2 < RECORDINGS
-
-
 @pytest.mark.parametrize("seed", range(40))
-def test_a_bucket_holds_its_pass(seed: int) -> None:
+def test_passes_hold_all_rows_of_a_call_in_order(seed: int) -> None:
     random = np.random.default_rng(seed)
-    slots, rows = int(random.choice([1, 3, 8, 40, 300])), 520
-    chosen = sorted(random.permutation(slots)[: int(random.integers(1, min(slots, 50) + 1))].tolist())
     segments = []
-    for slot in chosen:
-        count = int(random.choice([1, 2, 17, 64, 65, 200]))
-        spare = int(random.integers(0, 30))
-        mask = None if random.random() < 0.5 else np.ones((count, count + spare), np.bool_)
+    for slot in range(int(random.integers(1, 12))):
+        count = int(random.choice([1, 2, 65, 700, 2048, 2049, 5000]))
         wanted = int(random.integers(0, count + 1))
-        prefix = int(random.integers(0, rows - count - spare))
-        segments.append(Segment(slot, prefix, np.zeros(count, np.int64), np.zeros(count, np.int64), mask, wanted))
-    parts = group_segments(segments)
-    assert sorted(index for part in parts for index in part) == list(range(len(segments)))
-    for part in parts:
-        mine = [segments[index] for index in part]
-        bucket = bucket_of(mine, slots, rows)
-        total = sum(len(it.tokens) for it in mine)
-        assert bucket.rows >= total
-        assert bucket.rows <= bucket.slots * bucket.width
-        assert bucket.square or bucket.rows < max(3, 2 * total)
-        assert bucket.slots >= (len(mine) if bucket.gathered else mine[-1].slot + 1)
-        assert bucket.slots <= slots
-        assert bucket.width >= max(len(it.tokens) for it in mine)
-        assert bucket.span >= max(it.span for it in mine)
-        assert rows >= bucket.context >= max(it.prefix + it.span for it in mine)
-        assert bucket.outputs >= sum(it.outputs for it in mine)
+        segments.append(prompt(slot, random.integers(0, 99, count), int(random.integers(0, 9)), wanted))
+    passes = packed(segments)
+    assert all(0 < sum(len(part.segment.tokens) for part in parts) <= MOST_ROWS for parts in passes)
+    for index, segment in enumerate(segments):
+        parts = [part for parts in passes for part in parts if part.index == index]
+        if len(segment.tokens) <= MOST_ROWS:
+            assert [part.segment for part in parts] == [segment]
+        assert np.array_equal(np.concatenate([part.segment.tokens for part in parts]), segment.tokens)
+        assert np.array_equal(np.concatenate([part.segment.positions for part in parts]), segment.positions)
+        row = segment.prefix
+        outputs = 0
+        for part in parts:
+            assert part.segment.prefix == row
+            assert part.first_output == outputs
+            row += len(part.segment.tokens)
+            outputs += part.segment.outputs
+        assert outputs == segment.outputs
+    total = sum(len(segment.tokens) for segment in segments)
+    assert len(passes) <= 2 * -(-total // MOST_ROWS)
 
 
-def test_one_session_far_up_does_not_make_attention_read_the_slots_below_it() -> None:
-    alone = prompt(31, np.array([1]), 100)
-    assert bucket_of([alone], 32, 1280) == Bucket(1, 1, True, 1, 1, 128, 1)
-    segments = [prompt(slot, np.array([1]), 100) for slot in range(32)]
-    assert bucket_of(segments, 32, 1280) == Bucket(32, 32, False, 1, 1, 128, 32)
-    assert bucket_of(segments[8:], 32, 1280).gathered is False
+def test_a_tree_that_no_pass_holds_is_refused() -> None:
+    rows = MOST_ROWS + 1
+    tree = Segment(0, 0, np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.eye(rows, dtype=np.bool_))
+    with pytest.raises(ValueError, match="a tree of 2049 rows, at most 2048"):
+        packed([tree])
+
+
+@pytest.mark.extended
+def test_more_rows_than_a_pass_or_a_head_holds(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "grouped")
+    both = (
+        on_device(folder, slots=3, rows=3000),
+        NativeEngine.load(folder, dtype="float32", slots=3, threads=1, rows=3000),
+    )
+    random = np.random.default_rng(5)
+    positions = np.arange(2500) % 200
+    chain = Segment(1, 0, random_tokens(both[1], random, 2500), positions, None, 700)
+    assert_agree(both, [prompt(0, random_tokens(both[1], random, 9)), chain, prompt(2, np.arange(4))])
+    draws = [Draw(3, 1.0), None, Draw(4, 0.0)]
+    segments = [
+        prompt(0, np.arange(5), 9),
+        Segment(1, 2500, np.arange(300) % 50, np.arange(300) % 200),
+        prompt(2, np.array([7]), 4),
+    ]
+    ours, logits = both[0].sample(segments, draws), both[0].forward(segments)
+    for row, chosen in enumerate(map(ours.choice, range(len(logits)))):
+        assert (chosen is None) == (5 <= row < 305)
+        if row == 305:
+            assert chosen is not None
+            assert chosen.token == logits[row].argmax()
+            assert chosen.gap == pytest.approx(np.diff(np.sort(logits[row])[-2:])[0])
+
+
+def test_all_numbers_of_rows_are_recorded_at_once_and_none_later(tmp_path: Path) -> None:
+    engine = on_device(make_checkpoint(tmp_path), slots=2, rows=150)
+    recorder = engine._recorder
+    made: list[Callable[[], None]] = []
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        made.append(recorder.record(work))
+        return made[-1]
+
+    engine._recorder = SimpleNamespace(record=record)
+    done: list[float] = []
+    engine.record(done.append)
+    assert done == pytest.approx([(index + 1) / len(ROWS) for index in range(len(ROWS))])
+    assert len(made) == len(ROWS) + 2 * len(OUTPUTS)
+    random = np.random.default_rng(1)
+    for count in (1, 3, 40, 100):
+        tree = Tree.random(engine, random, count)
+        engine.sample([tree.segment(0, 5), prompt(1, np.arange(2))], [Draw(1, 1.0), None])
+        engine.move(0, np.array([7, 8]), np.array([5, 6]))
+    assert len(made) == len(ROWS) + 2 * len(OUTPUTS)
 
 
 def draw_of(contract: Contract, engine: Engine) -> Draw:
@@ -370,43 +397,13 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_bad_passes_are_refused_as_everywhere(both: Both) -> None:
-    for bad in (prompt(8, np.array([1])), prompt(0, np.array([-1])), prompt(0, np.array([1]), 1280)):
+    for bad in (prompt(8, np.array([1])), prompt(0, np.array([-1])), prompt(0, np.array([1]), ROWS_HELD)):
         with pytest.raises(ValueError, match="segment of slot"):
             both[0].forward([bad])
     with pytest.raises(ValueError, match="row outside"):
-        both[0].move(0, np.array([1280]), np.array([0]))
+        both[0].move(0, np.array([ROWS_HELD]), np.array([0]))
 
 
 def test_generation_bases_are_those_of_the_noise() -> None:
     contract = Contract(seed=9, choice=2, max_tokens=1)
     assert Sampler(contract, 8, [1], 0).draw == Draw(generation_base(9, 2), 1.0)
-
-
-def test_functions_compile_whole_and_compute_the_same() -> None:
-    """With a compiler's front end alone, which runs everywhere: no graph break, and every size is compiled."""
-    engine = on_device(MODELS / "drafter")
-    engine._kernels = CompiledKernels(fused_sums=True, tuned=True, backend="aot_eager")
-    both = engine, NativeEngine.load(MODELS / "drafter", dtype="float32", slots=SLOTS, threads=1)
-    text = random_tokens(both[1], np.random.default_rng(1), 40)
-    for start, end in ((0, 37), (37, 38), (38, 40)):
-        assert_agree(both, [prompt(0, text[start:end], start)])
-    plain = on_device(MODELS / "drafter")
-    plain.forward([prompt(0, text[:38])])
-    segments, draws = [prompt(0, text[38:], 38)], [Draw(7, 1.0)]
-    assert engine.sample(segments, draws).choice(1) == pytest.approx(plain.sample(segments, draws).choice(1), abs=1e-4)
-
-
-def test_the_fastest_way_to_attend_that_works_is_taken() -> None:
-    def broken(*arguments: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no such kernel here")
-
-    def slow(*arguments: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.001)
-        return arguments[0]
-
-    def fast(*arguments: torch.Tensor) -> torch.Tensor:
-        return arguments[0]
-
-    kernels = Kernels()
-    kernels.attends = (broken, slow, fast)
-    assert kernels.attend(NoRecorder(), torch.zeros(1)) is fast

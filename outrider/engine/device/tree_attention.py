@@ -1,0 +1,278 @@
+"""Tree attention over all rows of a pass, whatever sessions they belong to and however long those sessions are.
+
+A *tile* is a few consecutive rows of one segment. The host lays out the tiles and the bits of the trees for each pass
+(`lay_tiles`); a kernel's program reads its tile on the device and takes as many keys as that tile sees. Shapes and
+grids, and so a recorded graph, depend on the pass's number of rows alone (`AttentionPlan`).
+
+The kernels need Triton, and are imported when they are first used: with CUDA, or in Triton's interpreter.
+
+Source: SpecInfer (Miao et al., arXiv 2305.09781), section 4.2: one mask over all branches of a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.engine.batch import Segment
+
+TREE_WORDS = 16  # of each row: cache rows behind the prefix that a tree may have, divided by 32
+TILE_COLUMNS = 6  # first row in the pass, rows (0: padding), slot, prefix, keys behind the prefix, behind
+TREE = -1  # in the column `behind`: each row sees what its bits say; else row i sees keys up to prefix + behind + i
+PROGRAMS = 2 * 132  # of a pass, at which an H100 is busy
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """The sizes of the kernels for a number of rows: whatever a recording depends on."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    block_m: int  # queries of a program: rows of a tile times query heads of a KV head, with padding
+    block_n: int  # keys of a block
+    tile_rows: int
+    capacity: int  # tiles, padding included
+    splits: int  # programs that share the keys of a tile: a power of two
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, rows: int, *, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, slots: int) -> AttentionPlan:
+        """Choose the sizes. `rows`: of the pass, with padding; `slots`: maximum of segments in a pass.
+
+        Raises ValueError for shapes and types that the kernels do not support.
+        """
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"tree attention has no kernel for {dtype}")
+        if rows < 1 or slots < 1 or kv_heads < 1 or heads % kv_heads or not 1 <= dim <= 256:
+            raise ValueError(f"tree attention with {rows} rows, {heads} of {kv_heads} heads of size {dim}")
+        group = heads // kv_heads
+        folded = rows * group
+        exact = dtype == torch.float32  # without tensor cores: small blocks, whose operands fit the registers
+        wide = 16 if folded <= 64 or exact else 32 if folded <= 512 else 64
+        block_m = max(wide, _power(group))
+        tile_rows = block_m // group
+        programs = -(-rows // tile_rows) * kv_heads
+        splits = 1
+        while splits < MAX_SPLITS and 2 * splits * programs <= PROGRAMS:
+            splits *= 2
+        return cls(
+            rows=rows,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            dtype=dtype,
+            block_m=block_m,
+            block_n=32 if exact or dim > 128 else 64,
+            tile_rows=tile_rows,
+            capacity=min(rows, (rows + min(rows, slots) * (tile_rows - 1)) // tile_rows),
+            splits=splits,
+            num_warps=8 if exact or block_m * dim > 64 * 128 else 4,
+            num_stages=3 if block_m == 16 and not exact and dim <= 128 else 2,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def attend_constants(self) -> dict[str, Any]:
+        """What the kernel `attend` is compiled for."""
+        return {
+            "GROUP": self.group,
+            "DIM": self.dim,
+            "DIM_BLOCK": max(16, _power(self.dim)),
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "COLUMNS": TILE_COLUMNS,
+            "SPLIT": self.splits > 1,
+            "PRECISION": "ieee",
+        }
+
+    @property
+    def combine_constants(self) -> dict[str, Any]:
+        """What the kernel `combine` is compiled for."""
+        return {
+            "DIM": self.dim,
+            "DIM_BLOCK": max(16, _power(self.dim)),
+            "TILE_ROWS": self.tile_rows,
+            "COLUMNS": TILE_COLUMNS,
+            "SPLITS": self.splits,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBuffers:
+    """Memory that all layers, and passes of all sizes, use in turn. It never moves, so a recorded graph can use it."""
+
+    result: Tensor  # [rows, heads, dim]; zeros at first: rows that belong to no tile stay finite
+    accumulators: Tensor  # float32: sums of each row, head and split, `dim` numbers each
+    peaks: Tensor  # float32: maximum of the scores of each row, head and split
+    totals: Tensor  # float32: sum of their weights
+
+    @classmethod
+    def of(cls, plans: Sequence[AttentionPlan], device: torch.device) -> AttentionBuffers:
+        """Allocate what the largest of the plans needs. They differ in their rows alone."""
+        largest = max(plans, key=lambda plan: plan.rows)
+        parts = max(plan.rows * plan.heads * plan.splits if plan.splits > 1 else 1 for plan in plans)
+        return cls(
+            torch.zeros(largest.rows, largest.heads, largest.dim, dtype=largest.dtype, device=device),
+            torch.zeros(parts * largest.dim, device=device),
+            torch.zeros(parts, device=device),
+            torch.zeros(parts, device=device),
+        )
+
+
+def tree_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: Tensor,
+    trees: Tensor,
+    *,
+    plan: AttentionPlan,
+    buffers: AttentionBuffers,
+) -> Tensor:
+    """Compute the attention of all rows of a pass: queries [rows, heads, dim] -> the same shape and type.
+
+    `keys`, `values`: [slots, kv_heads, rows held, dim], views of the cache, which has the new rows already. `tiles`:
+    [capacity, TILE_COLUMNS] int32, `trees`: [rows, words] int32, as `lay_tiles` wrote them. The last dimension of all
+    is contiguous. The host reads none of them.
+
+    The result is a view of `buffers`, which the next call overwrites. Rows that belong to no tile are not written.
+    """
+    from outrider.engine.device.tree_attention_kernels import attend, combine
+
+    assert queries.shape == (plan.rows, plan.heads, plan.dim)
+    assert tiles.shape == (plan.capacity, TILE_COLUMNS)
+    assert len(trees) == plan.rows
+    assert all(it.stride(-1) == 1 for it in (queries, keys, values, tiles, trees))
+    assert queries.dtype == keys.dtype == values.dtype == plan.dtype
+    result = buffers.result[: plan.rows]
+    attend[plan.capacity, plan.kv_heads, plan.splits](
+        queries,
+        keys,
+        values,
+        tiles,
+        trees,
+        result,
+        buffers.accumulators,
+        buffers.peaks,
+        buffers.totals,
+        log2(np.e) / sqrt(plan.dim),
+        *queries.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        trees.stride(0),
+        **plan.attend_constants,
+        KEY_ROW=keys.stride(2),
+        VALUE_ROW=values.stride(2),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if plan.splits > 1:
+        combine[plan.capacity * plan.tile_rows, plan.heads](
+            tiles,
+            result,
+            buffers.accumulators,
+            buffers.peaks,
+            buffers.totals,
+            **plan.combine_constants,
+            num_warps=4,
+        )
+    return result
+
+
+def gathered_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tiles: Tensor,
+    trees: Tensor,
+    *,
+    plan: AttentionPlan,
+    buffers: AttentionBuffers,
+) -> Tensor:
+    """Compute what `tree_attention` does with operations of torch alone, which CPUs have.
+
+    Each row gets a copy of its slot's keys and values, so this serves tests of small models.
+    """
+    row = torch.arange(plan.rows, device=tiles.device)[:, None]
+    first, count = tiles[:, 0], tiles[:, 1]
+    member = (row >= first) & (row < first + count)  # [rows, capacity]
+    used = member.any(1)
+    first, _, slot, prefix, span, behind = tiles[member.int().argmax(1)].unbind(1)
+    offset = torch.arange(keys.shape[2], device=tiles.device) - prefix[:, None]  # [rows, rows held]
+    word = trees.gather(1, (offset >> 5).clamp(0, trees.shape[1] - 1))
+    bit = (word >> (offset & 31)) & 1 != 0
+    causal = offset <= behind[:, None] + row - first[:, None]
+    kept = (offset < span[:, None]) & used[:, None]
+    seen = kept & ((offset < 0) | torch.where(behind[:, None] >= 0, causal, bit))
+    key, value = keys[slot].float(), values[slot].float().where(kept[:, None, :, None], 0.0)
+    folded = queries.float().reshape(plan.rows, plan.kv_heads, plan.group, plan.dim)
+    scores = (folded @ key.transpose(2, 3)) * plan.dim**-0.5
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    attended = (weights.to(plan.dtype).float() @ value).reshape(queries.shape).to(plan.dtype)
+    result = buffers.result[: plan.rows]
+    return result.copy_(attended.where(used[:, None, None], result))
+
+
+def lay_tiles(segments: Sequence[Segment], tile_rows: int, tiles: NDArray[np.int32], trees: NDArray[np.int32]) -> int:
+    """Write the tiles of segments whose rows lie one behind another in the pass; return how many there are.
+
+    `tiles`: [capacity, TILE_COLUMNS], all of which is written; `trees`: [rows, words], of which rows with a mask are
+    written. Raises ValueError when a mask has more columns than `trees` has bits, or when the tiles are too many.
+    """
+    counts = np.array([len(it.tokens) for it in segments])
+    firsts = np.cumsum(counts) - counts
+    needed = -(-counts // tile_rows)
+    total = int(needed.sum())
+    if total > len(tiles) or counts.sum() > len(trees):
+        raise ValueError(f"{total} tiles of {counts.sum()} rows, of at most {len(tiles)} and {len(trees)}")
+    masks = [it.mask for it in segments]
+    causal = np.array([mask is None for mask in masks])
+    within = (np.arange(total) - np.repeat(np.cumsum(needed) - needed, needed)) * tile_rows  # of a tile's first row
+    size = np.minimum(np.repeat(counts, needed) - within, tile_rows)
+    chained = np.repeat(causal, needed)
+    used = tiles[:total]
+    used[:, 0] = np.repeat(firsts, needed) + within
+    used[:, 1] = size
+    used[:, 2] = np.repeat([it.slot for it in segments], needed)
+    used[:, 3] = np.repeat([it.prefix for it in segments], needed)
+    used[:, 4] = np.where(chained, within + size, np.repeat([it.span for it in segments], needed))
+    used[:, 5] = np.where(chained, within, TREE)
+    tiles[total:] = 0
+    if not causal.all():
+        _pack(masks, firsts.tolist(), trees)
+    return total
+
+
+def _pack(masks: Sequence[NDArray[np.bool_] | None], firsts: Sequence[int], trees: NDArray[np.int32]) -> None:
+    """Write the bits of masks to the rows of their segments: the lowest bit of a row's first word is column 0."""
+    placed = [(mask, first) for mask, first in zip(masks, firsts, strict=True) if mask is not None]
+    width = max(mask.shape[1] for mask, _ in placed)
+    if width > 32 * trees.shape[1]:
+        raise ValueError(f"a mask of {width} columns, of at most {32 * trees.shape[1]}")
+    words = -(-width // 32)
+    low, high = placed[0][1], placed[-1][1] + len(placed[-1][0])
+    bits = np.zeros((high - low, 32 * words), np.bool_)
+    for mask, first in placed:
+        bits[first - low : first - low + len(mask), : mask.shape[1]] = mask
+    trees[low:high, :words] = np.packbits(bits, axis=1, bitorder="little").view("<i4")
+
+
+def _power(count: int) -> int:
+    """Return the smallest power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()

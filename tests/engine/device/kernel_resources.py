@@ -1,0 +1,103 @@
+"""Registers and shared memory that tree attention's kernels take of an H100, found without one.
+
+`python -m tests.engine.device.kernel_resources` prints them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.engine.device.tree_attention import AttentionPlan
+
+ROWS = (1, 64, 2048)
+DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float32)
+ARCHITECTURE = 90
+DIVISIBLE = [["tt.divisibility", 16]]
+UNALIGNED = ("tiles", "trees", "scale")
+
+
+class Resources(NamedTuple):
+    """Of one thread, but for shared memory, which is a program's, in bytes."""
+
+    kernel: str
+    plan: AttentionPlan
+    registers: int
+    spilled: int  # bytes stored and loaded
+    shared: int
+
+
+def plans() -> Collection[AttentionPlan]:
+    """Return plans of which each needs other kernels."""
+    found: dict[str, AttentionPlan] = {}
+    for dtype in DTYPES:
+        for dim in DIMS:
+            for rows in ROWS:
+                plan = AttentionPlan.of(rows, heads=32, kv_heads=8, dim=dim, dtype=dtype, slots=32)
+                found.setdefault(f"{dtype} {plan.attend_constants} {plan.num_warps} {plan.num_stages}", plan)
+    return found.values()
+
+
+def compiled(plan: AttentionPlan) -> Iterator[Resources]:
+    """Compile the kernels that a plan launches."""
+    from outrider.engine.device.tree_attention_kernels import attend, combine
+
+    rows = {"KEY_ROW": plan.dim, "VALUE_ROW": plan.dim}
+    yield _compiled(attend, plan, plan.attend_constants | rows, plan.num_warps, plan.num_stages)
+    if plan.splits > 1:
+        yield _compiled(combine, plan, plan.combine_constants, 4, 1)
+
+
+def _compiled(kernel: Any, plan: AttentionPlan, constants: dict[str, Any], warps: int, stages: int) -> Resources:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    element = "*bf16" if plan.dtype == torch.bfloat16 else "*fp32"
+    floats = ("accumulators", "peaks", "totals")
+    types = dict.fromkeys(("queries", "keys", "values", "result"), element)
+    types |= dict.fromkeys(("tiles", "trees"), "*i32") | dict.fromkeys(floats, "*fp32") | {"scale": "fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    attributes = {
+        (index,): DIVISIBLE
+        for index, name in enumerate(kernel.arg_names)
+        if name not in constants and name not in UNALIGNED
+    }
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", ARCHITECTURE, 32), options=options)
+    return Resources(kernel.__name__, plan, *_assembled(made.asm["ptx"]), made.metadata.shared)
+
+
+def _assembled(ptx: str) -> tuple[int, int]:
+    """Return registers, and bytes spilled."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(program), "-v", f"--gpu-name=sm_{ARCHITECTURE}a", str(source), "-o", f"{folder}/kernel.cubin"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    spilled = re.findall(r"(\d+) bytes spill", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None
+    assert len(spilled) == 2, log
+    return int(registers[1]), sum(map(int, spilled))
+
+
+if __name__ == "__main__":
+    for plan in plans():
+        for it in compiled(plan):
+            print(
+                f"{it.kernel:8} {plan.dtype!s:15} dim {plan.dim:3} rows {plan.rows:4} M {plan.block_m:3} "
+                f"N {plan.block_n} splits {plan.splits:2} registers {it.registers:3} spilled {it.spilled:5} "
+                f"shared {it.shared}"
+            )
