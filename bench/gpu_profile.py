@@ -48,8 +48,11 @@ def main(
     )  # fmt: skip
     began = time.perf_counter()
     engine = run._engine(run._weights("target", shape), texts)
+    loaded = time.perf_counter()
+    engine.record()
     print(
-        f"profile: loaded in {loaded:.1f} s, weights {engine.weight_bytes / 1e9:.2f} GB",
+        f"profile: loaded in {loaded - began:.1f} s, recorded in {time.perf_counter() - loaded:.1f} s, "
+        f"weights {engine.weight_bytes / 1e9:.2f} GB",
         flush=True,
     )
     for slot, prompt in enumerate(run._prompts(texts)):
